@@ -23,9 +23,9 @@ from diskprefix.units import format_size
 log = logging.getLogger("diskprefix")
 
 _SPINS = "1500"
-"""GOMP_SPINCOUNT on x86-64: the rounds that a thread of torch, for a model on the grid, spins before it sleeps. Beside
-busy processes, a thread that sleeps soon is scheduled again at once; libgomp's default of 300 000 rounds (7 ms) costs
-all of them time."""
+"""GOMP_SPINCOUNT on x86-64, for models on the grid: how many rounds an idle thread of torch spins before it sleeps.
+libgomp's default of 300 000 rounds (7 ms) takes time from busy processes; a thread that sleeps early is scheduled again
+at once."""
 _NO_MEMORY_LEFT = "the model fits in memory, but nothing to compute with is left"
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 def serve(settings: Settings) -> None:
     """Serves until SIGTERM or SIGINT, then returns. Raises the `DiskPrefixError` that kept the daemon from serving."""
     from diskprefix.model.load.named_model import require_named
-    from diskprefix.store.folder import FolderUnavailable, check_folder
+    from diskprefix.store.folder import FolderUnavailable, make_folder
 
     limit_libraries()
     # Before torch loads libgomp. Rounds take other times on other CPUs, and macOS has no libgomp.
@@ -48,13 +48,13 @@ def serve(settings: Settings) -> None:
         for model in models:
             require_named(model, flag, with_weights=True)
     try:
-        check_folder(settings.kv_cache_dir)
+        make_folder(settings.kv_cache_dir)
     except FolderUnavailable as error:
         if not error.passing:
             raise
-    run_front = hooks.open_front(settings)
-    if run_front is not None:
-        run_front(settings)
+    run_router = hooks.open_router(settings)
+    if run_router is not None:
+        run_router(settings)
         return
     from diskprefix.server.process.process import run
 
@@ -67,7 +67,7 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
     started = time.perf_counter()
     # A wrong scope is reported before anything else.
     parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache")
-    from diskprefix.cache.resources import open_store
+    from diskprefix.cache.tiered_store import open_store
     from diskprefix.engine.loop import Engine
     from diskprefix.engine.measured_model import load_draft, measured
     from diskprefix.model.load.loader import begin_load

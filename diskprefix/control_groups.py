@@ -1,4 +1,4 @@
-"""The limits that control groups of Linux set to this process: containers, services and Kubernetes have theirs there.
+"""The limits that Linux control groups set for this process. Containers, services and Kubernetes use them.
 
 This module imports the standard library only: `native/build.py` runs it while the package is installed.
 """
@@ -36,8 +36,8 @@ def control_groups(controller: str, proc: Path = PROC, mounted: Path = MOUNTED) 
 
 def cpu_quota(proc: Path = PROC, mounted: Path = MOUNTED) -> int | None:
     """Returns how many CPUs this process may keep busy by the quotas of its control groups, rounded up; None without
-    one. With more threads than that, all of them stand still for the rest of each period."""
-    found = []
+    one. If more threads run, Linux stops all of them for the rest of each period."""
+    limits = []
     for group in control_groups("cpu", proc, mounted):
         of_version_2 = read(group / "cpu.max").split()
         of_version_1 = [read(group / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
@@ -45,8 +45,8 @@ def cpu_quota(proc: Path = PROC, mounted: Path = MOUNTED) -> int | None:
             # Without a limit the quota is "max" or -1.
             if len(numbers) == 2 and all(number.isdecimal() and int(number) for number in numbers):
                 quota, period = map(int, numbers)
-                found.append(-(-quota // period))
-    return min(found, default=None)
+                limits.append(-(-quota // period))
+    return min(limits, default=None)
 
 
 def num_cpus(proc: Path = PROC, mounted: Path = MOUNTED) -> int:

@@ -22,8 +22,8 @@
         ├── StoreFormatError                         the store has a format that this version does not read
         ├── StoreCorrupt                             a record or payload fails its checks
         ├── StoreFull                                a publication does not fit the budget
-        │   └── LargerThanStore                      nor would it if everything else were evicted
-        └── PrefixGone                               what a publication continues was evicted or purged meanwhile
+        │   └── LargerThanStore                      a publication does not fit even an empty store
+        └── PrefixGone                               the parent of a publication was evicted or purged meanwhile
 
 A message is one line that says what is wrong and what to do next. Errors of a library are translated where the library
 is called, so that no other module needs to know them.

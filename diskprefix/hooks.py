@@ -93,10 +93,10 @@ def open_pictures(model: PicturesModel) -> PictureProcessor:
     return cast("PictureProcessor", _extra("pictures").open_pictures(model))
 
 
-def open_front(settings: Settings) -> Callable[[Settings], None] | None:
+def open_router(settings: Settings) -> Callable[[Settings], None] | None:
     """Returns the function that serves each model in its own process until the daemon stops, None without one. It
     raises `SettingsError`, as this function does, and `SystemExit` with the exit code of the only model's process."""
-    return cast("Callable[[Settings], None] | None", _extra("front").open_front(settings))
+    return cast("Callable[[Settings], None] | None", _extra("router").open_router(settings))
 
 
 def _extra(name: str) -> Any:

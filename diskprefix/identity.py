@@ -28,7 +28,7 @@ class Fingerprint(Struct, frozen=True):
 
     def as_dict(self) -> dict[str, Any]:
         """Returns every field, for `/props`. Fields of canonical JSON are unpacked."""
-        return {name: json.loads(one) if one[:1] == "{" else one or None for name, one in self.named.items()}
+        return {name: json.loads(value) if value[:1] == "{" else value or None for name, value in self.named.items()}
 
 
 def identity_text(
@@ -44,7 +44,7 @@ def identity_text(
 
 
 def identity_of_tenant(identity: str, tenant: str) -> str:
-    """Returns the identity of a tenant from that of another. Raises `ValueError` for a text that is no identity."""
+    """Returns an identity with another tenant. Raises `ValueError` for a text that is no identity."""
     values = json.loads(identity)
     if not isinstance(values, dict):
         raise ValueError("not an identity")
@@ -52,7 +52,7 @@ def identity_of_tenant(identity: str, tenant: str) -> str:
 
 
 def identity_of_build(identity: str, build: str) -> str:
-    """Returns the identity of state that only one build computes, from that of builds with the same bits."""
+    """Returns an identity with a build, for state whose bits only this build computes."""
     values = json.loads(identity)
     return canonical(values | {"fingerprint": values["fingerprint"] | {"build": build}})
 
@@ -68,8 +68,8 @@ def identity_fields(text: str) -> dict[str, str]:
 
 
 def is_outdated(identity: str, own: Iterable[str]) -> bool:
-    """Returns whether an identity is that of a model with one of our `own`, by another build: its state cannot be used
-    any more. Tenants may differ."""
+    """Returns whether an identity differs from one of our `own` only by the build: its state cannot be used any more.
+    Tenants may differ."""
     with suppress(ValueError):
         fields = identity_fields(identity)
         changes = [set(differing(fields, identity_fields(text))) for text in own]

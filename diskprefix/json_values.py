@@ -1,5 +1,5 @@
-"""Counts the values of JSON texts without parsing (two bytes of text can become a hundred bytes of objects), finds what
-is nested too deeply, replaces escapes that are not characters, and keeps the digits of numbers."""
+"""Counts the values of JSON texts without parsing (two bytes of text can become a hundred bytes of objects), finds
+values that are nested too deeply, replaces escapes that are not characters, and keeps the digits of numbers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _sum(counted: Iterable[Counted]) -> Counted:
 
 
 def _count(text: bytes) -> Counted:
-    # Not above: the front process, which reads bodies too, has no numpy.
+    # Not above: the router, which reads bodies too, has no numpy.
     import numpy as np
 
     marks = np.frombuffer(text.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
@@ -60,8 +60,8 @@ _KEY_OR_SIGN = re.compile(r'("(?:[^"\\]|\\.)*+(?:"|\\?\Z))(\s*+:)?|[\[\]{},]', r
 def path_below(text: str, max_levels: int = MAX_LEVELS) -> list[str | int]:
     """Returns the path of the first value in JSON text that has more levels above it; [] if there is none."""
     path: list[str | int] = []
-    for found in _KEY_OR_SIGN.finditer(text):
-        sign = found[0]
+    for match in _KEY_OR_SIGN.finditer(text):
+        sign = match[0]
         if sign in ("{", "["):
             if len(path) == max_levels:
                 return path
@@ -70,8 +70,8 @@ def path_below(text: str, max_levels: int = MAX_LEVELS) -> list[str | int]:
             path.pop()
         elif path and sign == "," and isinstance(path[-1], int):
             path[-1] += 1
-        elif path and found[2]:
-            path[-1] = found[1][1:-1]
+        elif path and match[2]:
+            path[-1] = match[1][1:-1]
     return []
 
 
@@ -79,7 +79,7 @@ _SURROGATES = re.compile(
     r"(?<!\\)((?:\\\\)*+)(?:((?:\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})++)"
     r"|\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
 )
-"""Escaped backslashes, and behind them escapes of whole surrogate pairs, or the escape of one half of a pair."""
+"""Escaped backslashes, then escapes of whole surrogate pairs, or the escape of half a pair."""
 
 
 def whole_characters(text: str) -> str:

@@ -63,7 +63,7 @@ def distrusted_by_root(path: Path) -> str | None:
         if not part.exists():
             continue
         status = part.stat()
-        # Root's group is root's.
+        # The members of root's group count as root.
         others_write = stat.S_IWOTH if status.st_gid == 0 else stat.S_IWGRP | stat.S_IWOTH
         if status.st_uid != 0:
             return f"{part} belongs to another user (uid {status.st_uid})"

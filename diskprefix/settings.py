@@ -62,6 +62,11 @@ def config_home() -> Path:
     return _home("XDG_CONFIG_HOME", ".config")
 
 
+def state_home() -> Path:
+    """Returns `$XDG_STATE_HOME/diskprefix`, or `~/.local/state/diskprefix`."""
+    return _home("XDG_STATE_HOME", ".local/state")
+
+
 def _home(variable: str, folder: str) -> Path:
     """Returns `diskprefix` in the folder of a variable, or in `folder` of the home folder. Raises `SettingsError` for a
     relative path, which would depend on the working directory, and for a user without a home."""
@@ -276,10 +281,10 @@ class Settings:
         unset="the positions of the model, as far as --kv-memory has room; factors for long texts",
         bounds=(16, 1 << 30),
     )
-    front: bool = _server(
+    router: bool = _server(
         False,
-        "Run the model in a separate process, restarted if it dies, behind a front process that holds the port. The "
-        "front needs about 35 MiB of memory. Several models and --idle-unload always use one.",
+        "Run the model in a separate process, restarted if it dies, behind a router that holds the port. The "
+        "router needs about 35 MiB of memory. Several models and --idle-unload always use one.",
     )
     memory_limit: int | None = _server(
         None,
@@ -340,7 +345,7 @@ class Settings:
         bounds=(0, 100 * 365 * 86400),
     )
     kv_cache_min_tokens: int = _cache(64, "Do not save prefixes with fewer tokens than this.", bounds=(0, 2**31 - 1))
-    normalise: str = _cache(
+    canonicalise: str = _cache(
         "report",
         "How to treat text that clients change in every request (billing-header, total-tokens, hoisted-nudges, clock, "
         "schema-keys, tool-order): off, report (name it) or on (undo the change), for all or by name.",
@@ -399,7 +404,7 @@ class Settings:
         choices=("seen-twice", "all", "off"),
     )
 
-    # Without a flag: nobody needs other numbers, but tests, and a machine with little memory.
+    # Without a flag: only tests and machines with little memory need other numbers.
     kv_cache_write_buffer: int = 1024**3
     """Bytes for state that waits to be written, at most half of the memory left beside `kv_memory`."""
     kv_cache_min_free: int = 256 * 1024**2
@@ -409,7 +414,7 @@ class Settings:
     kv_cache_interval: int = 10240
     """Tokens between two checkpoints of a model with state that cannot be cut."""
     kv_cache_cold_max: int = 10240
-    """Such a model has one more checkpoint at the last message boundary within so many tokens."""
+    """Such a model has one more checkpoint, at the last message boundary within this many tokens."""
     remote_deadline: float = 10.0
     """The most seconds that a request waits for the bucket before it computes missing blocks."""
 
@@ -457,7 +462,7 @@ class Settings:
 
     @property
     def ahead_s(self) -> int:
-        """The seconds of a processor in an hour that are spent ahead of requests. Raises `SettingsError`."""
+        """The CPU seconds per hour for work ahead of requests. Raises `SettingsError`."""
         if not re.fullmatch("off|auto|[1-9][0-9]{0,8}", self.ahead):
             raise SettingsError(f"--ahead: {self.ahead!r} is not off, auto or a number of seconds")
         return int({"off": "0", "auto": "3600"}.get(self.ahead, self.ahead))
@@ -510,7 +515,7 @@ PER_MODEL = frozenset(
     {
         *("device", "dtype", "weights", "kv_type", "kernels", "chat_template", "speculative", "draft_model"),
         *("sampling", "chat_template_kwargs", "prefill_compression", "kv_memory", "disk_prefix_cache"),
-        *("kv_cache_ttl", "kv_cache_min_tokens", "normalise"),
+        *("kv_cache_ttl", "kv_cache_min_tokens", "canonicalise"),
         *("kv_cache_gate", "max_sequences", "ahead"),
     }
 )

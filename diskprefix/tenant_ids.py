@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
 
 _ID_DIGITS = 32
 _GROUP_BYTES = 8
@@ -36,14 +37,22 @@ def matches(tenant: str, wanted: str) -> bool:
     `wanted` is a salt, an API key, or what `inspect` shows: one id or several joined with `/`, each whole or at least
     its first 8 hex digits. No text names `SHARED`.
     """
+    return any(pattern in fitting(tenant, [*map(len, pattern.split("/"))]) for pattern in patterns(wanted))
+
+
+def patterns(wanted: str) -> tuple[str, ...]:
+    """Returns the patterns of the tenants that `matches` names: ids, or beginnings of ids, joined with `/`. They show
+    neither keys nor salts."""
+    digests, shown = (id_of("salt", wanted), id_of("api key", wanted)), wanted.strip().lower()
+    return (*digests, shown) if all(map(_PREFIX.fullmatch, shown.split("/"))) else digests
+
+
+def fitting(tenant: str, lengths: Sequence[int]) -> set[str]:
+    """Returns the patterns that fit a tenant, of those whose parts have these lengths. A pattern fits if the tenant has
+    its ids one after the other."""
     ids = tenant.split("/")
-    if id_of("salt", wanted) in ids or id_of("api key", wanted) in ids:
-        return True
-    prefixes = wanted.strip().lower().split("/")
-    if not all(map(_PREFIX.fullmatch, prefixes)):
-        return False
-    starts = range(len(ids) - len(prefixes) + 1)
-    return any(all(map(str.startswith, ids[start:], prefixes)) for start in starts)
+    starts = range(len(ids) - len(lengths) + 1)
+    return {"/".join(id_[:n] for id_, n in zip(ids[start:], lengths, strict=False)) for start in starts}
 
 
 def group_of(key: str) -> bytes:

@@ -58,7 +58,7 @@ def block_hash(secret: int, parent: bytes, token_ids: TokenIds | bytes, mark: by
 
 class TokenPath:
     """A prompt in the tree of names below a root. The name of each full block is hashed once, when it is first asked
-    for: in one loop, because a lookup needs hundreds at once. `names` are those of its first blocks, if they are known.
+    for: in one loop, because a lookup needs hundreds at once. `names` are the known names of its first blocks.
     """
 
     def __init__(
@@ -84,11 +84,13 @@ class TokenPath:
         return self._names
 
     def parent(self, num_blocks: int) -> bytes:
-        """Returns the name that others continue behind the first `num_blocks` blocks."""
+        """Returns the parent of a node after the first `num_blocks` blocks: the name of the last of them, or the
+        root."""
         return self.block_names[num_blocks - 1] if num_blocks else self.root
 
     def extended(self, token_ids: TokenIds) -> TokenPath:
-        """Returns the path of tokens that begin with these, or that these begin with."""
+        """Returns the path of `token_ids`, a longer or a shorter version of this prompt. Known names are not hashed
+        again."""
         names = self._names[: len(token_ids) // self.block_size]
         return TokenPath(self.secret, self.root, token_ids, self.block_size, names)
 

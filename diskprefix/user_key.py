@@ -1,7 +1,7 @@
 """The key of a user, made at its first use, in a file that only the user can read.
 
-Agents and commands send it to daemons without API keys, as their tenant: they share a cache, which other users cannot
-probe.
+The tenant of the user's programs at their own daemon without API keys is made from it. Agents and commands send it to
+such daemons, which use it as the tenant if the kernel does not name the user.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ import hmac
 import os
 import re
 import secrets
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from diskprefix.errors import SettingsError
 from diskprefix.private_file import distrusted_by_root, make_private_folder, read_private
 from diskprefix.settings import cache_home
+from diskprefix.values import Tenant
 
 _BYTES = 32
 _SECRET = re.compile(r"[0-9a-f]{64}\n")
@@ -28,10 +31,32 @@ def user_key(daemon: str | None = None) -> str:
     return key if daemon is None else hmac.new(key.encode(), daemon.encode(), "sha256").hexdigest()
 
 
-def _secret() -> str:
-    path, what = cache_home() / "key", "the key of this user"
+def user_tenant() -> Tenant:
+    """Returns the tenant of this user's programs at the user's own daemons without API keys. Raises as `user_key`."""
+    return Tenant.of_key(user_key())
+
+
+def is_users() -> Callable[[str], bool]:
+    """Returns a function that takes a tenant's text and returns whether the tenant is `user_tenant` or one of its
+    salts. Makes no key, and raises nothing: without a readable key, no tenant is the user's."""
+    own = ""
+    with suppress(SettingsError):
+        own = str(user_tenant()) if _has_key(_path()) else ""
+    return lambda tenant: bool(own) and tenant.split("/")[0] == own
+
+
+def _path() -> Path:
+    return cache_home() / "key"
+
+
+def _has_key(path: Path) -> bool:
     # Not the methods of a path, which raise if the folder is another user's.
-    if not os.path.exists(path) or not os.path.getsize(path):
+    return os.path.exists(path) and bool(os.path.getsize(path))
+
+
+def _secret() -> str:
+    path, what = _path(), "the key of this user"
+    if not _has_key(path):
         _draw(path, what)
     content = read_private(what, path, 2 * _BYTES + 1).decode(errors="replace")
     if not _SECRET.fullmatch(content):

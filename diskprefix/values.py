@@ -65,7 +65,7 @@ Reason: TypeAlias = Literal[
 StateSource: TypeAlias = Literal["none", "memory", "disk", "remote"]
 Refused: TypeAlias = Literal["no_logits", "no_checkpoint", "damaged", "faster_to_compute", "upgraded"]
 MissReason: TypeAlias = Literal[
-    Refused, "new", "not_stored", "diverged", "too_short", "off", "image", "unsupported", "error"
+    Refused, "new", "not_stored", "other_key", "diverged", "too_short", "off", "image", "unsupported", "error"
 ]
 MISS_REASONS: tuple[str, ...] = get_args(MissReason)
 CacheOutcome: TypeAlias = Literal["hit", "miss", "short"]
@@ -81,6 +81,11 @@ def outcome_of(prompt_tokens: int, restored: int) -> CacheOutcome:
     return "hit" if 2 * restored >= prompt_tokens else "miss"
 
 
+def is_miss(prompt_tokens: int, restored: int) -> bool:
+    """Returns whether too little was restored: nothing, or less than half of a long prompt."""
+    return not restored or outcome_of(prompt_tokens, restored) == "miss"
+
+
 Saved: TypeAlias = Literal["none", "queued", "stored", "dropped"]
 
 
@@ -91,11 +96,18 @@ class Tenant:
     ids: tuple[str, ...] = ()
     is_salted: bool = field(default=False, compare=False)
     """Whether a request chose the tenant by a salt, of which there may be any number. Not part of the text."""
+    others: tuple[Tenant, ...] = field(default=(), compare=False, repr=False)
+    """The tenants of other keys of the same user, with the same salts. A miss may name them, and nothing of theirs is
+    restored. Not part of the text."""
 
     @classmethod
     def of_key(cls, api_key: str) -> Tenant:
         """Returns the tenant of an API key, or of the bearer that a client sends to a daemon without API keys."""
         return cls((id_of("api key", api_key),))
+
+    def of_other_user(self, user: int) -> Tenant:
+        """Returns the tenant of another user of the machine, at a daemon whose own user is this tenant."""
+        return Tenant((id_of("user", f"{user} {self}"),))
 
     @classmethod
     def parse(cls, text: str) -> Tenant:
@@ -106,8 +118,9 @@ class Tenant:
         return cls(ids)
 
     def with_salt(self, salt: str) -> Tenant:
-        """Returns the tenant of a user of this tenant. For `SHARED`, that is the tenant of the salt alone."""
-        return Tenant((*self.ids, id_of("salt", salt)), is_salted=True)
+        """Returns the tenant of a salt within this tenant. For `SHARED`, the salt alone makes the tenant."""
+        others = tuple(other.with_salt(salt) for other in self.others)
+        return Tenant((*self.ids, id_of("salt", salt)), is_salted=True, others=others)
 
     def __str__(self) -> str:
         return "/".join(self.ids)
@@ -194,10 +207,10 @@ class Mark(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A change by a normaliser, or `unread_content`: a note in the place of a picture. `path` is the path in the
+    """A change by a canonicaliser, or `unread_content`: a note in the place of a picture. `path` is the path in the
     client's body."""
 
-    normaliser: str
+    canonicaliser: str
     path: str
 
 
@@ -212,7 +225,7 @@ class LeftOut(NamedTuple):
 class Rewriting(Struct, frozen=True):
     """The differences between a prompt and the conversation that the client sent.
 
-    `would_change` names the normalisers that found something but were not on. `template_kwargs` are the variables of
+    `would_change` names the canonicalisers that found something but were not on. `template_kwargs` are the variables of
     the chat template that the daemon set.
     """
 
@@ -273,11 +286,11 @@ class Prompt(Struct, frozen=True, eq=False):
     """A tokenised prompt with its structure.
 
     `boundaries` are the safe cut positions, ascending, each one past a marker that the template wrote; text without
-    markers has none. `system_end` is the boundary after the system message and the tools, `question_end` the one after
-    the last message of the user, 0 if there is none: behind it, a template may write the same messages otherwise once
-    the next question follows. `text` is the preview for people. `pictures` are in the order of their tokens, whose ids
-    are `tokens.picture_ids`. `marks` are the client's, ascending. `source` is None if its lines are not needed.
-    `replayed` counts the replies whose sampled tokens are in the prompt.
+    markers has none. `system_end` is the boundary after the system message and the tools, `question_end` is the
+    boundary after the user's last message, 0 if there is none: after it, a template may render the same messages
+    differently once the next question follows. `text` is the preview for people. `pictures` are in the order of their
+    tokens, whose ids are `tokens.picture_ids`. `marks` are the client's, ascending. `source` is None if its lines are
+    not needed. `replayed` counts the replies whose sampled tokens are in the prompt.
     """
 
     token_ids: TokenIds
@@ -305,8 +318,8 @@ class CacheOptions(Struct, frozen=True, kw_only=True):
     `scope` limits the kept part of the prompt, `tenant` owns its state. `group` (8 bytes, see `tenant_ids.group_of`;
     empty without a key): the window has only prompts of this group. `save`: False only restores. `ttl_s`: seconds to
     keep the state after its last use, None for the daemon's time. `replay`: use the sampled tokens of earlier replies,
-    and record those of this reply. `computes_last`: compute the prompt's last token even if all of it is stored.
-    `is_asked`: scope or time to live are the request's own.
+    and record this reply's. `computes_last`: compute the prompt's last token even if all of it is stored. `is_asked`:
+    scope or time to live are the request's own.
     """
 
     scope: Scope
@@ -399,8 +412,8 @@ class CacheReport(Struct, frozen=True, kw_only=True):
     """The cache's work for one request. The response's `prefix_cache` object shows a part, the debug log everything.
 
     `restored` prompt tokens were not computed; their state came from `source` in `restore_ms`. `matched` tokens were
-    found in the store; if they are more, `refused` is the reason. `miss_reason` is None if any token of a short prompt,
-    or half of a long one, was restored. server/README.md explains each reason.
+    found in the store; if they are more, `refused` is the reason. `miss_reason` is None unless `is_miss`.
+    server/README.md explains each reason.
 
     `saved`: `none` if there was nothing to save, `queued` if the writer has it, `stored` if it was stored before,
     `dropped` if not all could be saved, because of `dropped_because`. `broken` is a difference from an earlier prompt
@@ -438,7 +451,9 @@ class CacheReport(Struct, frozen=True, kw_only=True):
 
 def _logged(value: Any) -> str:
     if isinstance(value, tuple):
-        return ",".join(":".join(map(str, one)) if isinstance(one, tuple) else str(one) for one in value)
+        return ",".join(
+            ":".join(map(str, element)) if isinstance(element, tuple) else str(element) for element in value
+        )
     if isinstance(value, bool):
         return str(value).lower()
     return f"{value:.2f}" if isinstance(value, float) else str(value)

@@ -18,16 +18,16 @@ from diskprefix.api.anthropic import CountTokensRequest, Messages, MessagesReque
 from diskprefix.api.openai_chat import Chat, ChatRequest
 from diskprefix.api.parsed_request import ParsedRequest, constraint_of
 from diskprefix.api.responses import ResponseRequest, Responses
+from diskprefix.chat.canonicalisers import Canonicalisers
 from diskprefix.chat.messages import Conversation, Message, TextPart, ToolCall
-from diskprefix.chat.normalisers import Normalisers
 from diskprefix.chat.output.call_grammar import CallGrammar
 from diskprefix.chat.output.call_values import OfferedTools, braces, elements, python_calls, value_of
 from diskprefix.chat.output.choose_format import OutputFormat
 from diskprefix.chat.output.families import FAMILIES, Family
 from diskprefix.chat.replay import ConversationHash, Turn
 from diskprefix.chat.template_input import TemplateInput, message_for_template, require_few_arguments, visit_texts
-from diskprefix.engine.constraint_grammar import excess_of, grammar_of
-from diskprefix.engine.kept_schema import json_rules, parts, put, weaker, with_any_of
+from diskprefix.engine.constraints.constraint_grammar import excess_of, grammar_of
+from diskprefix.engine.constraints.kept_schema import json_rules, parts, replace_part, weaker, with_any_of
 from diskprefix.engine.request import Constraint
 from diskprefix.errors import InvalidRequest
 from diskprefix.extras.compression.compression import shortened
@@ -143,8 +143,8 @@ def conversation(schema: Any = None, arguments: Any = None) -> Conversation:
     )
 
 
-def _normalise(value: Any) -> None:
-    Normalisers.parse("on", param="--normalise").apply(conversation(value))
+def _canonicalise(value: Any) -> None:
+    Canonicalisers.parse("on", param="--canonicalise").apply(conversation(value))
 
 
 def _call(value: Any) -> None:
@@ -200,7 +200,7 @@ def _kept(value: Any) -> None:
     if isinstance(value, dict):
         weaker(value, lambda one: "a" in one)
         for path, part in list(parts(value))[:2]:
-            put(value, path, part)
+            replace_part(value, path, part)
 
 
 def _text_format(value: Any) -> None:
@@ -276,7 +276,7 @@ def suppressed() -> Iterator[None]:
 _BY_BODY = {(family.body, family.channels is not None): family for family in FAMILIES}
 """A family of each kind: its grammars and its readers are those of the others, with other tags."""
 WALKS: Mapping[str, Callable[[Any], None]] = {
-    "normalisers": _normalise,
+    "canonicalisers": _canonicalise,
     "calls": _call,
     "kept schemas": _kept,
     "formats of texts": _text_format,

@@ -7,21 +7,21 @@ from typing import Protocol
 import pytest
 
 from diskprefix.cache.tiers import nodes
-from diskprefix.store.schema import Kind
+from diskprefix.store.schema import NodeKind
 from diskprefix.tokens import TokenPath
 
 
 class Name(Protocol):
     """As `store.schema.node_name`."""
 
-    def __call__(self, secret: int, parent: bytes, token_ids: bytes, kind: Kind, /) -> bytes: ...
+    def __call__(self, secret: int, parent: bytes, token_ids: bytes, kind: NodeKind, /) -> bytes: ...
 
 
 def name_nodes(patch: pytest.MonkeyPatch, name: Name) -> None:
     def block_names(path: TokenPath) -> list[bytes]:
         names = [path.root]
         for token_ids in path.token_ids[: path.num_blocks * path.block_size].reshape(-1, path.block_size):
-            names.append(name(path.secret, names[-1], token_ids.tobytes(), Kind.BLOCK))
+            names.append(name(path.secret, names[-1], token_ids.tobytes(), NodeKind.BLOCK))
         return names[1:]
 
     patch.setattr(nodes, "node_name", name)

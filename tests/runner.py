@@ -15,9 +15,9 @@ from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.cache.encoded_pictures import EncodedPictures
 from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.cache.resources import open_store
+from diskprefix.cache.tiered_store import open_store
 from diskprefix.engine.forward import prefill
-from diskprefix.engine.prompt_pictures import PromptPictures
+from diskprefix.engine.pictures.prompt_pictures import PromptPictures
 from diskprefix.grid.rehearsal import rehearse
 from diskprefix.kv.layout import ExactAt, Layout
 from diskprefix.kv.pages import PagePool
@@ -161,7 +161,7 @@ class Runner:
         self.open()
 
     def flush(self) -> None:
-        self.cache.settle()
+        self.cache.finish_aside()
         assert self.cache.writer.flush(30)
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
@@ -267,6 +267,6 @@ class Runner:
             rows = stored.load(picture, options)
             if rows is None:
                 rows = encoder.encode(picture, picture.prepare())
-                stored.save(picture, rows, options, stored.epoch)
+                stored.save(picture, rows, options, stored.epoch(options.tenant))
             pictures.encoded[number] = rows
         return pictures

@@ -97,7 +97,9 @@ def quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(8)), raising=False)
     monkeypatch.setattr(compute_threads, "_core_of", lambda _folder, cpu: str(cpu))
     for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS"):
-        monkeypatch.delenv(name, raising=False)
+        # What is set later is taken back only if there is something to restore.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
 
 
 @pytest.mark.usefixtures("quota")

@@ -2,25 +2,53 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from diskprefix import hooks
 from diskprefix.errors import SettingsError
+from diskprefix.extras import pictures, router
+from diskprefix.extras.compression import compression
+from diskprefix.extras.remote import remote_tier, upkeep
+from diskprefix.extras.simulate import recording
 from diskprefix.settings import Settings
+
+if TYPE_CHECKING:
+    from diskprefix.cache.tiers.tier import Bucket, SharedTier
+    from diskprefix.chat.draft import Compress
+    from diskprefix.model.load.picture_processor import PictureProcessor, PicturesModel
+
+    # `hooks` names the types of what extras provide without importing them. Here mypy compares these types.
+    open_tier: Callable[[Settings], SharedTier] = remote_tier.open_tier
+    open_bucket: Callable[[str, Path], Bucket] = upkeep.open_bucket
+    open_recorder: Callable[[Path, Settings, Callable[[], int]], hooks.Recorder] = recording.RequestRecorder
+    open_compression: Callable[[Settings, int, int], Compress] = compression.compress_of
+    open_pictures: Callable[[PicturesModel], PictureProcessor] = pictures.open_pictures
+    open_router: Callable[[Settings], Callable[[Settings], None] | None] = router.open_router
+
+
+def test_the_types_of_all_extras_are_compared() -> None:
+    """Each cast of `hooks` has its line above."""
+    source, own = Path(hooks.__file__).read_text(encoding="utf-8"), Path(__file__).read_text(encoding="utf-8")
+    provided = re.findall(r'cast\("[^"]+", _extra\("([\w.]+)"\)\.(\w+)\(', source)
+    assert len(provided) == source.count("return cast(")
+    assert all(f"= {module.rpartition('.')[2]}.{name}\n" in own for module, name in provided)
 
 
 def test_without_settings_that_ask_for_it_no_extra_joins() -> None:
     assert hooks.open_tier(Settings()) is None
     assert hooks.open_recorder(Settings(), lambda: 0) is None
     assert hooks.open_compression(Settings(), 1024, 1024) is None
-    assert hooks.open_front(Settings()) is None
+    assert hooks.open_router(Settings()) is None
 
 
 def test_settings_that_ask_for_an_extra_get_it() -> None:
     assert hooks.open_compression(Settings(prefill_compression="auto"), 1024, 1024) is not None
-    assert hooks.open_front(Settings(front=True)) is not None
+    assert hooks.open_router(Settings(router=True)) is not None
 
 
 def test_the_threshold_of_compression_is_the_models_and_at_most_what_is_served() -> None:

@@ -50,11 +50,14 @@ BESIDE = {
     "open_page": {"daemon_call"},
     "talk": {"clients", "daemon_call", "open_page", "web_page"},
     "clients": {"catalogue", "daemon_call"},
-    "setup": {"catalogue", "clients", "daemon_call", "front"},
-    "front": {"catalogue", "ollama", "web_page"},
+    "setup": {"catalogue", "clients", "daemon_call", "router"},
+    "router": {"catalogue", "ollama", "web_page"},
     "ollama": {"catalogue", "embedding"},
 }
 """For some extras, the other extras that they may import. The core imports none: `hooks` finds them by name."""
+
+SPINE = ("writer", "evictor", "changes", "environment", "store_file", "snapshot", "save", "eviction", "schema")
+"""The modules on the way of a save to the disk. They know nothing of the statistics that are kept beside."""
 
 LAYERS = ("store.codec", "store", "cache.policy", "cache.tiers", "cache")
 """Parts of one package: a module of one part imports its own part and the parts before it."""
@@ -198,7 +201,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     [
         ("store", "import torch", "store imports torch"),
         ("cache.policy", "from transformers import AutoTokenizer", "cache.policy imports transformers"),
-        ("cache.policy.select", "from diskprefix.store.schema import Kind", "cache.policy.select imports store"),
+        ("cache.policy.select", "from diskprefix.store.schema import NodeKind", "cache.policy.select imports store"),
         ("tokens", "if TYPE_CHECKING:\n    from diskprefix.engine.request import Usage", "tokens imports engine"),
         ("engine", "from importlib import import_module\nimport_module('lmdb')", "engine imports lmdb"),
         ("server", "from .errors import reply", "server uses a relative import"),
@@ -207,11 +210,17 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
             "from diskprefix.extras.watch.browse.flat import X",
             "extras.simulate.trace imports extras.watch.browse.flat.X",
         ),
-        ("store.codec.planes", "from diskprefix.store.schema import Kind", "store.codec.planes imports store"),
+        ("store.codec.planes", "from diskprefix.store.schema import NodeKind", "store.codec.planes imports store"),
     ],
 )
 def test_the_checker_catches(module: str, source: str, violation: str) -> None:
     assert violations(module, source) == [violation]
+
+
+@pytest.mark.parametrize("module", SPINE)
+def test_the_way_of_a_save_knows_no_statistics(module: str) -> None:
+    source = (PACKAGE / f"store/{module}.py").read_text(encoding="utf-8")
+    assert not [name for name in imported_names(source) if name.startswith("diskprefix.store.statistics")]
 
 
 def test_a_circle_is_found() -> None:
@@ -249,19 +258,19 @@ OF_FEW_REQUESTS = {
     "diskprefix.api.anthropic",
     "diskprefix.api.responses_items",
 }
-OF_THE_FRONT = "app", "cli.serve_command", "extras.front.front_server", "extras.catalogue.catalogue"
+OF_THE_ROUTER = "app", "cli.serve_command", "extras.router.router_server", "extras.catalogue.catalogue"
 
 
 @pytest.mark.parametrize(
     ("modules", "slow"),
     [
         (OF_COMMANDS, {"torch", "transformers", "uvicorn"}),
-        (OF_THE_FRONT, {"torch", "transformers", "pydantic", "numpy", "zstandard"}),
+        (OF_THE_ROUTER, {"torch", "transformers", "pydantic", "numpy", "zstandard"}),
         (OF_SERVING, {"torch", "transformers"}),
         (("cli.serve_command", "server.process.process"), {"torch", "transformers", "pydantic", "starlette"}),
         (("server.http_app", "engine.loop", "model.load.gguf"), OF_FEW_REQUESTS),
     ],
-    ids=["commands and what simulates", "the front", "what serves", "what listens", "a start"],
+    ids=["commands and what simulates", "the router", "what serves", "what listens", "a start"],
 )
 def test_what_starts_first_imports_nothing_slow(modules: tuple[str, ...], slow: set[str]) -> None:
     names = [f"diskprefix.{module}" for module in modules]
@@ -302,19 +311,23 @@ for name in ("inspect", "verify", "purge", "compact", "backup", "restore", "expo
 
 
 def test_no_program_that_is_started_is_looked_for_in_the_current_folder() -> None:
-    started = {name: re.findall(r'sys\.executable, "(-[^"]*)"', text) for name, text in SOURCES.items()}
+    # A command that users are shown is not started.
+    started = {
+        name: re.findall(r'(?<!shlex\.join\(\[)sys\.executable, "(-[^"]*)"', text) for name, text in SOURCES.items()
+    }
     assert {name: first for name, first in started.items() if {*first} - {"-P", "-I"}} == {}
     assert started["extras.clients.launched_daemon"] == ["-P"]
 
 
 def test_every_package_that_is_imported_is_declared() -> None:
-    """For all, or in the optional dependencies of the extra that imports it."""
+    """For all, for models without a plan, or in the optional dependencies of the extra that imports it."""
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     distributions = packages_distributions()
     undeclared = set[tuple[str, str]]()
     for module, source in SOURCES.items():
         extra = module.split(".")[1] if module.startswith("extras.") else ""
-        lines = [*project["dependencies"], *project["optional-dependencies"].get(extra, ())]
+        optional = project["optional-dependencies"]
+        lines = [*project["dependencies"], *optional["transformers"], *optional.get(extra, ())]
         known = {canonicalize_name(Requirement(line).name) for line in lines}
         tops = (
             {package_of(name) for name in imported_names(source)}

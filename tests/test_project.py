@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import fnmatch
 import os
 import re
 import subprocess
 import tomllib
-from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -21,7 +19,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 import diskprefix
-from diskprefix.server.threads import Kind
+from diskprefix.server.threads import WorkKind
 from diskprefix.values import ACCEPTED, SCOPE_WORDS
 from tools.releasing.release import released_version
 
@@ -58,10 +56,17 @@ def pyproject() -> dict[str, Any]:
 
 
 def dependencies() -> set[str]:
+    """Returns what the daemon and its tools need. That of an extra within another is there once."""
+    extras = pyproject()["optional-dependencies"]
+    listed = [*required(), *extras["dev"]]
+    names: set[str] = {canonicalize_name(Requirement(line).name) for line in listed}
+    return names - {diskprefix.__name__}
+
+
+def required() -> list[str]:
+    """Returns the lines of what all models need together."""
     project = pyproject()
-    extras = project["optional-dependencies"]
-    listed = [*project["dependencies"], *extras["dev"]]
-    return {canonicalize_name(Requirement(line).name) for line in listed}
+    return [*project["dependencies"], *project["optional-dependencies"]["transformers"]]
 
 
 def is_ignored(name: str) -> bool:
@@ -93,7 +98,7 @@ def test_each_dependency_has_its_reason_beside_it() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     reasons = dict(re.findall(r'^    "([a-z0-9-]+)[^"]*",  # (.{15,})$', text, flags=re.MULTILINE))
     # vLLM has an environment of its own, and chooses torch itself.
-    assert {canonicalize_name(name) for name in reasons} == dependencies() | {"vllm"}
+    assert {canonicalize_name(name) for name in reasons} == dependencies() | {"vllm", diskprefix.__name__}
 
 
 def test_each_dependency_has_a_known_good_version() -> None:
@@ -113,7 +118,7 @@ def test_a_dependency_whose_inner_parts_are_used_is_bounded_to_versions_that_wer
     lines = (ROOT / "tools/constraints.txt").read_text(encoding="utf-8").splitlines()
     listed = [Requirement(line) for line in lines if not line.startswith("#")]
     pins: dict[str, Requirement] = {canonicalize_name(pin.name): pin for pin in listed}
-    needed = [Requirement(line) for line in pyproject()["dependencies"]]
+    needed = [Requirement(line) for line in required()]
     bounds: dict[str, SpecifierSet] = {canonicalize_name(one.name): one.specifier for one in needed}
     for name in INNER_PARTS:
         (tried,) = pins[name].specifier
@@ -125,13 +130,13 @@ def test_a_dependency_whose_inner_parts_are_used_is_bounded_to_versions_that_wer
 
 PAGES = [
     path
-    for path in sorted([*ROOT.rglob("README.md"), ROOT / "tests/RELIABILITY.md"])
+    for path in sorted({*ROOT.rglob("README.md"), *(ROOT / "diskprefix").rglob("*.md"), ROOT / "tests/RELIABILITY.md"})
     if not any(map(is_ignored, path.relative_to(ROOT).parts))
 ]
 
 
 def test_a_page_has_at_most_12_kb() -> None:
-    pages = [*PAGES, *ROOT.glob("*.md"), *(ROOT / "diskprefix").rglob("*.md")]
+    pages = {*PAGES, *ROOT.glob("*.md")}
     assert [str(page) for page in pages if page.stat().st_size > 12 * 1024] == []
 
 
@@ -147,9 +152,19 @@ def test_no_page_installs_from_an_index_before_one_has_the_package() -> None:
     "page", [*PAGES, *(ROOT / ".github").glob("*.md")], ids=lambda path: str(path.relative_to(ROOT))
 )
 def test_each_link_of_a_page_leads_somewhere(page: Path) -> None:
-    targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
-    relative = [target for target in targets if "://" not in target]
-    assert [target for target in relative if not (page.parent / target).exists()] == []
+    links = re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text(encoding="utf-8"))
+    local = [(target, section) for target, section in links if "://" not in target]
+    assert [target for target, _ in local if not (page.parent / target).exists()] == []
+    to_sections = [(page.parent / target if target else page, section) for target, section in local if section]
+    assert [(str(to), section) for to, section in to_sections if section not in sections(to)] == []
+
+
+@cache
+def sections(page: Path) -> set[str]:
+    """Returns the names by which links lead to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    texts = [re.sub(r"\]\([^)]*\)", "]", heading).lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", text).replace(" ", "-") for text in texts}
 
 
 @pytest.mark.parametrize("script", FINDINGS, ids=lambda path: path.name)
@@ -203,6 +218,9 @@ CODE = re.compile(r"`([^`\n]+)`")
 FILE = re.compile(r"[\w./-]*\w\.(py|md|cpp|h|js|service|socket|timer)")
 NAME = re.compile(r"([A-Za-z_]\w*\.)*(?P<last>[A-Z]\w*[a-z]\w*|[A-Z][A-Z0-9_]{3,})(\(\))?")
 """A class, perhaps with its module, or a constant."""
+MEMBER = re.compile(r"(?:\w+\.)*(?P<of>[A-Z]\w*[a-z]\w*)\.(?P<member>[a-z_]\w*)(?:\(\))?")
+"""A method or an attribute of a class."""
+CLASSES_OF_OTHERS = {"CPUOffloadingSpec"}
 IN_FILE = re.compile(r"`([A-Za-z_]\w*)`(?: and `([A-Za-z_]\w*)`)? in\s+`([\w./-]+\.py)`")
 THREAD_IN_SOURCE = re.compile(r"""(?:Thread\(.*name=f?|thread_name_prefix=)"([a-z-]+?)-?["{]""")
 COMMAND_THREADS = {"verify", "kv-loader", "kv-saver", "remote-prefetch"}
@@ -230,14 +248,21 @@ def files_named(name: str, page: Path) -> list[Path]:
     return [path for path in paths if path == beside or f"/{path}".endswith(f"/{name.removeprefix('../')}")]
 
 
+@cache
+def has_member(of: str, member: str) -> bool:
+    """Returns whether a file that defines the class `of` has the word `member`."""
+    texts = [text for text in sources().values() if re.search(rf"^ *class {of}\b", text, re.MULTILINE)]
+    return of in CLASSES_OF_OTHERS or any(re.search(rf"\b{member}\b", text) for text in texts)
+
+
 def wrong_names(page: Path) -> Iterator[str]:
     """Yields the names on a page that nothing has."""
     text = page.read_text(encoding="utf-8")
     for code in CODE.findall(text):
-        if FILE.fullmatch(code):
-            if not files_named(code, page):
-                yield code
-        elif (name := NAME.fullmatch(code)) and name["last"] not in words():
+        if FILE.fullmatch(code) and not files_named(code, page):
+            yield code
+        name, member = NAME.fullmatch(code), MEMBER.fullmatch(code)
+        if (name and name["last"] not in words()) or (member and not has_member(**member.groupdict())):
             yield code
     for first, second, file in IN_FILE.findall(text):
         held = {word for path in files_named(file, page) for word in re.findall(r"\w+", path.read_text("utf-8"))}
@@ -251,11 +276,11 @@ def threads() -> set[str]:
         if path.startswith("diskprefix/")
         for name in THREAD_IN_SOURCE.findall(text)
     }
-    return (found | set(get_args(Kind))) - COMMAND_THREADS
+    return (found | set(get_args(WorkKind))) - COMMAND_THREADS
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_each_file_class_and_constant_that_a_page_names_exists(page: Path) -> None:
+def test_each_file_class_member_and_constant_that_a_page_names_exists(page: Path) -> None:
     assert list(wrong_names(page)) == []
 
 
@@ -290,53 +315,3 @@ def test_each_scope_word_is_named_where_users_look(path: str) -> None:
     quote = "`" if path.endswith(".md") else ""
     patterns = {word: r"(?<!:)\bN\b" if word == "N" else rf"{quote}\b{word}\b{quote}" for word in wanted}
     assert [word for word, pattern in patterns.items() if not re.search(pattern, text)] == []
-
-
-# One noun has one meaning, one file name is one thing, and docstrings are plain English.
-
-MODULES = sorted((ROOT / "diskprefix").rglob("*.py"))
-QUESTIONS = {"What", "Which", "Whether", "How", "Why", "Who", "Where", "When"}
-RIDDLES = re.compile(r"\b(of which nobody|of whom nobody|so many\b[^.]*\bso long|(is|are) told|what is stored of it)\b")
-
-
-@cache
-def tree_of(path: Path) -> ast.Module:
-    """Parses a module once, and not yet when the tests are collected."""
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            text = ast.get_docstring(node)
-            if text:
-                yield getattr(node, "lineno", 1), text
-
-
-def faults(text: str) -> list[str]:
-    first = text.split()[0]
-    return [first] * (first in QUESTIONS) + [found[0] for found in RIDDLES.finditer(text)]
-
-
-def doubled(names: list[str]) -> list[str]:
-    return sorted(name for name, number in Counter(names).items() if number > 1)
-
-
-def test_no_two_classes_have_one_name() -> None:
-    nodes = [node for path in MODULES for node in ast.walk(tree_of(path))]
-    assert doubled([node.name for node in nodes if isinstance(node, ast.ClassDef)]) == []
-
-
-def test_no_two_files_have_one_name() -> None:
-    assert doubled([path.stem for path in MODULES if path.stem != "__init__"]) == []
-
-
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_docstrings_say_what_something_does_or_is(path: Path) -> None:
-    assert [(line, faults(text)) for line, text in docstrings(tree_of(path)) if faults(text)] == []
-
-
-def test_the_rule_finds_riddles_alone() -> None:
-    riddles = ["What a page shows.", "Whether it is so.", "The caller, who is told of it."]
-    assert all(map(faults, riddles))
-    assert not any(map(faults, ["Returns what a page shows.", "A page."]))

@@ -23,7 +23,7 @@ from diskprefix.api.anthropic_writer import MessageWriter
 from diskprefix.api.dialect import Head
 from diskprefix.api.reply import DeltaEvent
 from diskprefix.api.responses_writer import OutputItems
-from diskprefix.chat.normalisers import NORMALISERS
+from diskprefix.chat.canonicalisers import CANONICALISERS
 from diskprefix.chat.output.call_patterns import strings_of
 from diskprefix.chat.output.call_values import OfferedTools, python_calls
 from diskprefix.chat.output.choose_format import OutputFormat
@@ -43,9 +43,9 @@ MADE: dict[str, list[tuple[str, tuple[str, ...]]]] = {
     "model/gguf/encoders.py": [(r"model\.visual\.blocks\.(\d+)\.(.+)", ("fullmatch",))],
     "model/families/optional_weights.py": [(r"(?!)|self_attn\.(qkv|q|k|v)_proj|mamba\.conv1d", ("fullmatch",))],
     "model/load/folder_weights.py": [(r"self_attn\.(f_a_proj\.|f_b_proj\.|dt_bias|A_log)", ("sub",))],
-    "chat/normaliser_rules.py": [
+    "chat/canonicaliser_rules.py": [
         (f"(?m){pattern.pattern}", uses)
-        for one in NORMALISERS
+        for one in CANONICALISERS
         for pattern, uses in ((one.pattern, ("search", "sub")), (one.lines, ("search",)), (one.seen, ("search",)))
     ],
     "chat/output/call_grammar.py": [("ARGUMENTS|VALUE", ("sub",))],

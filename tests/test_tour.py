@@ -22,14 +22,13 @@ from diskprefix.api.parsed_request import ParsedRequest
 from diskprefix.app import load_engine
 from diskprefix.cache import choosing
 from diskprefix.cache.matching import Matcher, RestoreResult
-from diskprefix.cache.restoration import Restoration
+from diskprefix.cache.restore import Restore
 from diskprefix.cache.tiers.tier import View
 from diskprefix.chat import renderer
 from diskprefix.chat.draft import PromptDraft
 from diskprefix.chat.messages import Conversation, TextPart
 from diskprefix.engine.sampler import Sampler
 from diskprefix.engine.scheduler import Chunk, Scheduler
-from diskprefix.kv.sequence import KVSequence
 from diskprefix.server import daemon
 from diskprefix.settings import Settings
 from diskprefix.store.save import Save
@@ -50,6 +49,8 @@ FIELDS = {"max_tokens": 4, "temperature": 0, "stream": True, "prefix_cache": {"s
 STOP = re.compile(r"^## \d+\. `([^`]+)`\n.*?^```\w*\n(.*?)\n```$", re.MULTILINE | re.DOTALL)
 """A stop on the page: its file, and its values."""
 NOUN = re.compile(r"^\| ([a-z ]+) \| [^|]+ \| `([^`]+)` \|$", re.MULTILINE)
+QUESTION = re.compile(r"^\| ([^|]+\?) \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
+"""A question of who changes the code: the sections that answer it, and the files to open then."""
 NAME = re.compile(r"\b[0-9a-f]{8}\b")
 LOGIT = re.compile(r"-?\d+\.\d+")
 TOLERANCE = 0.05
@@ -110,18 +111,18 @@ def names(_: None, matcher: Matcher[View]) -> list[str]:
     return [f"{short(nodes.path.root)}: root", *blocks]
 
 
-def restored(found: RestoreResult | None, _: Restoration, sequence: KVSequence, *__: Any) -> list[str]:
-    if found is None:
+def restored(result: RestoreResult | None, restore: Restore) -> list[str]:
+    if result is None:
         # It was matched, and is to be loaded.
         return []
-    part = found.partial_match
+    part = result.partial_match
     assert part is not None
-    (table,), (page, *_others) = sequence.tables, sequence.pages()
+    (table,), (page, *_others) = restore.sequence.tables, restore.sequence.pages()
     assert page is not None
     return [
-        *(f"{short(node.name)}: {node.num_tokens} tokens" for node in found.blocks),
+        *(f"{short(node.name)}: {node.num_tokens} tokens" for node in result.blocks),
         f"{short(part.node.name)}: {part.end - part.node.position} of its {part.node.num_tokens} tokens",
-        f"{found.num_tokens} tokens from the tier {found.source}, {found.num_bytes} bytes",
+        f"{result.num_tokens} tokens from the tier {result.source}, {result.num_bytes} bytes",
         f"{len(table.pages)} pages of the group: {tuple(page.tensor.shape)}, {table.group.dtype}",
     ]
 
@@ -180,11 +181,11 @@ TAPS = (
     Tap("chat/encoder.py", renderer, "encode", token_ids),
     Tap("chat/boundaries.py", renderer, "bound", boundaries),
     Tap("cache/tiers/nodes.py", Matcher, "match", names),
-    Tap("cache/restoration.py", Restoration, "run", restored),
+    Tap("cache/restore.py", Restore, "_restore", restored),
     Tap("cache/policy/select.py", choosing, "select", selection),
     Tap("engine/scheduler.py", Scheduler, "schedule", step),
     Tap("engine/sampler.py", Sampler, "sample", sampled),
-    Tap("store/writer.py", Writer, "add", published),
+    Tap("store/writer.py", Writer, "queue_publication", published),
 )
 
 
@@ -267,3 +268,12 @@ def test_the_files_of_the_nouns_define_them() -> None:
     assert len(rows) == 26
     for noun, file in rows:
         assert noun.split()[-1] in (ROOT / file).read_text(encoding="utf-8").lower(), f"{noun} in {file}"
+
+
+def test_the_page_leads_each_question_to_a_section() -> None:
+    rows = QUESTION.findall(PAGE.read_text(encoding="utf-8"))
+    assert len(rows) == 12
+    for question, pages, files in rows:
+        assert re.fullmatch(r"\[[a-z ]+\]\([^)#]+#[^)]+\)(, \[[a-z ]+\]\([^)#]+#[^)]+\))*", pages), question
+        missing = [file for file in re.findall(r"`([^`]+)`", files) if not (ROOT / file).is_file()]
+        assert (len(files.split(", ")) <= 3, missing) == (True, []), question

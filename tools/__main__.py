@@ -51,6 +51,9 @@ SECTIONS: dict[str, dict[str, Tool]] = {
         "witness": Tool("benchmarks.witness", "Published programs of others: cache-pressure, Open Responses' tests."),
         "fuzz": Tool("faults.fuzz", "Made-up requests to every route: no 500, no hang."),
     },
+    "Pages": {
+        "screenshots": Tool("screenshots", "The pictures of the dashboard, from a real daemon and browser."),
+    },
     "Models": {
         "models": Tool("models.real", "List and fetch the real models that tools and tests use."),
     },

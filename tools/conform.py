@@ -7,7 +7,7 @@ This file needs Python 3.11 and nothing else: copy it to where the server is.
     python conform.py one.json another.json          # one table of what was saved
 
 Each column asks for the answer to a prompt in another way and compares it with a cold answer: the text at temperature
-0, and the log probabilities of its tokens, with all their digits, where the server has them.
+0, and the log probabilities of its tokens, with all their digits, if the server sends them.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Cell:
         is_same = other.digits == cold.digits
         self.verdicts.append("text" if other.text != cold.text else "same" if is_same else "digits")
         both = zip(cold.digits, other.digits, strict=False)
-        apart = [abs(float(one[1]) - float(two[1])) for one, two in both if one[0] == two[0]]
+        apart = [abs(float(first[1]) - float(second[1])) for first, second in both if first[0] == second[0]]
         self.largest = max(self.largest, *apart) if apart else self.largest
         self.cached, self.prompt_tokens = other.cached, other.prompt_tokens
         self.seconds.append(round(other.seconds, 3))
@@ -109,8 +109,8 @@ class Cell:
         bad = [verdict for verdict in self.verdicts if verdict != "same"]
         if not self.verdicts:
             return self.why_not
-        found = f"{'text' if 'text' in bad else 'digits'} in {len(bad)} of {len(self.verdicts)}" if bad else "same"
-        return f"{found}, {'?' if self.cached is None else self.cached}/{self.prompt_tokens or '?'}"
+        verdict = f"{'text' if 'text' in bad else 'digits'} in {len(bad)} of {len(self.verdicts)}" if bad else "same"
+        return f"{verdict}, {'?' if self.cached is None else self.cached}/{self.prompt_tokens or '?'}"
 
 
 class Server:
@@ -125,7 +125,7 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
 
     def request(self, path: str, body: Mapping[str, Any] | None = None, timeout: float = ANSWER_DEADLINE_S) -> Any:
-        """Raises `ConformError` with the server's words where it refuses, `OSError` where it does not answer."""
+        """Raises `ConformError` with the server's message if it refuses, and `OSError` if it does not answer."""
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._options.key}"}
         request = urllib.request.Request(urljoin(self.url, path), json.dumps(body).encode() if body else None, headers)
         try:
@@ -147,13 +147,13 @@ class Server:
         if cached is None:
             cached = (answer.get("timings") or {}).get("cache_n")
         tokens = (choice.get("logprobs") or {}).get("content") or []
-        each = [one for token in tokens for one in (token, *token.get("top_logprobs", ()))]
-        digits = [(str(one["token"]), str(one["logprob"])) for one in each]
+        each = [candidate for token in tokens for candidate in (token, *token.get("top_logprobs", ()))]
+        digits = [(str(candidate["token"]), str(candidate["logprob"])) for candidate in each]
         text = "".join(choice["message"].get(part) or "" for part in ("reasoning_content", "content"))
         return Reply(text, digits, usage.get("prompt_tokens"), cached, seconds, answer)
 
     def cold(self, messages: Messages) -> Reply | None:
-        """Returns an answer for which nothing was restored, or None where there is no way to have it."""
+        """Returns an answer for which nothing was restored, or None if there is no way to ask for it."""
         if self.cold_by == RESTART:
             self.start(self._command)
         return self.ask(messages, self._cold) if self.cold_by != NO_WAY else None
@@ -221,7 +221,7 @@ class Server:
     def find_cold(self, prompt: Messages, other: Messages) -> None:
         """Learns how to ask for a cold answer. Most servers ignore a field that they do not know, so each is tried."""
         # The first request of a process may take longer than a cold one.
-        cold_s = min(self.ask(one).seconds for one in (other, prompt))
+        cold_s = min(self.ask(messages).seconds for messages in (other, prompt))
         again = self.ask(prompt)
 
         def is_restored(reply: Reply) -> bool:
@@ -244,7 +244,8 @@ class Server:
 
 
 def prompts_of(num_words: int) -> Iterator[Messages]:
-    """Yields prompts that share nothing with each other, or with an earlier run, behind what a chat template begins."""
+    """Yields prompts that share nothing with each other, or with an earlier run, after the beginning that a chat
+    template writes."""
     while True:
         system = f"{os.urandom(8).hex()} {' '.join(random.choices(WORDS, k=num_words))}."
         yield [{"role": "system", "content": system}, {"role": "user", "content": QUESTIONS[0]}]
@@ -276,15 +277,15 @@ def judged(server: Server, options: argparse.Namespace) -> tuple[dict[str, Cell]
     prompts, cells = prompts_of(options.words), {name: Cell() for name in COLUMNS}
     server.find_cold(next(prompts), next(prompts))
     note(f"cold answers by: {server.cold_by}")
-    kept, why = [], [""]
+    cold_answers, why = [], [""]
     for number in range(options.rounds):
         note(f"prompt {number + 1} of {options.rounds}")
         prompt, other = next(prompts), next(prompts)
-        found = server.cold(prompt)
+        known_cold = server.cold(prompt)
         first = server.ask(prompt)
         # An unknown prompt is cold, too, but the first one tells more.
-        cold = found or first
-        kept.append((prompt, cold))
+        cold = known_cold or first
+        cold_answers.append((prompt, cold))
         cells["repeated"].compare(cold, server.ask(prompt))
         turn = [*prompt, {"role": "assistant", "content": cold.text}, {"role": "user", "content": QUESTIONS[1]}]
         reply = server.ask(turn)
@@ -295,8 +296,8 @@ def judged(server: Server, options: argparse.Namespace) -> tuple[dict[str, Cell]
         cells["other cut"].compare(server.cold(other), reply)
         ways = (server.ask,) if server.cold_by in (NO_WAY, RESTART) else (server.cold, server.ask)
         for way in ways:
-            company = [beginning(next(prompts), share) for share in (0.2, 0.5, 0.9)]
-            together = beside(way, prompt, company)
+            others = [beginning(next(prompts), share) for share in (0.2, 0.5, 0.9)]
+            together = beside(way, prompt, others)
             assert together is not None
             cells["company"].compare(cold, together)
     for name in ("restart", "draft", "upgrade"):
@@ -306,14 +307,14 @@ def judged(server: Server, options: argparse.Namespace) -> tuple[dict[str, Cell]
         note(name)
         time.sleep(options.settle)
         server.start(command)
-        for prompt, cold in kept:
+        for prompt, cold in cold_answers:
             is_asked_cold = name == "draft" and server.cold_by not in (NO_WAY, RESTART)
             cells[name].compare(cold, (is_asked_cold and server.cold(prompt)) or server.ask(prompt))
     return cells, why[-1]
 
 
 def version_of(server: Server) -> str:
-    """Returns what a server says of its version."""
+    """Returns the version that a server reports."""
     for path, name in (("../version", "version"), ("../props", "build_info")):
         with suppress(ConformError, OSError, ValueError, KeyError, TypeError):
             return str(server.request(path, timeout=10)[name])
@@ -353,9 +354,9 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
     """Returns one line a server, as Markdown."""
     facts = ("log probabilities", "cold by", "says why not", "date")
     lines = [["server", *COLUMNS, *facts], ["---"] * (len(COLUMNS) + len(facts) + 1)]
-    for one in results:
-        told = [{True: "yes", False: "no", "": "no"}.get(one[name], one[name]) for name in facts]
-        lines.append([one["server"], *(Cell(**one["columns"][name]).shown() for name in COLUMNS), *told])
+    for result in results:
+        answers = [{True: "yes", False: "no", "": "no"}.get(result[name], result[name]) for name in facts]
+        lines.append([result["server"], *(Cell(**result["columns"][name]).shown() for name in COLUMNS), *answers])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -378,8 +379,8 @@ def arguments() -> argparse.Namespace:
     add("--model", help="the model's name; the first that the server lists, unless given")
     add("--name", help="the server's name in the table")
     add("--key", default=os.environ.get("OPENAI_API_KEY", "none"), help="an API key, unless OPENAI_API_KEY has it")
-    add("--words", type=int, default=600, help="of a prompt (600)")
-    add("--max-tokens", type=int, default=32, help="of an answer (32)")
+    add("--words", type=int, default=600, help="words of a prompt (600)")
+    add("--max-tokens", type=int, default=32, help="the most tokens of an answer (32)")
     add("--rounds", type=int, default=3, help="the number of prompts (3)")
     add("--settle", type=float, default=2.0, help="seconds before a kill (2)")
     add("--must-restore", action="store_true", help="end with 1 if a column that could restore something did not")
@@ -398,7 +399,7 @@ def main() -> int:
         print(f"conform: {error}", file=sys.stderr)
         return 2
     print(json.dumps(results[0]) if options.json else table(results))
-    cells = [(name, cell) for one in results for name, cell in one["columns"].items() if cell["verdicts"]]
+    cells = [(name, cell) for result in results for name, cell in result["columns"].items() if cell["verdicts"]]
     is_lost = options.must_restore and not all(cell["cached"] for name, cell in cells if name != "draft")
     return int(is_lost or any({*cell["verdicts"]} != {"same"} for _, cell in cells))
 

@@ -68,8 +68,8 @@ AnthropicTool: TypeAlias = Annotated[
 def served_tools(tools: Sequence[CustomTool | AnthropicDefinedTool]) -> list[tuple[int, CustomTool]]:
     """Returns the tools that the client runs, each with its index.
 
-    Tools that Anthropic's servers run are left out beside others, because agents send them with every request. Raises
-    `InvalidRequest` if there are no others, and for other tools that Anthropic defines, whose arguments are not known.
+    Tools that Anthropic's servers run are left out, because agents send them with every request. Raises
+    `InvalidRequest` if no tool remains, and for other tools that Anthropic defines, whose arguments are not known.
     """
     served = [(index, tool) for index, tool in enumerate(tools) if isinstance(tool, CustomTool)]
     others = [(index, tool.type) for index, tool in enumerate(tools) if isinstance(tool, AnthropicDefinedTool)]
@@ -87,7 +87,7 @@ class AnthropicToolChoice(Typed):
     """The choice of tools."""
 
     needs: ClassVar = {"tool": ("name",)}
-    type: Literal["auto", "any", "tool", "none"] = Field(description="`any`: some tool; `tool`: the one of `name`.")
+    type: Literal["auto", "any", "tool", "none"] = Field(description="`any`: some tool; `tool`: the tool `name`.")
     name: str | None = optional("With the type `tool`: its name.", min_length=1)
     disable_parallel_tool_use: bool | None = optional("`true`: at most one call in a reply.")
 
@@ -108,10 +108,10 @@ class ThinkingBody(Body):
     """The switch for thinking, for chat templates that have one."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"] = Field(
-        description="`adaptive` and `between_tools`: as the chat template has it."
+        description="`adaptive` and `between_tools`: the chat template's default."
     )
-    budget_tokens: Count | None = optional("Most tokens of the thoughts; then they are ended.")
-    display: Literal["summarized", "omitted"] | None = optional("`omitted`: no thought is shown. Otherwise all of it.")
+    budget_tokens: Count | None = optional("The most tokens of the thoughts, which end there.")
+    display: Literal["summarized", "omitted"] | None = optional("`omitted`: no thought is shown. Otherwise all are.")
 
 
 class JsonFormat(Body):
@@ -125,11 +125,11 @@ class OutputConfig(Body):
     """Options of the reply."""
 
     effort: Effort = None
-    format: JsonFormat | None = optional("What the text of the reply must be.")
+    format: JsonFormat | None = optional("The format of the reply's text.")
 
 
 class CountTokensRequest(RequestBody, Markable):
-    """`POST /v1/messages/count_tokens`: what makes the prompt."""
+    """`POST /v1/messages/count_tokens`: the fields that make the prompt."""
 
     model_config = ConfigDict(json_schema_extra={"example": {"messages": [{"role": "user", "content": "Hello!"}]}})
 
@@ -139,7 +139,7 @@ class CountTokensRequest(RequestBody, Markable):
     system: System | None = optional("The system prompt, as text or text blocks.")
     tools: list[AnthropicTool] | None = optional("Tools offered to the model by its template.", max_length=MAX_TOOLS)
     tool_choice: AnthropicToolChoice | None = optional("Whether a tool must be called.")
-    thinking: ThinkingBody | None = optional("Absent: as the chat template has it.")
+    thinking: ThinkingBody | None = optional("Absent: the chat template's default.")
     output_config: OutputConfig | None = optional("Effort, and JSON of a schema.")
     output_format: JsonFormat | None = optional("The older name of `output_config.format`.")
     mcp_servers: NotServed = optional("Not supported.")
@@ -150,7 +150,7 @@ class CountTokensRequest(RequestBody, Markable):
     @field_validator("thread", mode="after")
     @classmethod
     def _no_thread(cls, thread: JsonObject | None) -> None:
-        """Raises `InvalidRequest` with the code that makes Anthropic's clients go on without a thread."""
+        """Raises `InvalidRequest` with the code after which Anthropic's clients go on without a thread."""
         if thread is not None:
             problem = "conversations are not held here; send all messages"
             raise InvalidRequest.at("thread", problem, code="thread_unsupported_request")
@@ -186,14 +186,14 @@ class MessagesRequest(CountTokensRequest):
 
     max_tokens: LimitOrNothing = Field(
         description="Most tokens of the reply. -1, or more than fit: as many as fit. 0: the prompt is computed and "
-        "kept, and there is no reply."
+        "saved, and there is no reply."
     )
     temperature: float | None = optional("Below 0.00001 it is greedy; default 1.", ge=0, le=1)
     stop_sequences: list[StopString] | None = optional("Texts that end the reply, without them.", max_length=MAX_STOPS)
 
     @property
     def text_format(self) -> TextFormat | None:
-        """Raises `InvalidRequest` if two fields say what the text must be."""
+        """Raises `InvalidRequest` if two fields give the format of the text."""
         own, path = self.output_format, "output_format.schema"
         if self.output_config is not None and self.output_config.format is not None:
             own, path = self.output_config.format, "output_config.format.schema"
@@ -232,7 +232,7 @@ class Messages:
             tool_choice=choice,
             text_format=body.text_format,
             thinking_budget=None if body.thinking is None else body.thinking.budget_tokens,
-            # The first event of a stream has the usage, so it waits until it is known what was restored.
+            # The first event of a stream has the usage, so it waits until the restored tokens are known.
             return_progress=bool(body.stream),
         )
 

@@ -1,4 +1,4 @@
-"""The messages of Anthropic's API, and the neutral messages that they are."""
+"""The messages of Anthropic's API, and their conversion to neutral messages."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Citations(Body):
 
 
 class DocumentBlock(Markable):
-    """A document. Plain text is taken as it is; a model here takes no PDF."""
+    """A document. Plain text is used unchanged; models here accept no PDF."""
 
     type: Literal["document"] = Field(description="`document`.")
     source: Annotated[TextSource | ContentSource | Base64Source | UrlSource, OneOf("an object of type text or content")]
@@ -119,7 +119,7 @@ class SearchResultBlock(Markable):
     """A result of a search that the client made."""
 
     type: Literal["search_result"] = Field(description="`search_result`.")
-    source: str = Field(description="Where it was found.")
+    source: str = Field(description="The address or name of the source.")
     title: str
     content: Annotated[list[TextBlock], Field(max_length=MAX_PARTS)]
 
@@ -131,7 +131,8 @@ class SearchResultBlock(Markable):
 
 
 class ToolReferenceBlock(Markable):
-    """The name of a tool that was found. The model knows it already: all tools of a request are offered at once."""
+    """The name of a tool that a search returned. The model has it already: all tools of a request are offered at
+    once."""
 
     type: Literal["tool_reference"] = Field(description="`tool_reference`.")
     tool_name: str
@@ -221,7 +222,7 @@ def content_parts(content: str | Sequence[Block], path: str) -> Iterator[Content
 
 
 def parts_of(block: Block, path: str) -> Iterator[ContentPart]:
-    """Returns the parts of a block that has content; nothing for others."""
+    """Returns the parts of a block with content; none for other blocks."""
     if isinstance(block, PartBlock):
         yield from block.parts(path)
 
@@ -235,7 +236,7 @@ class AnthropicMessageBody(Body):
     )
 
     def neutral(self, path: str) -> Iterator[Message]:
-        """Returns the messages that it is: one for each tool result, and one for what stands between them."""
+        """Returns the message as neutral messages: one for each tool result, and one for the blocks between them."""
         if isinstance(self.content, str):
             yield Message(role=self.role, content=(TextPart(self.content, f"{path}.content"),), path=path)
             return
@@ -288,7 +289,7 @@ def neutral_messages(
     conversation = [*_system(system)]
     for index, message in enumerate(messages):
         conversation.extend(message.neutral(f"messages.{index}"))
-    # As Anthropic's API does. Tool results stay apart.
+    # Joins neighbours as Anthropic's API does. Tool results stay apart.
     conversation = join_neighbours((message, message.role != "tool") for message in conversation)
     if end_mark is not None:
         conversation[-1] = replace(conversation[-1], mark=end_mark)

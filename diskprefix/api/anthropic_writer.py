@@ -1,8 +1,8 @@
 """The replies of Anthropic's messages API: the whole message, the events of a stream and their order, usage, errors.
 
-`message_start` has the usage of the prompt, and clients add up what they read there and in `message_delta`. So it is
-sent once it is known what was restored, with pings before it: clients ignore a ping wherever it comes. In
-`message_delta` the figures are final; they differ only if something could not be saved.
+`message_start` has the usage of the prompt, and clients add it to the usage in `message_delta`. So it is sent when the
+number of restored tokens is known, with pings before it: clients ignore a ping wherever it comes. In `message_delta`
+the figures are final; they differ only if something could not be saved.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class MessageWriter:
         self._has_begun = False
         self._num_blocks = 0
         self._open: str | None = None
-        """The type of the block that has begun and not ended."""
+        """The type of the open block, which has begun and not ended."""
         self._blanks: list[str] = []
-        """Text before a block of text has begun. Blocks of blanks are not sent: clients may not send them back."""
+        """White space before a block of text. A block of white space is not sent: clients may not send it back."""
         self._end: EndEvent | None = None
 
     def whole(self, reply: WholeReply) -> Json:
@@ -122,7 +122,7 @@ class MessageWriter:
         return [*self._opened("text", {"text": ""}), *self._added("text_delta", "text", text)]
 
     def _opened(self, kind: str, block: Json) -> list[ServerSentEvent]:
-        """Returns what begins a block, unless one of its kind is open."""
+        """Returns the events that begin a block, none if a block of this kind is open."""
         if self._open == kind:
             return []
         closed, self._open = self._closed(), kind
@@ -135,7 +135,7 @@ class MessageWriter:
         return [_event("content_block_delta", {"index": self._num_blocks - 1, "delta": delta})]
 
     def _closed(self) -> list[ServerSentEvent]:
-        """Returns what ends the open block."""
+        """Returns the events that end the open block."""
         if self._open is None:
             return []
         signed = self._added("signature_delta", "signature", self._head.id) if self._open == "thinking" else []
@@ -163,7 +163,7 @@ def _usage_of(done: DoneEvent, thinking_tokens: int) -> Json:
 
 
 def _usage(prompt_tokens: int, read: int, created: int, output_tokens: int) -> Json:
-    """Returns the figures, of which the first three add up to the prompt."""
+    """Returns the figures. The first three add up to the prompt."""
     return {
         "input_tokens": prompt_tokens - read - created,
         "cache_creation_input_tokens": created,

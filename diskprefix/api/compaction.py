@@ -22,7 +22,7 @@ class CompactRequest(ResponseRequest):
     """`POST /v1/responses/compact`."""
 
     model: str | None = Field(
-        description="Name of the served model. As in OpenAI's API it has to be there; null: the one."
+        description="Name of the served model. Required, as in OpenAI's API; null: the served model."
     )
     stream: Literal[False] | None = optional("Not supported.")
 
@@ -41,7 +41,7 @@ class Compaction(Responses):
 
 
 class CompactionWriter(ResponseWriter):
-    """Writes the summary behind the user's newest messages."""
+    """Writes the user's newest messages, then the summary."""
 
     def __init__(self, head: Head, newest: list[Json]) -> None:
         super().__init__(head, {}, OutputItems(head.id, compacts=True))

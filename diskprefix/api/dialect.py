@@ -1,6 +1,6 @@
-"""The interface of an API: a `Dialect` reads a body into neutral words, a `ReplyWriter` writes the reply.
+"""The interface of an API: a `Dialect` reads a body into a neutral form, a `ReplyWriter` writes the reply.
 
-`server/answer.py` does everything else, and knows no API.
+`server/answer.py` leads a request through all other steps, and knows no API.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Head(Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     request_id: str = ""
     max_positions: int = 0
-    """Most tokens of prompt and reply together that the model takes here."""
+    """The most tokens of prompt and reply together that the model accepts here."""
     waited_ms: float = 0.0
-    """From the arrival of the request until the engine got it: it was read and rendered, and waited for the model."""
+    """The time from the request's arrival until the engine got it: reading, rendering, and waiting for the model."""
     clamped_to: int | None = None
     """Most tokens of a choice, if the request asked for more than the model has positions for."""
     prompt: TokenIds | None = None
@@ -45,11 +45,12 @@ class Head(Struct, frozen=True, kw_only=True):
 
 
 def json_text(value: object) -> bytes:
-    """Returns JSON without blanks. msgspec is ten times as fast as json, which keeps the interpreter's lock as long."""
+    """Returns JSON without blanks. msgspec is ten times as fast as json, and holds the interpreter's lock for less
+    time."""
     try:
         return msgspec.json.encode(value)
     except (TypeError, ValueError, OverflowError):
-        # It takes no integers beyond 64 bits, which a schema may hold.
+        # msgspec accepts no integers beyond 64 bits, which a schema may hold.
         return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
@@ -95,16 +96,16 @@ class ReplyWriter(Protocol):
         """Returns the body of a response that is not streamed."""
 
     def begin(self) -> Sequence[StreamEvent]:
-        """Returns what is sent at once, before anything is computed. The stream's first bytes are sent in any case."""
+        """Returns the events to send at once, before anything is computed. The stream's first bytes are sent anyway."""
 
     def events(self, event: ReplyEvent) -> Sequence[StreamEvent]:
-        """Returns what can be sent after `event`; after the `DoneEvent`, which is the last one, all that is left."""
+        """Returns the events to send after `event`; after the `DoneEvent`, which comes last, all that remain."""
 
     def keepalive(self) -> bytes:
-        """Returns what is sent in a stream, once it has begun, while there is nothing to send."""
+        """Returns a sign of life, for a stream that has begun and has nothing to send."""
 
     def failure(self, error: DiskPrefixError) -> Sequence[StreamEvent]:
-        """Returns what ends a stream in which something failed."""
+        """Returns the events that end a failed stream."""
 
 
 class BodyReader(Protocol[B]):
@@ -115,14 +116,14 @@ class BodyReader(Protocol[B]):
         """The model of the request's body."""
 
     def read(self, body: B, vocab_size: int, notes: Callable[[], TenantNotes], /) -> ParsedRequest:
-        """Returns a body in neutral words. `notes` opens the tenant's notes in the store.
+        """Returns a body in the neutral form. `notes` opens the tenant's notes in the store.
 
-        It may take long, and wait for the disk. Raises `InvalidRequest`, with the path of the field.
+        May take long, and wait for the disk. Raises `InvalidRequest`, with the path of the field.
         """
 
 
 class Dialect(BodyReader[B], Protocol[B]):
-    """One API that asks for replies."""
+    """An API whose requests ask for replies."""
 
     id_prefix: str
     """The beginning of the ids of replies."""
@@ -130,15 +131,15 @@ class Dialect(BodyReader[B], Protocol[B]):
     """The beginning of the ids of tool calls."""
 
     def writer(self, body: B, head: Head) -> ReplyWriter:
-        """Returns the writer of the reply. It must not keep `body`: with images in it, it is too large for that."""
+        """Returns the writer of the reply. It must not hold `body`, which is too large with images in it."""
 
 
 @runtime_checkable
 class EarlyDialect(Protocol):
-    """An API whose streams begin with events of their own while the model loads: its clients do not count comments."""
+    """An API whose streams begin with events of their own while the model loads, as its clients ignore comments."""
 
     def early(self, body: Any, reply_id: str, /) -> ReplyWriter | None:
-        """Returns the writer of these events, which the stream's own writer continues; None for a refused request."""
+        """Returns the writer of these events, which the reply's writer continues; None for a refused request."""
 
 
 @runtime_checkable

@@ -1,4 +1,4 @@
-"""The forms in which the APIs tell an error. It imports quickly: the front process has nothing else of `api`."""
+"""The forms in which the APIs report an error. Imports quickly, because the router imports nothing else of `api`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _CODES = {
     415: "unsupported_media_type",
 }
 _MAX_MESSAGE_CHARS = 1000
-"""Most messages cut what they repeat of a request. This limits messages of libraries that do not."""
+"""A bound for messages of libraries, which may repeat a request. Our own messages shorten the parts that they
+repeat."""
 
 
 def openai_error(error: DiskPrefixError) -> dict[str, Any]:
@@ -41,16 +42,17 @@ _ANTHROPIC_TYPES = {
 
 
 def anthropic_error(error: DiskPrefixError, request_id: str) -> dict[str, Any]:
-    """Returns an error in Anthropic's form, whose `details` tell what a program may need."""
-    status, said = error.http_status, openai_error(error)["error"]
+    """Returns an error in Anthropic's form, with code and parameter in its `details`."""
+    status, openai = error.http_status, openai_error(error)["error"]
     kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    details = {"error_code": said["code"], "param": said["param"]}
-    fault = {"type": kind, "message": said["message"], "details": details}
+    details = {"error_code": openai["code"], "param": openai["param"]}
+    fault = {"type": kind, "message": openai["message"], "details": details}
     return {"type": "error", "error": fault, "request_id": request_id}
 
 
 def error_body(scope: Mapping[str, Any], error: DiskPrefixError, request_id: str) -> dict[str, Any]:
-    """Returns an error in the form of the API that was called. Anthropic's clients name theirs on every route."""
+    """Returns an error in the form of the API that was called. On any route, the header `anthropic-version` selects
+    Anthropic's form."""
     if scope["path"].startswith(OLLAMA_PATH):
         return {"error": one_line(error.message)}
     if scope["path"].startswith(ANTHROPIC_PATH) or any(name == b"anthropic-version" for name, _ in scope["headers"]):
@@ -67,8 +69,8 @@ _VERSION_TWICE = re.compile(r"^(/v\d+)(?:/v\d+)+(?=/|$)")
 
 
 def tidied_path(path: str) -> str:
-    """Returns a path without a slash at the end, two slashes in a row, and a version that is there twice: a base URL
-    with `/v1` was given to a client that adds it."""
+    """Returns a path without a slash at the end, repeated slashes, and a repeated version, as from a client that adds
+    `/v1` to a base URL with `/v1`."""
     return _VERSION_TWICE.sub(r"\1", "/" + "/".join(filter(None, path.split("/"))))
 
 

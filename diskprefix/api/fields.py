@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 REFUSED = "refused"
-"""The type of errors whose message must not be completed with the value at fault."""
+"""The type of errors whose message must not repeat the wrong value."""
 
 
 def _as_json(schema: Any) -> None:
-    """Makes each list and each dict in a schema of pydantic stop at its first error, and each integer read 3.0 as 3."""
+    """Makes each list and each dict in a schema of pydantic stop at its first error, and each integer accept 3.0."""
     if isinstance(schema, dict):
         if schema.get("type") in ("list", "dict"):
             schema["fail_fast"] = True
@@ -61,8 +61,8 @@ def _as_json(schema: Any) -> None:
 
 
 def _take_points(integer: Any) -> None:
-    """Makes the schema of an integer also take a float without a fraction, as JSON Schema does. Plain integers are
-    tried first: a prompt may be a million of them."""
+    """Makes the schema of an integer also accept a float without a fraction, as JSON Schema does. Plain integers are
+    tried first: a prompt may have a million of them."""
     plain = integer | {"strict": True}
     floats = core_schema.chain_schema([core_schema.float_schema(strict=True), integer | {"strict": False}])
     either = core_schema.union_schema([(plain, "~int"), (floats, "~float")], mode="left_to_right")
@@ -71,7 +71,7 @@ def _take_points(integer: Any) -> None:
 
 
 class Body(BaseModel):
-    """A JSON object that is read strictly: "5" is not taken for 5, nor true for 1, and NaN is refused. 5.0 is 5.
+    """A JSON object that is read strictly: "5" is not 5, true is not 1, and NaN is refused. 5.0 is 5.
 
     Lists and objects are read up to their first error: an error takes two kilobytes, and only one is reported.
     """
@@ -92,7 +92,7 @@ def optional(description: str, **limits: Any) -> Any:
 
 
 class Typed(Body):
-    """An object whose `type` needs some of the other fields: `needs` has their names."""
+    """An object whose `type` requires other fields. `needs` has their names by type."""
 
     needs: ClassVar[Mapping[str, Sequence[str]]] = {}
     type: str
@@ -132,14 +132,14 @@ def _as_sent(value: JsonObject, check: ValidatorFunctionWrapHandler) -> JsonObje
 
 
 AS_SENT = WrapValidator(_as_sent)
-"""Checks an object, but keeps the client's dict, because the order of its keys is part of the prompt."""
+"""Checks an object, but returns the client's dict, because the order of its keys is part of the prompt."""
 
 
 class OneOf(Struct, frozen=True):
     """Chooses the member of a union by the JSON type of the value, and among objects by their field `type`.
 
-    `expected` completes the error for a value without a member: "must be ...". `other` is the member for objects whose
-    type no other member has, `default` returns the type of an object without one.
+    `expected` completes the error for a value without a member: "must be ...". `other` is the member for objects of any
+    other type. `default` returns the type of an object without a type.
     """
 
     expected: str
@@ -165,7 +165,7 @@ class OneOf(Struct, frozen=True):
         )
 
     def _kinds(self, member: Any) -> Sequence[Any]:
-        """Returns the types of objects that a member takes, or the JSON type of its values."""
+        """Returns the types of objects that a member accepts, or the JSON type of its values."""
         plain = get_args(member)[0] if get_origin(member) is Annotated else member
         if plain is self.other:
             return (dict,)
@@ -182,7 +182,7 @@ NonEmpty: TypeAlias = Annotated[str, Field(min_length=1)]
 
 
 class StructuredOutputs(Body, extra="forbid"):
-    """The format of the text, in the form of vLLM. Exactly one of the fields is given; its others are refused."""
+    """The format of the text, as in vLLM. Exactly one field must be given. Other fields of vLLM are refused."""
 
     json_: TextOrObject | None = optional("A JSON schema, or its text.", alias="json")
     json_object: Literal[True] | None = optional("Any JSON object.")
@@ -257,8 +257,8 @@ class CacheBreakpoint(Body):
 class Markable(Body):
     """An object that may carry a mark."""
 
-    cache_control: CacheControl | None = optional("Asks the disk cache to keep the prompt up to here.")
-    prompt_cache_breakpoint: CacheBreakpoint | None = optional("As `cache_control`; the name that OpenAI gives it.")
+    cache_control: CacheControl | None = optional("Asks the disk cache to save the prompt up to here.")
+    prompt_cache_breakpoint: CacheBreakpoint | None = optional("OpenAI's name for `cache_control`.")
 
     @property
     def mark(self) -> CacheMark | None:
@@ -267,7 +267,7 @@ class Markable(Body):
 
 
 def mark_beside_text(parts: Iterable[object]) -> CacheMark | None:
-    """Returns the last mark on a content part that is no text. It counts as one on the message."""
+    """Returns the last mark on a content part that is not text. It counts as a mark on the message."""
     marks = (part.mark for part in parts if isinstance(part, Markable) and "text" not in str(getattr(part, "type", "")))
     return next((mark for mark in reversed([*marks]) if mark is not None), None)
 
@@ -291,7 +291,7 @@ ImageDetail: TypeAlias = Annotated[
 
 
 def detail_of(detail: ImageDetail) -> Detail:
-    """Returns the detail with which an image is read. `original` is read as `high`."""
+    """Returns the detail for reading an image. `original` becomes `high`."""
     return "high" if detail == "original" else detail or "auto"
 
 
@@ -300,11 +300,11 @@ MAX_COUNT = 2**31 - 1
 MAX_BIASES = 1024
 """Each biased token costs time at every step."""
 MAX_STOPS, MAX_STOP_CHARS = 16, 1024
-"""Text that may be the beginning of a stop string is not sent yet, which bounds the length."""
+"""Text that may begin a stop string is held back, so the length of a stop string is bounded."""
 MAX_MESSAGES, MAX_PARTS, MAX_TOOLS = 8192, 1024, 1024
 """Most messages or items of a conversation, content parts of a message, and tools. Each takes time to render."""
 MAX_NAME_CHARS = 128
-"""Most characters of a tool's name. OpenAI and Anthropic take no longer ones, and MCP advises against them."""
+"""Most characters of a tool's name. OpenAI and Anthropic accept no longer names, and MCP advises against them."""
 MAX_SALT_CHARS = 256
 MAX_CACHE_KEY_CHARS = 512
 
@@ -318,16 +318,14 @@ def _not_zero(value: int) -> int:
 
 
 NO_LIMIT = -1
-"""A limit that limits nothing, as llama.cpp and Ollama have it."""
+"""The value for "no limit", as in llama.cpp and Ollama."""
 LimitOrNothing: TypeAlias = Annotated[int, Field(ge=NO_LIMIT, le=MAX_COUNT)]
 Limit: TypeAlias = Annotated[LimitOrNothing, AfterValidator(_not_zero)]
 
 Effort: TypeAlias = Annotated[
     Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None,
     empty_as(None),
-    Field(
-        description="Such as `low` or `high`: told as it is to templates that know it. `none` also turns thinking off."
-    ),
+    Field(description="Such as `low` or `high`: passed to templates that use it. `none` also turns thinking off."),
 ]
 
 
@@ -335,7 +333,7 @@ class NamedTool(Markable):
     """A tool that the client runs."""
 
     name: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)] = Field(description="Name of the tool.")
-    description: str | None = optional("What it does, for the model to read.")
+    description: str | None = optional("A description of the tool, for the model.")
     strict: bool | None = optional("`true`: the arguments follow the schema, also where no call is forced.")
 
 
@@ -343,11 +341,11 @@ class ReasoningLimits(Body):
     """The effort and the length of thinking."""
 
     effort: Effort = None
-    max_tokens: Count | None = optional("Most tokens of the thoughts; then they are ended.")
+    max_tokens: Count | None = optional("The most tokens of the thoughts, which end there.")
 
 
 def _checked_salt(value: object) -> object:
-    """The error does not repeat the salt: it may be a secret, and messages are logged."""
+    """Returns a valid salt. The error does not repeat the salt: it may be a secret, and messages are logged."""
     if value is None or (isinstance(value, str) and 1 <= len(value) <= MAX_SALT_CHARS):
         return value
     raise PydanticCustomError(REFUSED, f"must be a text of 1 to {MAX_SALT_CHARS} characters")
@@ -363,7 +361,7 @@ def _without_point(value: object) -> object:
 
 
 class PrefixCacheOptions(Body, extra="forbid"):
-    """Options of the disk cache for this request. A field that is not listed here is refused, and so is null."""
+    """Options of the disk cache for this request. Unknown fields and null are refused."""
 
     scope: Annotated[
         Any,
@@ -376,31 +374,31 @@ class PrefixCacheOptions(Body, extra="forbid"):
     window: int = Field(  # type: ignore[assignment]  # absent is None, but null is refused
         default=None, ge=1, le=MAX_VALUE, description="Replaces the N of `auto:N`; for `auto` only.", examples=[8]
     )
-    salt: Salt = optional("Requests find only the state of requests with the same salt.", examples=["user-7f3a"])
+    salt: Salt = optional("Requests share state only with requests of the same salt.", examples=["user-7f3a"])
     replay: bool = Field(
         default=True,
-        description="`false`: the chat template writes all earlier replies anew, and this reply is not remembered.",
+        description="`false`: the chat template renders all earlier replies anew, and this reply is not remembered.",
     )
-    save: bool = Field(default=True, description="`false`: restore what is stored, but keep nothing of this request.")
-    ttl: Ttl = optional("Time to live after the last use. Wins over the fields of OpenAI.", examples=["1h", 300])
+    save: bool = Field(default=True, description="`false`: restore stored state, but save nothing of this request.")
+    ttl: Ttl = optional("Time to live after the last use. Overrides OpenAI's fields.", examples=["1h", 300])
 
 
 ONLY_MARKS = Scope("tokens", 1)
-"""Keeps the prompt up to its marks."""
+"""The scope that saves the prompt up to its marks."""
 
 
 class PromptCacheOptions(Body):
     """OpenAI's options of the cache."""
 
     mode: Literal["implicit", "explicit"] | None = optional(
-        "`explicit`: keep the prompt up to its marks, and nothing without marks, unless `prefix_cache.scope` is given."
+        "`explicit`: save the prompt up to its marks, and nothing without marks, unless `prefix_cache.scope` is given."
     )
-    prewarm: bool | None = optional("`true`: compute and keep the prompt; there is no reply.")
+    prewarm: bool | None = optional("`true`: compute and save the prompt; there is no reply.")
     ttl: Ttl = optional("As `prefix_cache.ttl`.")
 
     @property
     def scope(self) -> Scope | None:
-        """The scope that they ask for."""
+        """The scope that the options ask for, None for the daemon's."""
         return ONLY_MARKS if self.mode == "explicit" else Scope("full", 0) if self.prewarm else None
 
 
@@ -415,9 +413,9 @@ class CacheFields(Body):
     )
     prompt_cache_options: PromptCacheOptions | None = optional("OpenAI's options of the cache.")
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = optional(
-        "As `prefix_cache.ttl`: an hour (on disk all the same), or a day."
+        "As `prefix_cache.ttl`: an hour (also on disk), or a day."
     )
-    cache_salt: Salt = optional("As `prefix_cache.salt`; the name that vLLM gives it.")
+    cache_salt: Salt = optional("vLLM's name for `prefix_cache.salt`.")
 
 
 class SamplingFields(Body):
@@ -447,7 +445,7 @@ class TextFields(Body):
 
 
 StopString: TypeAlias = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
-"""An empty one, which some clients send for none, ends nothing."""
+"""An empty stop string, which some clients send, is ignored."""
 
 
 class RequestBody(CacheFields, SamplingFields, TextFields):
@@ -455,7 +453,7 @@ class RequestBody(CacheFields, SamplingFields, TextFields):
 
     model: str | None = optional("Name of the served model. Absent: the served model.")
     stream: bool | None = optional("Send the reply as server-sent events while it is made.")
-    structured_outputs: StructuredOutputs | None = optional("What the text of the reply must be: vLLM's field.")
+    structured_outputs: StructuredOutputs | None = optional("The format of the reply's text: vLLM's field.")
 
     @property
     def needs_stored_items(self) -> bool:
@@ -468,7 +466,7 @@ class RequestBody(CacheFields, SamplingFields, TextFields):
             raise InvalidRequest.at("stream_options", "needs stream: true")
 
     def text_format_beside(self, own: TextFormat | None) -> TextFormat | None:
-        """Returns the format of the text. `own` is that of the API's own field. Raises `InvalidRequest` for two."""
+        """Returns the format of the text. `own` comes from the API's own field. Raises `InvalidRequest` for two."""
         if own is not None and self.structured_outputs is not None:
             raise InvalidRequest.at("structured_outputs", f"is not allowed beside {own.path}")
         return own if self.structured_outputs is None else self.structured_outputs.text_format
@@ -476,10 +474,10 @@ class RequestBody(CacheFields, SamplingFields, TextFields):
 
 R = TypeVar("R", bound=RequestBody)
 _GREEDY_BELOW = 1e-5
-"""Temperatures below are greedy, as in vLLM: logits divided by less may overflow float32."""
+"""Lower temperatures are greedy, as in vLLM: logits divided by them may overflow float32."""
 
 _RETENTION_S = {"in_memory": 3600.0, "in-memory": 3600.0, "24h": 86400.0}
-"""The longest time for which OpenAI keeps a prompt under each of these names."""
+"""OpenAI's names of retentions → the longest time that OpenAI keeps a prompt, in seconds."""
 
 
 def with_sampling(body: R, defaults: Mapping[str, float]) -> R:
@@ -526,10 +524,10 @@ def _logit_bias(bias: dict[str, float], vocab_size: int) -> dict[int, float]:
 
 
 def cache_options(body: CacheFields, *, scope: Scope, caller: Tenant, session: str | None = None) -> CacheOptions:
-    """Returns the cache options of a request. `scope` is the daemon's, for a request without one, and `session` names
-    the group of a request without a `prompt_cache_key`.
+    """Returns the cache options of a request. The daemon's `scope` is the default, and `session` names the group of a
+    request without a `prompt_cache_key`.
 
-    Raises `InvalidScope` for a window with a scope that has none, and `InvalidRequest` for two salts that differ.
+    Raises `InvalidScope` for a window with a scope that has none, and `InvalidRequest` for two different salts.
     """
     options, openai = body.prefix_cache or PrefixCacheOptions(), body.prompt_cache_options or PromptCacheOptions()
     asked = options.scope or (None if scope.kind == "off" else openai.scope)
@@ -549,9 +547,9 @@ def cache_options(body: CacheFields, *, scope: Scope, caller: Tenant, session: s
 
 
 def tenant_of(body: CacheFields, caller: Tenant) -> Tenant:
-    """Returns the tenant of a request: the caller, or the user of the caller whom a salt names.
+    """Returns the tenant of a request: the caller, or with a salt one of the caller's users.
 
-    Raises `InvalidRequest` for two salts that differ.
+    Raises `InvalidRequest` for two different salts.
     """
     salt = body.prefix_cache.salt if body.prefix_cache else None
     if salt is not None and body.cache_salt not in (None, salt):

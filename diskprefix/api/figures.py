@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from diskprefix.chat.normalisers import helpful_normalisers, shape_of
+from diskprefix.chat.canonicalisers import helpful_canonicalisers, shape_of
 from diskprefix.engine.request import DoneEvent
 from diskprefix.values import CacheReport
 
@@ -18,11 +18,11 @@ _SHOWN_TOGETHER = (
     ("drafted_tokens", "accepted_tokens", "drafted_by", "draft_ms"),
     ("image_tokens", "images_encoded", "images_restored", "encode_ms"),
 )
-"""Timings that are left out if the first of them is 0."""
+"""Groups of timings that are left out if their first timing is 0."""
 
 
 def figures_reply(done: DoneEvent, clamped_to: int | None) -> dict[str, Any]:
-    """Returns both objects: what the cache did, and where the time went, in milliseconds."""
+    """Returns both objects: the report of the cache, and the times in milliseconds."""
     own = asdict(done.timings) | {"others_ms": done.timings.others_ms}
     absent = {name for names in _SHOWN_TOGETHER if not own[names[0]] for name in names}
     timings: dict[str, Any] = {
@@ -34,7 +34,7 @@ def figures_reply(done: DoneEvent, clamped_to: int | None) -> dict[str, Any]:
 
 
 def written_tokens(done: DoneEvent) -> int:
-    """Returns the prompt tokens that a request newly keeps; 0 for a `dropped` prompt, which may be lost."""
+    """Returns the prompt tokens that a request newly saves; 0 for a `dropped` prompt, which may be lost."""
     if done.cache.saved != "queued":
         return 0
     return max(0, done.cache.selection.kept - done.usage.cached_tokens)
@@ -64,11 +64,11 @@ def _cache_reply(done: DoneEvent) -> dict[str, Any]:
 
 
 def broken_by(report: CacheReport) -> dict[str, Any]:
-    """Returns what kept a report's prompt from being restored further. Its `broken` must not be None."""
+    """Describes the line at which a report's prompt differs from an earlier one. Its `broken` must not be None."""
     assert report.broken is not None
     return {
         "at": report.broken.at,
         "line": shape_of(report.broken_line),
         "tokens": report.broken.num_tokens,
-        "normalisers": helpful_normalisers(report.broken_line, report.rewriting),
+        "canonicalisers": helpful_canonicalisers(report.broken_line, report.rewriting),
     }

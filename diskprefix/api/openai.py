@@ -1,4 +1,4 @@
-"""`POST /v1/completions`, which continues a text or token ids, and the parts of body and writer that chat shares."""
+"""`POST /v1/completions`, which continues a text or token ids, and the parts of body and writer that chat also uses."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class StreamOptions(Body):
 
 
 class OpenAIBody(RequestBody, Unmarkable):
-    """The fields of both bodies."""
+    """The fields that both of OpenAI's bodies have."""
 
     stream_options: StreamOptions | None = optional("Only with `stream: true`.")
     max_tokens: Limit | None = optional("Most tokens of a choice. Absent, -1, or more than fit: as many as fit.")
-    stop: Stop | None = optional("Text that ends the reply; it is not part of it.")
+    stop: Stop | None = optional("Text that ends the reply and is not part of it.")
     n: int | None = optional("How many choices to generate.", ge=1, le=16)
 
     @property
@@ -217,11 +217,11 @@ class CompletionRequest(OpenAIBody, json_schema_extra={"example": {"prompt": "Th
         ),
     ] = Field(description=f"Text, or token ids; or a list of up to {MAX_PROMPTS} such prompts.")
     max_tokens: LimitOrNothing | None = optional(f"Most tokens of a choice; 0: none; -1: any. Absent: {_MAX_TOKENS}.")
-    logprobs: int | None = optional("So many alternatives for every token, and the token itself.", ge=0, le=20)
+    logprobs: int | None = optional("Number of alternatives for every token, beside the token.", ge=0, le=20)
     echo: bool | None = optional(
         "`true`: the reply begins with the prompt; with `logprobs`, its tokens have log probabilities. No stream."
     )
-    suffix: str | None = optional("Text behind the gap that the reply fills; `prompt` is text.")
+    suffix: str | None = optional("Text after the gap that the reply fills; `prompt` is text.")
     best_of: int | None = optional("Not supported, unless equal to `n`.", ge=1, le=16)
 
     @property
@@ -283,17 +283,17 @@ class CompletionWriter(OpenAIWriter):
         super().__init__(head, include_usage=include_usage, with_logprobs=with_logprobs)
         self._offsets: defaultdict[int, _Offsets] = defaultdict(_Offsets)
         self.echoed: Sequence[str | list[int]] = ()
-        """The prompts, with which the choices begin, if the client wants that."""
+        """The prompts that the choices begin with, if the client asked for `echo`."""
 
     def whole_choice(self, choice: WholeChoice) -> Json:
         logprobs = _logprobs((*choice.prompt, *choice.tokens), _Offsets()) if self.with_logprobs else None
         if logprobs is not None and choice.prompt:
-            # Nothing stands before the first token, so it has no probability.
+            # No token precedes the first one, so it has no probability.
             logprobs["token_logprobs"][0] = logprobs["top_logprobs"][0] = None
         return {"text": self._echo(choice) + choice.content, "logprobs": logprobs}
 
     def _echo(self, choice: WholeChoice) -> str:
-        """Returns the text of a choice's prompt, if the client wants it."""
+        """Returns the text of a choice's prompt, "" without `echo`."""
         prompt = self.echoed[choice.choice] if self.echoed else ""
         if isinstance(prompt, str):
             return prompt
@@ -309,16 +309,16 @@ class CompletionWriter(OpenAIWriter):
 
 
 class _Offsets:
-    """The characters of a text before each of its tokens, of which several may share one."""
+    """Counts the characters of a text before each of its tokens. Several tokens may share a character."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._num_chars = 0
 
     def before(self, token: TokenLogprob) -> int:
-        """Returns the number of complete characters before a token, which comes next."""
+        """Returns the number of complete characters before the next token."""
         if token.data and token.data[0] & 0xC0 != 0x80:
-            # A part of a character that is not continued is U+FFFD in the text.
+            # An incomplete character becomes U+FFFD in the text.
             self._num_chars += len(self._decoder.decode(b"", final=True))
         num_chars = self._num_chars
         self._num_chars += len(self._decoder.decode(token.data))
@@ -336,7 +336,7 @@ def _logprobs(tokens: Sequence[TokenLogprob], offsets: _Offsets) -> Json:
 
 
 def _named(token: TokenLogprob) -> str:
-    """Returns the text of a token, or the bytes of one that is a part of a character, as OpenAI writes them."""
+    """Returns the text of a token. A part of a character is written as bytes, in OpenAI's form."""
     try:
         return token.data.decode()
     except UnicodeDecodeError:

@@ -28,17 +28,17 @@ class ChatRequest(OpenAIBody, json_schema_extra={"example": {"messages": [{"role
     )
     max_completion_tokens: Limit | None = optional("Takes precedence over `max_tokens`.")
     logprobs: bool | None = optional("Return the log probability of every token of the reply.")
-    top_logprobs: int | None = optional("And of its most likely alternatives.", ge=0, le=20)
+    top_logprobs: int | None = optional("Number of alternatives for every token, with `logprobs`.", ge=0, le=20)
     tools: list[ToolAsSent] | None = optional("Functions offered to the model by its template.", max_length=MAX_TOOLS)
     tool_choice: ToolChoiceField | None = optional("`auto`, `none`, `required`, a function, or `allowed_tools`.")
     parallel_tool_calls: bool | None = optional("`false`: at most one call in a reply.")
     response_format: ResponseFormat | None = optional("JSON, or JSON of a schema.")
     reasoning_effort: Effort = None
-    reasoning: ReasoningLimits | None = optional("Effort and length of thinking, as OpenRouter.")
+    reasoning: ReasoningLimits | None = optional("Effort and length of thinking, as in OpenRouter.")
     chat_template_kwargs: JsonObject | None = optional("Variables for the chat template.")
     add_generation_prompt: bool | None = optional("`false`: the prompt does not end with the start of a reply.")
     continue_final_message: bool | None = optional(
-        "The reply goes on with the last message. Absent: it does so if that is an assistant's text."
+        "The reply continues the last message. Absent: it does so if the last message is an assistant's text."
     )
     return_progress: bool | None = optional("Send events with `prompt_progress` while the prompt is computed.")
     modalities: list[Literal["text"]] | None = optional("Only `text`.")
@@ -163,7 +163,8 @@ def _delta(delta: ReplyDelta) -> Json:
 
 
 def _reasoning(text: str) -> Json:
-    """Returns the text under two names: that of DeepSeek, llama.cpp and SGLang, and that of OpenRouter and vLLM."""
+    """Returns the text under two names: the first is DeepSeek's, llama.cpp's and SGLang's, the second OpenRouter's and
+    vLLM's."""
     return {"reasoning_content": text, "reasoning": text}
 
 

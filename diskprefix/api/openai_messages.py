@@ -62,7 +62,7 @@ TextOrImageUrl: TypeAlias = Annotated[ImageUrl | str, OneOf("an object with a ur
 
 
 def image_part(sent: ImageUrl | str, path: str, uri_path: str, detail: ImageDetail = None) -> ImagePart:
-    """Returns an image. `path` is that of the content part, `uri_path` that of `sent`."""
+    """Returns an image. `path` is the path of the content part in the body, `uri_path` the path of `sent`."""
     if isinstance(sent, str):
         return ImagePart(sent, path, uri_path, detail_of(detail))
     return ImagePart(sent.url, path, f"{uri_path}.url", detail_of(sent.detail or detail))
@@ -89,7 +89,7 @@ class Refusal(Body):
 
 
 class OtherPartBody(Body):
-    """A content part of a kind that no model here takes. It is read so that the error can name its type."""
+    """A content part of a kind that no model here accepts. It is read so that the error can name its type."""
 
     type: Literal["text", "image_url", "refusal", "input_audio", "video_url", "file"]
 
@@ -133,7 +133,7 @@ class MessageBody(Markable):
         }
     )
 
-    role: Role = Field(description="Who speaks. `developer` becomes `system` unless the chat template knows it.")
+    role: Role = Field(description="Who speaks. `developer` becomes `system` unless the chat template writes it.")
     content: Annotated[Content | None, AfterValidator(require_content)] = optional(
         "Text, or a list of content parts. An assistant's message and a tool's may have none.", validate_default=True
     )
@@ -142,10 +142,10 @@ class MessageBody(Markable):
     tool_calls: list[ToolCallBody] | None = optional("Tool calls of an assistant message.", max_length=MAX_PARTS)
     tool_call_id: str | None = optional("In a tool message: the call that it answers.")
     reasoning_content: str | None = optional("The reasoning of the assistant.")
-    reasoning: str | None = optional("The same, as other servers name it.")
+    reasoning: str | None = optional("Another name for `reasoning_content`.")
 
     def neutral(self, path: str) -> Message:
-        """Returns the message. `path` is where it stood in the body."""
+        """Returns the message. `path` is its path in the body."""
         content = self.refusal if self.content is None else self.content
         parts: tuple[ContentPart, ...] = ()
         if isinstance(content, str):
@@ -173,7 +173,7 @@ class ToolFunction(NamedTool, extra="allow"):
 
 
 class Tool(Markable, extra="allow"):
-    """A tool. The chat template gets it as the client sent it, without `cache_control`."""
+    """A tool. The chat template gets it unchanged, without `cache_control`."""
 
     type: Literal["function"] = Field(description="Always `function`.")
     function: ToolFunction
@@ -221,19 +221,19 @@ class FunctionReference(Body):
 
 
 class AllowedTools(Body):
-    """Some of the offered functions. The prompt shows all of them, so it stays the same."""
+    """Some of the offered functions. The prompt lists all of them, so it does not depend on the choice."""
 
     mode: Literal["auto", "required"] = Field(description="Whether one of them must be called.")
-    tools: list[FunctionReference] = Field(min_length=1, description="Those that may be called.")
+    tools: list[FunctionReference] = Field(min_length=1, description="The functions that may be called.")
 
 
 class ToolChoiceBody(Typed):
-    """The function that must be called, or those that may be."""
+    """The function that must be called, or the functions that may be called."""
 
     needs: ClassVar = {"function": ("function",), "allowed_tools": ("allowed_tools",)}
     type: Literal["function", "allowed_tools"] = Field(description="Which of the other fields is given.")
-    function: NamedFunction | None = optional("The one that must be called.")
-    allowed_tools: AllowedTools | None = optional("Those that may be called.")
+    function: NamedFunction | None = optional("The function that must be called.")
+    allowed_tools: AllowedTools | None = optional("The functions that may be called.")
 
     def neutral(self, *, many: bool) -> ToolChoice:
         if self.function is not None:
@@ -262,7 +262,7 @@ class ResponseFormat(Typed):
     type: Literal["text", "json_object", "json_schema"] = Field(description="`text` is any text.")
     json_schema: JsonSchemaFormat | None = optional("With the type `json_schema`.")
     schema_: JsonObject | None = optional(
-        "With the type `json_object`: its JSON schema, as llama.cpp has it.", alias="schema"
+        "With the type `json_object`: its JSON schema, as in llama.cpp.", alias="schema"
     )
 
     @property
@@ -272,7 +272,8 @@ class ResponseFormat(Typed):
         if self.type != "json_schema":
             return TextFormat.of_json(self.type, self.schema_, path, ".schema")
         if self.schema_ is not None:
-            raise InvalidRequest.at(f"{path}.schema", "needs the type json_object; that of json_schema stands in it")
+            problem = "needs the type json_object; write json_schema.schema with the type json_schema"
+            raise InvalidRequest.at(f"{path}.schema", problem)
         assert self.json_schema is not None, "the type needs it"
         return TextFormat.of_json(
             self.type, self.json_schema.schema_, path, ".json_schema.schema", strict=self.json_schema.strict

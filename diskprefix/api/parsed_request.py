@@ -1,4 +1,4 @@
-"""A request in neutral words, whatever its API, and the engine's constraint on its reply."""
+"""A request in the neutral form that all APIs share, and the engine's constraint on its reply."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from diskprefix.chat.fill_in import FillIn
 from diskprefix.chat.messages import Conversation, JsonObject
 from diskprefix.chat.output.choose_format import OutputFormat
 from diskprefix.chat.output.format import ReasoningDelta, ThoughtWatch
-from diskprefix.engine.kept_schema import MAX_CHARS, Loosened, with_any_of
+from diskprefix.engine.constraints.kept_schema import MAX_CHARS, Loosened, with_any_of
 from diskprefix.engine.request import Constraint, FreeText, SamplingParams
 from diskprefix.engine.thought_limit import ThoughtBudget
 from diskprefix.errors import DiskPrefixError, InvalidRequest
@@ -30,7 +30,7 @@ _logged: defaultdict[str, set[str]] = defaultdict(set)
 """The texts that were logged with each message."""
 _SHOWN_CHARS = 200
 OF_ONE_OF = "`true`: a `oneOf` whose branches may overlap is an error. Otherwise it is served as `anyOf`."
-"""What `strict` says of the schema of a text, for `/docs`."""
+"""The effect of `strict` on the schema of a text, for `/docs`."""
 _START = re.compile(r"^start\b(?=\s*:)", re.MULTILINE)
 
 
@@ -55,8 +55,8 @@ class TextFormat(Struct, frozen=True):
         *,
         strict: bool | None = False,
     ) -> TextFormat | None:
-        """Returns OpenAI's format at `path`, whose schema is at `of_schema` below it; None for any text. As in
-        llama.cpp, `json_object` may have a schema too. Raises `InvalidRequest` for `text` with a schema."""
+        """Returns OpenAI's format at `path`; None for any text. `of_schema` is the path of its schema below `path`. As
+        in llama.cpp, `json_object` may have a schema too. Raises `InvalidRequest` for `text` with a schema."""
         if kind == "text":
             if schema is not None:
                 raise InvalidRequest.at(path + of_schema, "needs the type json_schema or json_object")
@@ -68,10 +68,10 @@ class TextFormat(Struct, frozen=True):
 
 
 class ToolChoice(Struct, frozen=True):
-    """The offered tools that may be called, or one of which must be called.
+    """The offered tools that may be called, or the requirement to call one of them.
 
     If `names` is None, all tools may be called. Without `many`, a reply has one call at most. `path` is the field of
-    the request. Requests are refused if no grammar holds the schema of a `strict` tool.
+    the request. A request is refused if no grammar can enforce the schema of a `strict` tool.
     """
 
     mode: Literal["auto", "none", "required"] = "auto"
@@ -87,7 +87,7 @@ class ToolChoice(Struct, frozen=True):
         return [tool for tool in tools if self.names is None or tool["function"]["name"] in self.names]
 
     def check(self, tools: Sequence[JsonObject]) -> None:
-        """Raises `InvalidRequest` if a tool is named that is not offered, or one must be called and there is none."""
+        """Raises `InvalidRequest` if `names` has a tool that is not offered, or a call is required without tools."""
         offered = {tool["function"]["name"] for tool in tools}
         if missing := sorted((self.names or frozenset()) - offered):
             problem = f"names {shown(missing[0])!r}, which is not among the tools of the request"
@@ -102,7 +102,7 @@ def note_left_out(kinds: Collection[str], whose: str) -> None:
 
 
 def _log_once(message: str, texts: Collection[str], *more: str) -> None:
-    """Logs each text of clients once, because agents repeat them, and at most 32 of a message."""
+    """Logs each text of a client once, because agents repeat them, and at most 32 texts for each message."""
     logged = _logged[message]
     new = sorted({shown(text, _SHOWN_CHARS) for text in texts} - logged)[: _MAX_KINDS - len(logged)]
     if new:
@@ -114,7 +114,7 @@ class NamesTools(Protocol):
     """A tool choice that is an object."""
 
     def neutral(self, *, many: bool) -> ToolChoice:
-        """Returns the choice in neutral words. Without `many`, a reply has one call at most."""
+        """Returns the choice in the neutral form. Without `many`, a reply has one call at most."""
 
 
 def openai_choice(
@@ -124,7 +124,7 @@ def openai_choice(
     tools: Sequence[JsonObject],
     strict: frozenset[str] = frozenset(),
 ) -> ToolChoice:
-    """Returns what OpenAI's `tool_choice` and `parallel_tool_calls` say. Raises `InvalidRequest` as `check` does."""
+    """Returns OpenAI's `tool_choice` and `parallel_tool_calls` in the neutral form. Raises the errors of `check`."""
     many = parallel is not False
     choice = (
         ToolChoice(tool_choice or "auto", many=many)
@@ -136,17 +136,16 @@ def openai_choice(
 
 
 class ParsedRequest(Struct, frozen=True, kw_only=True):
-    """A request in neutral words. A `prompt` that is text or token ids is continued as it is, and a gap is filled in.
-
-    The reply to such a prompt is not parsed for reasoning and calls.
+    """A request in the neutral form. The reply continues a `prompt` of text or token ids, and fills the gap of a
+    `FillIn`. The reply to such a prompt is not parsed for reasoning and calls.
     """
 
     prompt: Conversation | str | list[int] | FillIn
     more_prompts: tuple[str | list[int] | FillIn, ...] = ()
-    """Further prompts, each of which is replied to as if it came alone."""
+    """Further prompts. Each gets its own replies, as if it came alone."""
     sampling: SamplingParams
     num_ctx: int | None = None
-    """Most tokens of prompt and reply together, as `options.num_ctx` asks for it."""
+    """The most tokens of prompt and reply together, from `options.num_ctx`."""
     tool_choice: ToolChoice = ToolChoice()
     text_format: TextFormat | None = None
     thinking_budget: int | None = None
@@ -158,7 +157,7 @@ class ParsedRequest(Struct, frozen=True, kw_only=True):
     """The field of the request that limits the tokens of a choice."""
 
     def without_reply(self) -> ParsedRequest:
-        """Returns the request to compute and keep the prompt alone."""
+        """Returns the request that only computes and saves the prompt."""
         sampling = replace(self.sampling, max_tokens=0, n=1, logprobs=None)
         choice = replace(self.tool_choice, mode="auto", strict=frozenset())
         return replace(self, sampling=sampling, tool_choice=choice, text_format=None)
@@ -170,14 +169,14 @@ class ParsedRequest(Struct, frozen=True, kw_only=True):
 
     @property
     def is_constrained(self) -> bool:
-        """Returns whether the client constrains the reply, so that a constraint must compile before it begins."""
+        """Returns whether the client constrains the reply. A constraint must then compile before the reply begins."""
         choice = self.tool_choice
         has_tools = isinstance(self.prompt, Conversation) and bool(self.prompt.tools)
         return self.text_format is not None or (choice.mode != "auto" and has_tools) or bool(choice.strict)
 
 
 ConstraintCheck: TypeAlias = Callable[..., Mapping[str, Loosened]]
-"""See `engine.trial.Trials.run`."""
+"""See `engine.constraints.trial.Trials.run`."""
 
 
 def constraint_of(
@@ -185,10 +184,10 @@ def constraint_of(
 ) -> Constraint | None:
     """Returns the constraint on the reply, None if there is none.
 
-    If tools are offered and none may be called, the reply may not begin a call, and its parser reads none. If the
-    reply may but need not call tools, a call that it begins is one of them, and its arguments follow the schema; if the
-    client asks for JSON, the reply is either JSON or calls. May take seconds, unless `is_constrained` is False. Raises
-    `InvalidRequest` for a constraint that cannot be compiled.
+    If tools are offered and none may be called, the reply cannot begin a call, and its parser reads no calls. If calls
+    are optional, a call in the reply names an offered tool, and its arguments follow the schema; if the client asks for
+    JSON, the reply is either JSON or calls. May take seconds, unless `is_constrained` is False. Raises `InvalidRequest`
+    for a constraint that cannot be compiled.
     """
     if not isinstance(request.prompt, Conversation):
         return None if request.text_format is None else _checked_text(request.text_format, None, check)
@@ -197,8 +196,8 @@ def constraint_of(
     thought = _thought_before(output_format, prompt_end)
     may_call = choice.mode == "auto" and text is None and bool(tools)
     if (choice.mode == "required" or may_call) and thought is not None and thought.begin is None:
-        # Such a template ends a thought by starting the answer. A call has no answer, so the grammar must not wait for
-        # that end.
+        # Such a template ends a thought by starting the answer. A reply with a call has no answer, so the grammar must
+        # not wait for the end of the thought.
         thought = thought if _is_thinking(output_format, prompt_end) else None
     if choice.mode == "required":
         forced = partial(output_format.call_grammar, many=choice.many)
@@ -210,7 +209,7 @@ def constraint_of(
         try:
             return _checked_calls(conversation, choice, lambda _: grammar, thought, check)
         except InvalidRequest as error:
-            # A text that looks like a call is content in any case.
+            # The parser takes a text that looks like a call for content anyway.
             _log_once("calls cannot be forbidden: %s", [error.message])
             return None
     if text is None:
@@ -236,7 +235,7 @@ def thought_budget_of(
     encode: Callable[[str], list[int]],
     end_ids: Collection[int],
 ) -> ThoughtBudget | None:
-    """Returns what ends the reply's thoughts; None for a model without thoughts. `end_ids` end a reply."""
+    """Returns the budget of the reply's thoughts; None for a model without thoughts. `end_ids` end a reply."""
     tags = output_format.thought
     if tags is None:
         return None
@@ -252,10 +251,10 @@ def thought_budget_of(
             nonlocal tail
             seen = tail + text
             if first in seen:
-                # The parser says nothing of a tag until something follows it.
-                behind = len(seen) - seen.rindex(first) - len(first)
-                parser.feed(text[: len(text) - behind])
-                text, watch.is_open = text[len(text) - behind :], False
+                # The parser does not report a tag until something follows it.
+                num_after = len(seen) - seen.rindex(first) - len(first)
+                parser.feed(text[: len(text) - num_after])
+                text, watch.is_open = text[len(text) - num_after :], False
             tail = seen[1 - len(first) :]
             return watch.see(parser.feed(text))
 
@@ -267,14 +266,14 @@ def thought_budget_of(
 
 
 def _thought_before(output_format: OutputFormat, prompt_end: str) -> FreeText | None:
-    """Returns the thought that comes first: in any case if the template has opened it, else if the model begins one."""
+    """Returns the thought before the reply: required if the template has opened it, else optional; None for none."""
     tags = output_format.thought
     if tags is None:
         return None
     if _is_thinking(output_format, prompt_end):
         return FreeText(end=tags.end)
     if prompt_end.rstrip().endswith(tags.end):
-        # The template has closed the thought: this model was told not to think.
+        # The template has closed the thought: thinking is off.
         return None
     return FreeText(end=tags.end, begin=tags.begin)
 
@@ -312,7 +311,7 @@ def _begun_calls(
     before: FreeText | None,
     check: ConstraintCheck,
 ) -> Constraint | None:
-    """Returns the constraint of calls from their beginning on. It is checked now if a tool is strict."""
+    """Returns the constraint of calls, which begins with a call. It is checked now if a tool is strict."""
     tools = choice.allowed(conversation.tools or ())
     begins = output_format.beginning_of_calls(tools)
     if begins is None:
@@ -343,10 +342,10 @@ def _checked_calls(
     before: FreeText | None,
     check: ConstraintCheck,
 ) -> Constraint:
-    """Returns the constraint of `grammar`, which makes one of the tools that may be called. Of schemas that are not
-    strict, what a grammar cannot hold is left out, and logged.
+    """Returns the constraint of `grammar`, which makes a grammar of the tools that may be called. Parts of schemas that
+    a grammar cannot enforce are left out and logged, unless the tool is strict.
 
-    Raises `InvalidRequest`, with the path of the schema at fault if it is that of one tool's arguments.
+    Raises `InvalidRequest`, with the path of the schema if the schema of one tool's arguments is at fault.
     """
     offered = zip(conversation.tool_paths, conversation.tools or (), strict=False)
     tools = {path: tool for path, tool in offered if choice.allowed([tool])}

@@ -40,8 +40,8 @@ ReplyDelta: TypeAlias = ReasoningDelta | ContentDelta | CallBegin | ToolCallDelt
 class DeltaEvent(Struct, frozen=True):
     """New parts of a choice, in order. Both may be empty at the beginning of a choice.
 
-    `tokens` are the tokens that were sampled since the last event of this choice, if their log probabilities were
-    asked for. Their text may be part of a later delta.
+    `tokens` are the tokens that were sampled since the last event of this choice, if the client asked for log
+    probabilities. Their text may be part of a later delta.
     """
 
     choice: int
@@ -64,7 +64,7 @@ ReplyEvent: TypeAlias = ProgressEvent | DeltaEvent | EndEvent | DoneEvent
 
 
 def _as_written(number: str) -> msgspec.Raw:
-    """Returns a number that is sent with its own digits: more than a double, or an integer of 64 bits, may hold."""
+    """Returns a number that is sent with its own digits. They may exceed a double, or an integer of 64 bits."""
     return msgspec.Raw(number.encode())
 
 
@@ -98,7 +98,7 @@ class WholeChoice(EndEvent, frozen=True):
 
 
 class WholeReply(Struct, frozen=True):
-    """All choices, by index, and what the request took."""
+    """All choices, by index, and the figures of the request."""
 
     choices: list[WholeChoice]
     done: DoneEvent
@@ -109,10 +109,10 @@ class WholeReply(Struct, frozen=True):
 
 
 class ReplyReader:
-    """Turns the engine's events of one request into those of a reply. `new_parser` makes the parser of one choice.
+    """Turns the engine's events of one request into events of a reply. `new_parser` makes the parser of one choice.
 
-    With a `memory`, each choice is remembered when it ends, before the client knows that it did, unless its tokens hold
-    text that the client does not get.
+    With a `memory`, each choice is remembered when it ends, before the client gets its end, unless its tokens hold text
+    that the client does not get.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class ReplyReader:
         self._many_calls = many_calls
         self._parsers: dict[int, OutputParser] = {}
         self._shortened: set[int] = set()
-        """The choices of which some calls are left out."""
+        """The choices with calls that are left out."""
         self._called: set[int] = set()
         """The choices that called a tool."""
         self._thoughts: defaultdict[int, ThoughtWatch] = defaultdict(ThoughtWatch)
@@ -151,7 +151,7 @@ class ReplyReader:
         if is_first := event.choice not in self._parsers:
             self._parsers[event.choice] = self._new_parser()
         deltas = self._deltas(event.choice, self._parsers[event.choice].feed(event.text))
-        # All tokens of an event that ends in reasoning count, and none of the others.
+        # If an event ends in reasoning, all of its tokens count as reasoning, otherwise none.
         if self._thoughts[event.choice].see(deltas):
             self._reasoning_tokens[event.choice] += len(event.token_ids)
         if self._memory is not None:
@@ -165,9 +165,9 @@ class ReplyReader:
         if reason == "stop" and event.choice in self._called:
             reason = "tool_calls"
         if self._memory is not None and event.stop is None and event.choice not in self._shortened:
-            said, token_ids = self._to_remember[event.choice]
-            call_ids = [delta.id for delta in said if isinstance(delta, CallBegin)]
-            self._memory.remember(Turn.of_deltas(said), call_ids, token_ids)
+            all_deltas, token_ids = self._to_remember[event.choice]
+            call_ids = [delta.id for delta in all_deltas if isinstance(delta, CallBegin)]
+            self._memory.remember(Turn.of_deltas(all_deltas), call_ids, token_ids)
         held: list[ReplyEvent] = [DeltaEvent(event.choice, deltas)] if deltas else []
         return [*held, EndEvent(event.choice, reason, event.stop, self._reasoning_tokens[event.choice])]
 
@@ -187,7 +187,7 @@ class ReplyReader:
 
 
 def whole_reply(events: Sequence[ReplyEvent]) -> WholeReply:
-    """Puts all events of a reply together. The last one is its `DoneEvent`."""
+    """Returns the reply that a list of events describes. The last event is the `DoneEvent`."""
     parts: defaultdict[int, list[DeltaEvent]] = defaultdict(list)
     for event in events:
         if isinstance(event, DeltaEvent):
@@ -199,7 +199,7 @@ def whole_reply(events: Sequence[ReplyEvent]) -> WholeReply:
 
 
 def whole_choice(end: EndEvent, events: Sequence[DeltaEvent]) -> WholeChoice:
-    """Returns a choice that ended, of its events or the last of them."""
+    """Returns a choice that ended, from its events (all, or the last ones)."""
     deltas = [delta for event in events for delta in event.deltas]
     ids = [delta.id for delta in deltas if isinstance(delta, CallBegin)]
     turn = Turn.of_deltas(deltas)

@@ -32,7 +32,7 @@ ItemAt: TypeAlias = tuple[SpokenItem, str]
 
 
 class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """`input` are the items of the request itself, without those of the response before."""
+    """A stored response. `input` has the items of its own request, without the items of the `previous` response."""
 
     response: Json
     input: list[Json]
@@ -40,7 +40,7 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def input_items(self) -> list[Json]:
-        """The items of the input. Those that came without an id have one of this server's."""
+        """The items of the input. Items without an id get one from this server."""
         id_ = self.response["id"]
         return [
             {"id": item_id(id_, item["type"], index, is_input=True), **item} for index, item in enumerate(self.input)
@@ -53,14 +53,14 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass
 class ResponseStore:
-    """One tenant's stored responses, for one request. Reading waits for the disk, and raises `DiskStalled` if that does
-    not answer. A store that fails otherwise holds none."""
+    """One tenant's stored responses, for one request. Reading waits for the disk, and raises `DiskStalled` if the disk
+    does not answer. After other failures, the store counts as empty."""
 
     notes: TenantNotes
     _num_bytes: int = field(default=0, init=False)
-    """The bytes that were read so far, and those of items that were referred to."""
+    """The bytes of the responses read so far, and of the items that the request refers to."""
     _items: dict[str, dict[str, Json]] = field(default_factory=dict, init=False)
-    """Items by the ids of the response and of the item, for responses that were referred to."""
+    """Items by the ids of the response and of the item, for responses that the request refers to."""
 
     def get(self, id_: str) -> StoredResponse:
         """Raises `ResponseNotFound`, also for a response of another tenant."""
@@ -81,16 +81,16 @@ class ResponseStore:
         """Stores a response, with the JSON text of the items of its input. It is deleted with its `prompt`."""
         head = json_text({"response": response, "previous": response["previous_response_id"]})
         content = head[:-1] + b',"input":' + input_json + b"}"
-        is_kept = len(content) <= MAX_STORED_BYTES and self.notes.put(
+        is_stored = len(content) <= MAX_STORED_BYTES and self.notes.put(
             NoteKind.RESPONSE, response["id"], content, prompt
         )
-        if not is_kept:
+        if not is_stored:
             log.warning("[server] %s is not stored: it is too large, or the store fails", response["id"])
 
     def items_of(self, id_: str) -> list[Json]:
-        """Returns the items of the conversation that a stored response was made from, the oldest first.
+        """Returns the items of the conversation that a stored response answers, oldest first.
 
-        Raises `ResponseNotFound`, with the code `previous_response_not_found` if one before it is gone.
+        Raises `ResponseNotFound`, with the code `previous_response_not_found` if an earlier response is gone.
         """
         response = self.get(id_)
         return [*self._conversation(response.previous), *response.input_items]
@@ -100,7 +100,7 @@ class ResponseStore:
         return [(item, "previous_response_id") for item in _parsed(self._conversation(id_))]
 
     def referred(self, item: ReferenceItem, path: str) -> ItemAt:
-        """Returns the item that a reference stands for. Raises `InvalidRequest` if it is not stored."""
+        """Returns the item that a reference names. Raises `InvalidRequest` if it is not stored."""
         response_id, param = response_of(item.id), f"{path}.id"
         if response_id not in self._items:
             stored = self._counted(response_id, param)
@@ -112,7 +112,7 @@ class ResponseStore:
         return _parsed([stored_item])[0], path
 
     def _conversation(self, id_: str | None) -> list[Json]:
-        """Returns the items up to and with a response's output. Raises `InvalidRequest` if a part of them is gone."""
+        """Returns the items up to and including a response's output. Raises `InvalidRequest` if some are gone."""
         turns: list[list[Json]] = []
         first = id_
         while id_ is not None:
@@ -127,7 +127,8 @@ class ResponseStore:
         return [item for turn in reversed(turns) for item in turn]
 
     def _counted(self, id_: str, param: str) -> StoredResponse | None:
-        """Returns a stored response. Raises `InvalidRequest` at `param` if all that were read are too large."""
+        """Returns a stored response. Raises `InvalidRequest` at `param` if all responses read are too large
+        together."""
         content = self.notes.get(NoteKind.RESPONSE, id_)
         self._count(len(content or b""), param)
         return _stored(content)
@@ -151,5 +152,5 @@ def _stored(content: bytes | None) -> StoredResponse | None:
 
 
 def _parsed(items: list[Json]) -> list[SpokenItem]:
-    """Stored items were checked when they came."""
+    """Returns stored items as models. They were checked when the client sent them."""
     return [item for item in _ITEMS.validate_python(items) if isinstance(item, SpokenItem)]

@@ -77,17 +77,17 @@ class TextTool(NamedTool):
 
 
 _REQUIRED_OF_FUNCTIONS: JsonObject = {"description": None, "parameters": None, "strict": None}
-"""The fields that a function must have in a response, though a request may leave them out."""
+"""The fields that a function must have in a response, and their values if a request leaves them out."""
 
 
 class HostedTool(Body):
-    """A tool that OpenAI would run, such as `web_search`. It is skipped."""
+    """A tool that OpenAI's servers run, such as `web_search`. It is skipped."""
 
     type: str = Field(min_length=1)
 
 
 class Namespace(Body):
-    """A group of functions, such as those of an MCP server in Codex. The model knows each by both names."""
+    """A group of functions, such as the functions of an MCP server in Codex. The model gets `namespace__name`."""
 
     type: Literal["namespace"]
     name: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
@@ -114,11 +114,11 @@ class OfferedFunctions:
         self.paths: list[str] = []
         """The path of the schema of each function's arguments."""
         self.namespaces: dict[str, str] = {}
-        """The namespaces of functions that have one, by the names that the model knows."""
+        """The names that the model gets → their namespaces."""
         named = [*self._named(sent)]
         self.strict = frozenset(tool["name"] for _, tool in named if tool["type"] == "function" and tool.get("strict"))
         self.custom = frozenset(tool["name"] for _, tool in named if tool["type"] == "custom")
-        """The names of those that are custom tools."""
+        """The names of the custom tools."""
         skipped = set()
         for path, tool in named:
             if tool["type"] not in _SERVED:
@@ -132,20 +132,20 @@ class OfferedFunctions:
         note_left_out(skipped, "OpenAI's servers")
 
     def _named(self, sent: Sequence[JsonObject]) -> Iterator[tuple[str, JsonObject]]:
-        """Returns the tools, those of namespaces by the names that the model knows, with their paths."""
+        """Returns the tools with their paths. Tools of a namespace have the names that the model gets."""
         for index, tool in enumerate(sent):
             if tool["type"] != "namespace":
                 yield f"tools.{index}", tool
                 continue
-            for place, one in enumerate(tool["tools"]):
-                if one["type"] in _SERVED:
-                    one = one | {"name": full_name(one["name"], tool["name"])}
-                    self.namespaces[one["name"]] = tool["name"]
-                yield f"tools.{index}.tools.{place}", one
+            for place, member in enumerate(tool["tools"]):
+                if member["type"] in _SERVED:
+                    member = member | {"name": full_name(member["name"], tool["name"])}
+                    self.namespaces[member["name"]] = tool["name"]
+                yield f"tools.{index}.tools.{place}", member
 
 
 def _function(tool: JsonObject) -> JsonObject:
-    """Returns a tool for the template, without `strict`, which says nothing to a model."""
+    """Returns a tool for the template, without `strict`, which is not for the model."""
     if tool["type"] == "custom":
         form = tool.get("format") or {}
         described = {"description": f"Text of this {form.get('syntax')} grammar: {form.get('definition')}"}
@@ -165,13 +165,13 @@ class ChosenFunction(Body):
 
 
 class ResponseToolChoice(Typed):
-    """The function that must be called, or those that may be."""
+    """The function that must be called, or the functions that may be called."""
 
     needs: ClassVar = {"function": ("name",), "custom": ("name",), "allowed_tools": ("mode", "tools")}
     type: Literal["function", "custom", "allowed_tools"] = Field(description="Tools of other types are not served.")
     name: str | None = optional("The function that must be called.", min_length=1)
     mode: Literal["auto", "required"] | None = optional("Whether one of `tools` must be called.")
-    tools: list[ChosenFunction] | None = optional("Those that may be called.", min_length=1)
+    tools: list[ChosenFunction] | None = optional("The functions that may be called.", min_length=1)
 
     def neutral(self, *, many: bool) -> ToolChoice:
         if self.name is not None and self.type != "allowed_tools":
@@ -208,10 +208,10 @@ class FormatBody(Typed):
 
     @property
     def echo(self) -> Json:
-        """The format as a response repeats it: that of a schema has all fields."""
-        said: Json = self.model_dump(by_alias=True, exclude_none=True)
+        """The format as a response repeats it. A schema's format has all fields."""
+        given: Json = self.model_dump(by_alias=True, exclude_none=True)
         required = {"name": "", "description": None, "strict": False} if self.type == "json_schema" else {}
-        return required | said
+        return required | given
 
 
 class TextBody(Body):
@@ -291,7 +291,7 @@ class ResponseRequest(RequestBody, Unmarkable, json_schema_extra={"example": {"i
 
     @property
     def logprobs(self) -> int | None:
-        """The number of alternatives whose log probabilities are asked for; None for no log probabilities."""
+        """The number of alternatives with log probabilities; None for no log probabilities."""
         return self.top_logprobs or 0 if _LOGPROBS in (self.include or ()) else None
 
     @property
@@ -301,7 +301,7 @@ class ResponseRequest(RequestBody, Unmarkable, json_schema_extra={"example": {"i
 
     @property
     def items(self) -> list[Item]:
-        """The items of the input, without a text."""
+        """The items of the input; none if the input is a text."""
         return [] if self.input is None or isinstance(self.input, str) else self.input
 
     @property
@@ -364,7 +364,7 @@ class Responses:
         self._store: ResponseStore | None = None
         self._echo: Mapping[str, msgspec.Raw] = {}
         self._input: bytes | None = None
-        """JSON text of the items of the request itself, if the response is to be stored."""
+        """JSON text of the request's own items, if the response will be stored."""
         self._early: ResponseWriter | None = None
         """The writer of the events that were sent while the model was loading."""
         self.compacts = False
@@ -377,22 +377,22 @@ class Responses:
         sampling = sampling_params(body, vocab_size, max_tokens=body.max_output_tokens, logprobs=body.logprobs)
         parsed = ParsedRequest(prompt=prompt, sampling=sampling, limit_path="max_output_tokens")
         if self.compacts:
-            # The tools stay in the prompt, whose beginning is that of the conversation so far.
+            # The tools stay in the prompt, so that it begins like the conversation so far.
             limit = min(sampling.max_tokens or MAX_SUMMARY_TOKENS, MAX_SUMMARY_TOKENS)
             return replace(parsed, sampling=replace(sampling, max_tokens=limit), tool_choice=ToolChoice("none"))
         budget = None if body.reasoning is None else body.reasoning.max_tokens
         return replace(parsed, tool_choice=body.choice, text_format=body.text_format, thinking_budget=budget)
 
     def conversation(self, body: ResponseRequest, store: ResponseStore) -> Conversation:
-        """Returns what the prompt is rendered from. Waits for the disk.
+        """Returns the conversation for the chat template. Waits for the disk.
 
-        Raises `InvalidRequest` for what is not stored.
+        Raises `InvalidRequest` for responses and items that are not stored.
         """
         self._store = store
         messages = messages_of(self._items(body, store))
         if body.instructions is not None:
-            said = TextPart(body.instructions, "instructions")
-            messages.insert(0, Message(role="system", content=(said,), path="instructions"))
+            text = TextPart(body.instructions, "instructions")
+            messages.insert(0, Message(role="system", content=(text,), path="instructions"))
         return Conversation(
             messages=[*messages, _ASK_FOR_SUMMARY] if self.compacts else messages,
             tools=body.offered.functions or None,
@@ -407,7 +407,7 @@ class Responses:
         """Returns the writer of `response.created` and `response.in_progress` before the model is loaded."""
         with suppress(InvalidRequest):
             head = Head(id=reply_id, created=int(time.time()), model=body.model or "")
-            # It writes whether the response will be stored, and never a whole response.
+            # This writer reports whether the response will be stored, and never writes a whole response.
             keep = (lambda _: None) if body.is_stored else None
             self._early = ResponseWriter(head, _echo_of(body), OutputItems(reply_id), keep=keep)
         return self._early
@@ -429,7 +429,7 @@ class Responses:
         return ResponseWriter(head, self._echo, items, keep=keep, num_events=num_events)
 
     def _items(self, body: ResponseRequest, store: ResponseStore) -> list[ItemAt]:
-        """Returns the items of the conversation. Raises `InvalidRequest` for what is not stored."""
+        """Returns the items of the conversation. Raises `InvalidRequest` for items that are not stored."""
         earlier = [] if body.previous_response_id is None else store.history(body.previous_response_id)
         own: list[ItemAt] = []
         if isinstance(body.input, str):

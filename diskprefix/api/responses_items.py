@@ -69,7 +69,7 @@ class MessageItem(Markable):
     type: Literal["message"] = Field(default="message", description="`message`; may be left out.")
     id: str | None = None
     role: Literal["user", "assistant", "system", "developer"] = Field(
-        description="Who speaks. `developer` becomes `system` unless the chat template knows it."
+        description="Who speaks. `developer` becomes `system` unless the chat template writes it."
     )
     content: Annotated[Content | None, AfterValidator(require_content)] = optional(
         "Text, or a list of content parts. An assistant may have none.", validate_default=True
@@ -82,7 +82,7 @@ class MessageItem(Markable):
 
 
 def full_name(name: str, namespace: str | None) -> str:
-    """Returns the name by which the model knows a function."""
+    """Returns the name that the model gets for a function."""
     return name if namespace is None else f"{namespace}__{name}"
 
 
@@ -102,11 +102,11 @@ class CallItem(Body):
 
 
 TEXT_ARGUMENT = "input"
-"""The name of the one argument of a custom tool, which the model knows as a function."""
+"""The name of a custom tool's only argument. The model gets a custom tool as a function."""
 
 
 def text_argument(arguments: str) -> str:
-    """Returns the text for a custom tool that is the one argument of a call; other arguments as they are."""
+    """Returns the text for a custom tool from the arguments of its call. Other arguments are returned unchanged."""
     try:
         [text] = json.loads(whole_characters(arguments)).values()
     except (ValueError, AttributeError, RecursionError):
@@ -130,7 +130,7 @@ class CustomCallItem(Body):
 
 
 class OutputItem(Body):
-    """The output of a function, of a custom tool or of a command. That of a command may name its call by `id` alone."""
+    """The output of a function, a custom tool or a command. A command's output may name its call by `id` instead."""
 
     type: Literal["function_call_output", "custom_tool_call_output", "local_shell_call_output"]
     id: str | None = None
@@ -223,14 +223,14 @@ class TriggerItem(Body):
 
 
 class ReferenceItem(Body):
-    """An item of a stored response, of its input or of its output, in whose place it stands."""
+    """Stands for an item in the input or output of a stored response."""
 
     type: Literal["item_reference"] = Field(default="item_reference", description="`item_reference`.")
     id: str = Field(min_length=1, description="Id of the item.")
 
 
 class HostedItem(Body):
-    """An item of a tool of OpenAI's, which is not offered to the model here. It is left out."""
+    """An item of a tool that OpenAI's servers run. It is left out, as the model is not offered the tool."""
 
     type: Literal[
         "web_search_call",
@@ -296,7 +296,7 @@ _ID_PREFIXES = {
     "compaction": "cmp",
 }
 _OWN = "diskprefix: "
-"""The beginning of this server's summaries. Other servers encrypt theirs, and no model can read those."""
+"""The beginning of this server's summaries. Other servers encrypt theirs, so that no model here can read them."""
 
 
 def compacted(summary: str) -> str:
@@ -305,7 +305,7 @@ def compacted(summary: str) -> str:
 
 
 def item_id(response_id: str, kind: str, index: int, *, is_input: bool = False) -> str:
-    """Returns the id of an item of a response: it holds that of the response, so that a reference finds the item."""
+    """Returns the id of an item of a response. It contains the response's id, so that a reference finds the item."""
     return f"{_ID_PREFIXES[kind]}_{response_id.removeprefix('resp_')}_{'i' if is_input else ''}{index}"
 
 
@@ -328,7 +328,7 @@ def stored_form(item: SpokenItem) -> Json:
 
 
 def messages_of(items: Iterable[tuple[SpokenItem, str]]) -> list[Message]:
-    """Returns the messages of a conversation. Each item comes with the path where the client said it."""
+    """Returns the messages of a conversation. Each item comes with its path in the body."""
     runs: list[list[Message]] = []
     names: dict[str | None, str] = {}
     for item, path in items:
@@ -344,7 +344,7 @@ def messages_of(items: Iterable[tuple[SpokenItem, str]]) -> list[Message]:
 
 
 def _continues(before: Message, message: Message) -> bool:
-    """Returns whether two items of the assistant are one turn: they keep the order of reasoning, text and calls."""
+    """Returns whether two items belong to one turn of the assistant: reasoning, then text, then calls."""
     is_turn = before.role == message.role == "assistant"
     return is_turn and bool(message.tool_calls or not (before.content or before.tool_calls))
 

@@ -34,7 +34,7 @@ ItemStatus: TypeAlias = Literal["completed", "incomplete"]
 
 
 class _PartNames(NamedTuple):
-    """The names that the one part of an item has in the item and in its events."""
+    """The names of an item's only part, in the item and in its events."""
 
     item: str
     field: str
@@ -90,7 +90,7 @@ class OutputItems:
         self.done: list[Json] = []
         self._open: _OpenItem | None = None
         self._blanks: list[str] = []
-        """White space that may be the beginning of a message, or nothing but what stands between calls."""
+        """White space that may begin a message, or only separate calls."""
         self._tokens: list[TokenLogprob] = []
         """Tokens whose text is not yet part of a message."""
 
@@ -114,7 +114,7 @@ class OutputItems:
                     call |= {"name": delta.name.removeprefix(f"{namespace}__"), "namespace": namespace}
                 events += self._begin("custom_tool_call" if is_custom else "function_call", call)
             elif self._open is not None and "input" in self._open.item:
-                # It is a part of JSON, of which the text is known at the end.
+                # The delta is a part of JSON, whose text is known only at the end.
                 self._open.text.append(delta.arguments)
             else:
                 events.append(self._piece(delta.arguments))
@@ -133,7 +133,7 @@ class OutputItems:
 
     def _compaction(self, summary: str) -> list[Json]:
         if not summary:
-            raise DiskPrefixError("the model wrote nothing that could stand for the conversation")
+            raise DiskPrefixError("the model wrote no summary of the conversation")
         id_ = item_id(self._response_id, "compaction", 0)
         item = {"id": id_, "type": "compaction", "encrypted_content": compacted(summary)}
         self.done.append(item)
@@ -203,8 +203,8 @@ class OutputItems:
             events = [done | whole | {"name": closing.item["name"]}]
         else:
             whole = {names.field: [closing.part]}
-            said = {"text": text, "logprobs": closing.logprobs} if names is _MESSAGE else {"text": text}
-            events = [done | said, self._part_event("done")]
+            content = {"text": text, "logprobs": closing.logprobs} if names is _MESSAGE else {"text": text}
+            events = [done | content, self._part_event("done")]
         item = closing.item | {"status": status, **whole}
         self.done.append(item)
         self._open = None
@@ -216,7 +216,7 @@ def _text_event(names: _PartNames | None) -> str:
 
 
 class ResponseWriter:
-    """`echo` is what the response repeats of the request. `keep` stores a response that is complete."""
+    """Writes a response. `echo` has the fields of the request that the response repeats. `keep` stores a response."""
 
     def __init__(
         self,
@@ -232,7 +232,7 @@ class ResponseWriter:
         self._keep = keep
         self._items = items
         self.num_events = num_events
-        """The events that were sent, also before there was this writer."""
+        """The number of events sent, also by an earlier writer."""
         self._end = EndEvent(0, "stop")
 
     def whole(self, reply: WholeReply) -> Json:
@@ -262,7 +262,7 @@ class ResponseWriter:
         return ()
 
     def keepalive(self) -> bytes:
-        """An event: Codex does not count comments, and gives up after five minutes without an event."""
+        """Returns an event: Codex ignores comments, and gives up after five minutes without an event."""
         event = {"type": "response.in_progress", "response": self._response("in_progress")}
         return b"".join(sent.encode() for sent in self._numbered([event]))
 
@@ -309,7 +309,7 @@ class ResponseWriter:
             "service_tier": "default",
             "store": self._keep is not None,
             "system_fingerprint": self.head.fingerprint,
-            # What is known so far: Open Responses requires the field, and OpenAI's schema takes no null.
+            # The usage so far: Open Responses requires the field, and OpenAI's schema accepts no null.
             "usage": _counts(self.head.prompt_tokens),
             **self._echo,
         }

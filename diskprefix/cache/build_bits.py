@@ -1,4 +1,4 @@
-"""The bits of this build: what it may use of what the store has of a model.
+"""The bits of this build, which decide whether it may use the stored state of a model.
 
 A build shares the root of an earlier one if tiny models give the same bits with both (`model.bits`). If it computes
 other bits of the model itself, it gets a root of its own: the digest of the build becomes a part of the identity. The
@@ -58,7 +58,7 @@ class BuildBits:
         return self.state != "other" and record.identity == self.identity(record.tenant)
 
     @property
-    def record(self) -> ModelRecord | None:
+    def model_record(self) -> ModelRecord | None:
         """The record of the model that the store should have; None while that is unknown."""
         identity = self._identity(str(SHARED))
         if self.state == "unknown":

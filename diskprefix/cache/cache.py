@@ -19,21 +19,21 @@ from diskprefix.cache.cost_model import CostModel
 from diskprefix.cache.namespaces import TenantNamespaces
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cache.policy.write_budget import Spending
-from diskprefix.cache.resources import TieredStore
+from diskprefix.cache.tiered_store import TieredStore
 from diskprefix.cache.tiers.loading import READER_THREADS
 from diskprefix.errors import CacheError
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.sequence import KVSequence, Owner
 from diskprefix.settings import Settings
 from diskprefix.store.codec.codec import decode_piece, encode_piece
-from diskprefix.store.lost_tokens import LostTokens, of_last_day
+from diskprefix.store.epochs import Epoch, Epochs
 from diskprefix.store.notes import TenantNotes
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.purge import Purged, PurgeFilter, delete_entry, purge
-from diskprefix.store.savings import Savings, Tally
-from diskprefix.store.schema import Kind, ModelRecord, RootRecord
+from diskprefix.store.schema import ModelRecord, NodeKind, RootRecord
+from diskprefix.store.statistics.lost_tokens import LostTokens, of_last_day
+from diskprefix.store.statistics.savings import Savings, Tally
 from diskprefix.store.store import Store
-from diskprefix.store.store_identity import Epoch
 from diskprefix.store.written import WrittenBytes
 from diskprefix.tokens import TokenIds, root_hash
 from diskprefix.values import SHARED, CacheOptions, Tenant
@@ -93,7 +93,7 @@ class PrefixCache:
         with suppress(CacheError):
             # The first request reads both again.
             self.recall_bits()
-            self.namespaces.read(self.namespaces.get(SHARED))
+            self.namespaces.read_seen(self.namespaces.get(SHARED))
         # Without a build, there is nothing to recall.
         self._set_model()
         if not layout.unsupported:
@@ -112,18 +112,23 @@ class PrefixCache:
         return self.notes_of(root_hash(record.identity), record)
 
     @property
-    def epoch(self) -> Epoch:
-        """The epoch of the store and of the state in memory, which a purge reaches a moment later; for any thread."""
-        return self.store.epoch._replace(purged_at=self.namespaces.purged_at)
+    def epochs(self) -> Epochs:
+        """The epochs of the store and of the state in memory, which a purge reaches a moment later; for any thread."""
+        return self.store.epochs._replace(purges=self.namespaces.epochs.purges)
+
+    def epoch(self, tenant: Tenant) -> Epoch:
+        """Returns the epoch of a tenant's requests that begin now; for any thread."""
+        return self.epochs.of(str(tenant))
 
     def count_lost(self, tenant: Tenant, epoch: Epoch, lost: Sequence[LostTokens]) -> None:
         """Counts tokens that a request computed again, which began in `epoch`; for any thread."""
         record = self.root_record(tenant)
-        self.writer.savings.record(epoch, root_hash(record.identity), record, Tally(), lost)
+        self.tiered.savings.record_request(epoch, root_hash(record.identity), record, Tally(), lost)
 
     def owner(self, tenant: Tenant) -> Owner:
         """Returns the owner of a tenant's state in memory; for any thread."""
-        return Owner(root_hash(self.root_record(tenant).identity), self._secret, self.namespaces.purged_at)
+        root = root_hash(self.root_record(tenant).identity)
+        return Owner(root, self._secret, str(tenant), self.epoch(tenant).last_purge)
 
     def owner_of(self, options: CacheOptions, private: bytes) -> Owner:
         """Returns the owner of a request's state in memory. `private` is a random key of the request, which is used if
@@ -136,7 +141,7 @@ class PrefixCache:
 
     def is_gone(self, owner: Hashable) -> bool:
         """Returns whether the state of an `owner` in memory was purged."""
-        return isinstance(owner, Owner) and owner.purged_at != self.namespaces.purged_at
+        return isinstance(owner, Owner) and self.epochs.purges.was_purged(owner.tenant, owner.last_purge)
 
     def delete(self, entry_id: str) -> Purged:
         """Removes a saved prompt; see `purge`. Raises `EntryNotFound`."""
@@ -152,7 +157,7 @@ class PrefixCache:
             forget()
         if self.remote is not None:
             try:
-                purged.remote_objects = self.remote.forget(purged.texts, _PURGE_S)
+                purged.remote_objects = self.remote.delete_texts(purged.texts, _PURGE_S)
             except CacheError as error:
                 purged.remote_error = str(error)
         return purged
@@ -191,7 +196,7 @@ class PrefixCache:
             self.recall_bits()
 
     def _set_model(self) -> None:
-        record = None if self.layout.unsupported else self.bits.record
+        record = None if self.layout.unsupported else self.bits.model_record
         if record is not None and record != self._model:
             self.writer.set_model(record, self._model)
             self._model = record
@@ -202,17 +207,16 @@ class PrefixCache:
         num_tokens = self.settings.block_size
         if not self.payload_layout.groups:
             return
-        cut = self.payload_layout.cuts(num_tokens, Kind.BLOCK)[0]
-        rows = slice(0, cut.piece.num_rows)
-        blank = memoryview(bytes(cut.piece.num_bytes))
-        stored = memoryview(encode_piece(blank, cut.piece, self.store.codec, 0))
+        piece = self.payload_layout.pieces(num_tokens, NodeKind.BLOCK)[0]
+        blank = memoryview(bytes(piece.num_bytes))
+        stored = memoryview(encode_piece(blank, piece, self.store.codec, 0))
         started = threading.Barrier(READER_THREADS)
 
-        def read(_: int) -> None:
+        def read_rows(_: int) -> None:
             started.wait()
-            sequence.fill(0, num_tokens, cut.group, rows, lambda out: decode_piece(stored, cut.piece, 0, out))
+            sequence.fill(0, num_tokens, piece.group, piece.rows, lambda out: decode_piece(stored, piece, 0, out))
 
-        list(self.readers.map(read, range(READER_THREADS)))
+        list(self.readers.map(read_rows, range(READER_THREADS)))
 
     def count(self, name: str) -> None:
         """Adds one to a counter. For any thread."""
@@ -227,7 +231,7 @@ class PrefixCache:
             return None
         used = self.store.written_lately().last_day(now) + self.writer.pending_bytes
         has_share = self.settings.api_keys is not None and tenant != SHARED
-        own_bytes, num_keys = self.tiered.spent.of(tenant.ids[:1], now) if has_share else (0, 1)
+        own_bytes, num_keys = self.tiered.spent.spent_by(tenant.ids[:1], now) if has_share else (0, 1)
         return Spending(
             own_bytes=own_bytes,
             num_keys=num_keys,
@@ -248,7 +252,8 @@ class PrefixCache:
         """Returns the notes of a root, for any thread. `ttl_s` is the time to live of new notes, in seconds; with None
         the daemon's `--kv-cache-ttl` holds. `epoch`: when their request began; None is now."""
         lasts_s = ttl_s or self.settings.kv_cache_ttl or _NOTE_TTL_S
-        return TenantNotes(self.writer.notes, epoch or self.store.epoch, root, record, lasts_s)
+        epoch = epoch or self.store.epochs.of(record.tenant)
+        return TenantNotes(self.writer.notes, epoch, root, record, lasts_s)
 
     def lasts_s(self, ttl_s: float | None) -> float:
         """Returns the time to live, in seconds, of state that a request asks to keep for `ttl_s`."""
@@ -261,7 +266,7 @@ class PrefixCache:
     def run_aside(self, work: Callable[[], object]) -> None:
         """Runs small work on the thread `kv-aside`."""
 
-        def end(future: Future[object]) -> None:
+        def note_end(future: Future[object]) -> None:
             self._aside.discard(future)
             if (error := future.exception()) is not None:
                 self.count("errors")
@@ -269,9 +274,9 @@ class PrefixCache:
 
         future = self.aside.submit(work)
         self._aside.add(future)
-        future.add_done_callback(end)
+        future.add_done_callback(note_end)
 
-    def settle(self, timeout_s: float | None = None) -> bool:
+    def finish_aside(self, timeout_s: float | None = None) -> bool:
         """Waits for `run_aside`. Returns False if the time runs out first."""
         return not wait(list(self._aside), timeout_s).not_done
 
@@ -285,7 +290,7 @@ class PrefixCache:
     def _read_counts(self) -> tuple[WrittenBytes, dict[str, int], Savings]:
         """Returns what the store has counted. Waits for the disk."""
         counts = self.store.counts() | {"room_bytes": self.store.evictor.room_bytes()}
-        return self.store.written(), counts, self.writer.savings.total()
+        return self.store.written(), counts, self.tiered.savings.total()
 
     def stats(self) -> dict[str, Any]:
         """Returns the figures for `/props` and `/metrics`. Reads the store, which may take long. Never raises."""
@@ -333,7 +338,7 @@ class PrefixCache:
             "evicted_blocks": self.writer.evicted,
             "expired_blocks": self.writer.housekeeping.expired,
             "quarantined": self.writer.housekeeping.quarantined,
-            "saved_s": self.writer.savings.saved_s,
+            "saved_s": self.tiered.savings.saved_s,
             "savings": totals,
             "lost": [asdict(row) for row in lost],
             "gate": self.cost_model.as_dict(),
@@ -345,7 +350,7 @@ class PrefixCache:
         nothing for a cache `beside` another one."""
         if not self.has_own_threads:
             return True
-        self.settle(timeout_s)
+        self.finish_aside(timeout_s)
         return self.tiered.close(timeout_s)
 
     def root_record(self, tenant: Tenant) -> RootRecord:

@@ -63,7 +63,7 @@ class CostModel:
     `record_prefetch` are for any thread.
 
     `mode` is `--kv-cache-gate`: `off` measures too, but allows everything. `loaded_bytes` returns the bytes that a
-    restore of so many tokens loads. `prefill_s_per_token` is known after one long prefill.
+    restore of n tokens loads. `prefill_s_per_token` is known after one long prefill.
     """
 
     def __init__(self, mode: str, loaded_bytes: Callable[[int], int]) -> None:
@@ -78,15 +78,15 @@ class CostModel:
     def record_prefill(self, num_tokens: int, seconds: float) -> None:
         """Records a prefill of `num_tokens`. Call it after every completed prefill."""
         if num_tokens >= _MIN_TOKENS:
-            self._record("prefill", num_tokens, seconds)
+            self._record_time("prefill", num_tokens, seconds)
 
     def record_restore(self, num_bytes: int, seconds: float) -> None:
         """Records a restore: `num_bytes` of state were read from the file, decoded and copied."""
-        self._record("restore", num_bytes, seconds)
+        self._record_time("restore", num_bytes, seconds)
 
     def record_prefetch(self, prefetched: Prefetched) -> None:
         """Records a fetch from the shared tier for one prompt."""
-        self._record("fetch", prefetched.telling_bytes, prefetched.seconds)
+        self._record_time("fetch", prefetched.telling_bytes, prefetched.seconds)
 
     def allows(self, num_tokens: int) -> bool:
         """Returns whether restoring the state of the first `num_tokens` tokens pays."""
@@ -134,7 +134,7 @@ class CostModel:
             return True
         return restore.at(self._loaded_bytes(num_tokens)) < prefill.s_per_unit * num_tokens
 
-    def _record(self, kind: str, size: int, seconds: float) -> None:
+    def _record_time(self, kind: str, size: int, seconds: float) -> None:
         if not (0 < size < _MAX_UNITS and 0 < seconds < _MAX_S):
             return
         self._samples[kind].append((size, seconds))

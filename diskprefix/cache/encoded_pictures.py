@@ -15,12 +15,12 @@ from diskprefix.cache.tiers.tier import View, open_views
 from diskprefix.errors import CacheError, StoreCorrupt
 from diskprefix.kv.numbers import Array, array_dtype
 from diskprefix.store.changes import NewNode, batches
+from diskprefix.store.epochs import Epoch
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.pieces import LAYOUT_VERSION, LayoutGroup, LayoutText, PayloadLayout, split_payload
 from diskprefix.store.save import Save
 from diskprefix.store.schema import ENCODED_PICTURES, RootRecord
 from diskprefix.store.store import Publication
-from diskprefix.store.store_identity import Epoch
 from diskprefix.store.writer import Room
 from diskprefix.tokens import TokenPath, picture_ids, root_hash
 from diskprefix.values import CacheOptions, Picture, Tenant
@@ -66,10 +66,10 @@ class EncodedPictures:
         levels, hidden = self._shape
         try:
             rows = np.empty((levels, picture.num_tokens, hidden), self._dtype)
-            _, nodes = self._root_of(picture, options.tenant, self.epoch)
+            _, nodes = self._root_of(picture, options.tenant, self.epoch(options.tenant))
             path = _path(nodes)
             with open_views(self._cache.tiers) as views:
-                if not all(is_wanted() and self._read(views, nodes, node, rows) for node in path):
+                if not all(is_wanted() and self._read_block(views, nodes, node, rows) for node in path):
                     return None
         except CacheError as error:
             self._cache.count("errors")
@@ -78,10 +78,9 @@ class EncodedPictures:
         self._cache.writer.touch(path[-1].name, self._cache.store.clock(), options.ttl_s)
         return rows
 
-    @property
-    def epoch(self) -> Epoch:
-        """The store's epoch now. `save` needs the epoch in which the request began."""
-        return self._cache.store.epoch
+    def epoch(self, tenant: Tenant) -> Epoch:
+        """Returns a tenant's epoch now. `save` needs the epoch in which the request began."""
+        return self._cache.store.epochs.of(str(tenant))
 
     def save(self, picture: Picture, rows: Array, options: CacheOptions, epoch: Epoch, encode_s: float = 0.0) -> None:
         """Has a copy of an output written, if outputs of the request `are_saved`. `encode_s` is how long computing the
@@ -112,7 +111,7 @@ class EncodedPictures:
                 captured = tuple(self._capture(nodes, node, rows, token_s, options.ttl_s) for node in batch)
                 is_last = captured[-1].end == picture.num_tokens
                 publication = Publication(epoch=epoch, root=nodes.path.root, root_record=record, nodes=captured)
-                writer.add(save, publication, own if is_last else [])
+                writer.queue_publication(save, publication, own if is_last else [])
                 # The writer releases the room once the last payload is written or lost.
                 own = [] if is_last else own
             content = f"{picture.size} {picture.name.hex()}".encode()
@@ -135,22 +134,22 @@ class EncodedPictures:
         ids, root = picture_ids(picture.name, picture.num_tokens), root_hash(record.identity)
         return record, PromptNodes(TokenPath(epoch.secret, root, ids, record.block_size), self._layout)
 
-    def _read(self, views: Sequence[View], nodes: PromptNodes, node: Node, rows: Array) -> bool:
+    def _read_block(self, views: Sequence[View], nodes: PromptNodes, node: Node, rows: Array) -> bool:
         """Reads the rows of a block. Returns False if it is not stored, or damaged."""
         view = next((view for view in views if view.has(node, nodes.token_bytes(node))), None)
         if view is None:
             return False
-        cuts, out = nodes.cuts(node), rows[:, node.position : node.end].reshape(len(rows), -1).view(np.uint8)
+        pieces, out = nodes.pieces(node), rows[:, node.position : node.end].reshape(len(rows), -1).view(np.uint8)
         try:
-            for cut, write in zip(cuts, view.pieces(node, cuts, range(len(cuts))), strict=True):
-                write(out[cut.first_row : cut.first_row + cut.piece.num_rows])
+            for piece, write in zip(pieces, view.piece_writes(node, pieces, range(len(pieces))), strict=True):
+                write(out[piece.rows])
         except StoreCorrupt as error:
-            view.drop(node, error)
+            view.drop_damaged(node, error)
             return False
         return True
 
     def _capture(self, nodes: PromptNodes, node: Node, rows: Array, token_s: float, ttl_s: float | None) -> NewNode:
-        pieces = tuple(cut.piece for cut in nodes.cuts(node))
+        pieces = nodes.pieces(node)
         copy = rows[:, node.position : node.end].copy()
         payload = split_payload(copy.reshape(-1).view(np.uint8).data, pieces)
         return nodes.new_node(node, payload, prefill_s=token_s * node.num_tokens, ttl_s=ttl_s)

@@ -11,7 +11,7 @@ from msgspec import Struct, field
 from diskprefix.cache.policy.select import AT_ANY_TOKEN, AT_CHECKPOINTS, StateKind
 from diskprefix.cache.tiers.nodes import Node, PartialMatch, PromptNodes
 from diskprefix.cache.tiers.tier import NodeIndex
-from diskprefix.store.schema import Kind
+from diskprefix.store.schema import NodeKind
 from diskprefix.tokens import LEAST_TOKENS, Logits, common_prefix_length
 from diskprefix.values import Refused, StateSource
 
@@ -26,7 +26,7 @@ class RestoreResult(Struct, frozen=True, kw_only=True):
     on, and `matched` is the number of stored tokens. Both may reach further: `refused` says why these tokens were not
     restored. For `partial_match` see `Matcher`. `prefill_s` is how long computing `num_tokens` tokens took, in seconds;
     0 if unknown. `logits`, shape [vocab], come with an exact repeat. `has_tail`: the prompt's
-    tail, which holds logits too, is stored.
+    tail, which holds logits too, is stored. Another key of the same user would restore `with_other_key` tokens.
     """
 
     blocks: Sequence[Node] = ()
@@ -38,6 +38,7 @@ class RestoreResult(Struct, frozen=True, kw_only=True):
     logits: Logits | None = None
     has_tail: bool = False
     matched: int = 0
+    with_other_key: int = 0
     refused: Refused | None = None
     source: StateSource = "none"
     prefill_s: float = 0.0
@@ -64,7 +65,7 @@ class Matcher(Struct, Generic[_Index]):
     blocks: list[Node] = field(default_factory=list)
     tail: Node | None = None
     partial_match: PartialMatch | None = None
-    """For state kind `token`: the node behind `blocks` that shares most tokens with the prompt."""
+    """For state kind `token`: the node after `blocks` that shares most tokens with the prompt."""
     index_of: dict[bytes, _Index] = field(default_factory=dict)
     """The index that has each found node, by the node's name."""
 
@@ -85,10 +86,10 @@ class Matcher(Struct, Generic[_Index]):
             stop = self.partial_match.end if self.partial_match else len(self.blocks) * self.nodes.block_size
             self.needs_logits = stop < len(self.nodes.token_ids) or not self.has_logits()
 
-    def drop(self, node: Node) -> None:
+    def drop_node(self, node: Node) -> None:
         """Drops a damaged node, which its index no longer has, and the nodes that continue it."""
         matched = self.partial_match and self.partial_match.node
-        if node.kind == Kind.CHECKPOINT or (node.kind == Kind.TAIL and node not in (self.tail, matched)):
+        if node.kind == NodeKind.CHECKPOINT or (node.kind == NodeKind.TAIL and node not in (self.tail, matched)):
             # It gave states only. The next `restorable` asks the indexes for other states.
             return
         self.tail = None
@@ -118,26 +119,26 @@ class Matcher(Struct, Generic[_Index]):
         return (blocks, stop) if stop >= LEAST_TOKENS or self.state not in AT_ANY_TOKEN else ([], 0)
 
     def _find_partial_match(self) -> PartialMatch | None:
-        """Returns the node that continues `blocks` and shares most of the tokens behind them. None if no node shares
-        the first one."""
+        """Returns the node that continues `blocks` and shares most of the tokens after them; None if no node shares
+        the first token."""
         if self.state != "token":
             return None
         if self.tail is not None:
             return PartialMatch(self.tail, self.tail.end)
         parent, start = self.nodes.parent(len(self.blocks)), len(self.blocks) * self.nodes.block_size
         # No node has more tokens.
-        behind = self.nodes.token_ids[start : start + self.nodes.block_size]
+        next_ids = self.nodes.token_ids[start : start + self.nodes.block_size]
         matches: list[tuple[PartialMatch, _Index]] = []
-        for index in self.indexes if len(behind) else ():
-            for node, token_ids in index.similar(parent, behind):
-                num_common = common_prefix_length(token_ids, behind)
+        for index in self.indexes if len(next_ids) else ():
+            for node, token_ids in index.similar(parent, next_ids):
+                num_common = common_prefix_length(token_ids, next_ids)
                 if node.position == start and num_common:
                     matches.append((PartialMatch(node, start + num_common), index))
                     # The nodes after it share no more.
                     break
         if not matches:
             return None
-        match, index = max(matches, key=lambda found: (found[0].end, found[0].node.end))
+        match, index = max(matches, key=lambda candidate: (candidate[0].end, candidate[0].node.end))
         # Another index may have had the node, and dropped it.
         self.index_of[match.node.name] = index
         return match

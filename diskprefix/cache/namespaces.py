@@ -63,7 +63,7 @@ class TenantNamespace(Struct, eq=False):
 
 class TenantNamespaces:
     """The namespaces of the tenants that were used last. `get` and its result are for the engine's thread, and do not
-    read the store. `read` and `forget_deleted` do, on threads that may wait for the disk.
+    read the store. `read_seen` and `forget_deleted` do, on threads that may wait for the disk.
 
     `record_of` returns the record of a tenant's root. `on_prompts` is called with a root and the prompts, oldest first,
     that were read from the store for it. `ttl_s` is the daemon's time to live, 0 for none.
@@ -83,13 +83,11 @@ class TenantNamespaces:
         self._used: OrderedDict[Tenant, TenantNamespace] = OrderedDict()
         """The least recently used first."""
         self._lock = threading.Lock()
-        """Guards `_used` and `purged_at`. Never held while the store is read."""
+        """Guards `_used` and `epochs`. Never held while the store is read."""
         self.on_forget: Callable[[], None] = lambda: None
         """Called when prompts that `on_prompts` got may have been deleted."""
-        self._epoch = store.epoch
-        """The epoch of the namespaces in memory."""
-        self.purged_at = self._epoch.purged_at
-        """The time of the last `diskprefix purge`, as the store had it when `forget_deleted` looked."""
+        self.epochs = store.epochs
+        """The epochs of the state in memory, as the store had them when `forget_deleted` looked."""
 
     def get(self, tenant: Tenant) -> TenantNamespace:
         """Returns the tenant's namespace, and marks it as used. Drops others if there are too many."""
@@ -105,7 +103,7 @@ class TenantNamespaces:
                 total -= self._used.popitem(last=False)[1].seen.num_bytes
             return self._used[tenant]
 
-    def read(self, namespace: TenantNamespace, on_prompt: Callable[[], object] = lambda: None) -> None:
+    def read_seen(self, namespace: TenantNamespace, on_prompt: Callable[[], object] = lambda: None) -> None:
         """Reads the tenant's earlier prompts from the store, unless they were read. May take a second. Calls
         `on_prompt` after each prompt. Raises `CacheError`; then the next call reads again.
 
@@ -135,18 +133,20 @@ class TenantNamespaces:
             self._used.clear()
 
     def forget_deleted(self) -> None:
-        """Drops the tenants with purged or expired prompts, which are read again when needed. Call it whenever another
-        process may have purged something. Reads the store, so it is not for the engine's thread."""
+        """Drops the tenants that were purged or have expired prompts, and all of them if another store was opened. They
+        are read again when needed. Call it whenever another process may have purged something. Reads the store, so it
+        is not for the engine's thread."""
         with suppress(CacheError):
-            self._store.read_epoch()
-        epoch, now = self._store.epoch, self._store.clock()
+            self._store.read_epochs()
+        now = self._store.clock()
         with self._lock:
-            if epoch != self._epoch:
-                # Something was purged, or another store has other names.
-                self._epoch, self.purged_at = epoch, epoch.purged_at
-                self._used.clear()
+            before, self.epochs = self.epochs, self._store.epochs
+            gone = [
+                tenant
+                for tenant, namespace in self._used.items()
+                if namespace.has_expired(now) or self.epochs.is_over(before.of(str(tenant)))
+            ]
+            for tenant in gone:
+                del self._used[tenant]
+            if gone or self.epochs != before:
                 self.on_forget()
-            for tenant, namespace in list(self._used.items()):
-                if namespace.has_expired(now):
-                    del self._used[tenant]
-                    self.on_forget()

@@ -1,8 +1,9 @@
-"""Brings messages into an order that a chat template takes which wants user and assistant to alternate.
+"""Orders messages for chat templates that want user and assistant to alternate.
 
-Templates of Mistral and Gemma refuse two messages of the user in a row, or one behind the result of a call. What such a
-template counts is found once, with made-up messages. Each message is then placed by the messages before it alone: so a
-conversation that the template takes is unchanged, and the beginning of one that grows stays as it was.
+Templates of Mistral and Gemma refuse two messages of the user in a row, or a user's message after the result of a call.
+Made-up messages show once which messages such a template counts as turns. The place of each message then depends only
+on the messages before it: a conversation that the template accepts is unchanged, and so is the beginning of a
+conversation that grows.
 """
 
 from __future__ import annotations
@@ -21,25 +22,28 @@ Speaker: TypeAlias = Literal["user", "assistant"]
 
 _BLANK_LINE = "\n\n"
 _UNSAID = "", "OK."
-"""Texts of messages that nobody wrote. A template gets the first that it takes."""
+"""Texts of messages without words. A template gets the first text that it accepts."""
 
 
 class Alternation(Struct, frozen=True):
     """The messages that a template counts as turns, which must alternate between user and assistant, the user first.
 
-    `reply` and `question` are the texts of messages between two turns of one speaker.
+    `reply` and `question` are the texts of messages between two turns of one speaker, and of messages without words
+    (`takes_thoughts`: unless they have thoughts).
     """
 
     counts_calls: bool
     counts_results: bool
     reply: str
     question: str
+    takes_thoughts: bool
 
     def arranged(self, messages: Sequence[Message]) -> list[Message]:
-        """Returns the messages so that their turns alternate; those that the template takes as they are.
+        """Returns the messages with alternating turns. A conversation that the template accepts is unchanged.
 
-        Neighbours of the user become one message. Between other turns of one speaker stands a message without words.
-        Results of calls that would be turns are the user's.
+        Neighbouring messages of the user become one message. A message without words separates other turns of one
+        speaker. Results of calls that count as turns are given to the user. Messages without words get a text that the
+        template accepts.
         """
         runs: list[list[Message]] = []
         wanted: Speaker = "user"
@@ -59,18 +63,22 @@ class Alternation(Struct, frozen=True):
                 runs[-1].append(message)
                 continue
             else:
-                runs += [[self._between(wanted, message.path)], [message]]
+                runs += [[Message(role=wanted, path=message.path)], [message]]
             wanted = "assistant" if speaker == "user" else "user"
-        return [merged(run) for run in runs]
+        return [self._with_words(merged(run)) for run in runs]
 
     def _counts(self, message: Message) -> bool:
         if message.tool_calls:
             return self.counts_calls
         return message.role in ("user", "assistant") or (self.counts_results and not message.is_system)
 
-    def _between(self, speaker: Speaker, path: str) -> Message:
-        text = self.question if speaker == "user" else self.reply
-        return Message(role=speaker, content=(TextPart(text, path),) if text else (), path=path)
+    def _with_words(self, message: Message) -> Message:
+        text = {"user": self.question, "assistant": self.reply}.get(message.role, "")
+        says_something = message.tool_calls or message.pictures or any(part.text for part in message.texts)
+        if not text or says_something or (self.takes_thoughts and message.reasoning is not None):
+            return message
+        mark = next((part.mark for part in message.texts[::-1] if part.mark), None)
+        return replace(message, content=(TextPart(text, message.path, mark),))
 
 
 def alternate(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
@@ -83,22 +91,25 @@ def alternate(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
 
 
 def alternation_of(write: Write) -> Alternation | None:
-    """Returns what a template counts as a turn; None if it does not demand that turns alternate."""
+    """Returns the messages that a template counts as turns; None if turns need not alternate."""
 
     def takes(*messages: JsonObject) -> bool:
         return bool(write(messages, True))
 
-    if takes(SOME_USER, SOME_USER) or not takes(SOME_USER, SOME_REPLY, SOME_USER):
+    turns = [SOME_USER, SOME_REPLY, SOME_USER]
+    if takes(SOME_USER, SOME_USER) or not takes(*turns):
         return None
     reply, question = (
         next((text for text in _UNSAID if takes(*turns[:at], {**turns[at], "content": text}, *turns[at + 1 :])), None)
-        for at, turns in ((1, [SOME_USER, SOME_REPLY, SOME_USER]), (0, [SOME_USER, SOME_REPLY, SOME_USER]))
+        for at in (1, 0)
     )
     if reply is None or question is None:
         return None
+    thought = {"role": "assistant", "content": "", "reasoning_content": "A thought."}
     counts_calls = not takes(SOME_USER, SOME_CALL, SOME_REPLY, SOME_USER)
     after_result = [SOME_USER] if counts_calls else [SOME_REPLY, SOME_USER]
-    return Alternation(counts_calls, not takes(SOME_USER, SOME_CALL, SOME_RESULT, *after_result), reply, question)
+    counts_results = not takes(SOME_USER, SOME_CALL, SOME_RESULT, *after_result)
+    return Alternation(counts_calls, counts_results, reply, question, takes(SOME_USER, thought, SOME_USER))
 
 
 def merged(messages: Sequence[Message]) -> Message:
@@ -116,8 +127,8 @@ def merged(messages: Sequence[Message]) -> Message:
 
 
 def _put_blank_line(before: list[ContentPart], after: list[ContentPart], has_pictures: bool) -> None:
-    """Separates two texts that follow each other. Where pictures are, templates write parts without a line between, and
-    many strip each of them."""
+    """Separates two adjacent texts. In messages with pictures, templates write parts without a line between them, and
+    many strip each part."""
     last, first = before[-1], after[0]
     if not (isinstance(last, TextPart) and isinstance(first, TextPart)):
         return

@@ -18,11 +18,12 @@ from diskprefix.chat.template_input import TemplateInput, common_chars, probe_of
 from diskprefix.tokens import TokenIds, raw_boundaries
 
 Offsets: TypeAlias = Sequence[tuple[int, int]] | npt.NDArray[np.int32]
-"""Token index → (start, end) in characters of the rendered text; end is exclusive. (0, 0) is a token without text."""
+"""Token index → (start, end) in characters of the rendered text; `end` is exclusive. (0, 0): a token without text."""
 
 
 def bound(template: ChatTemplate, finds_question: bool, draft: PromptDraft) -> PromptDraft:
-    """Finds the boundaries of the prompt, the end of its system part and, if asked for, of the user's last message."""
+    """Finds the boundaries, the end of the system part and, with `finds_question`, the end of the user's last
+    message."""
     template_input, written = draft.rendering.template_input, draft.rendering.written
     markers = template.markers_of(template_input.tools)
     boundaries = template_boundaries(draft.written_ids, draft.offsets, markers.values(), draft.rendering.text, written)
@@ -69,11 +70,11 @@ def text_boundaries(
 
 
 def last_agreed(boundaries: Sequence[int], offsets: Offsets, rendered: str, probe_rendered: str) -> int:
-    """Returns the last of `boundaries` before the first message in which a probe differs; 0 if there is none.
+    """Returns the last of `boundaries` before the first difference from a probe's rendering; 0 if there is none.
 
-    `boundaries` and `offsets` belong to `rendered`. The text up to the first difference does not depend on the later
-    messages. If the template writes the system message inside the first user turn, `probe_of` gives the start of that
-    turn.
+    `boundaries` and `offsets` belong to `rendered`. The text up to the first difference does not depend on later
+    messages. If the template writes the system message inside the first user turn, a probe of `probe_of` differs at the
+    start of this turn.
     """
     agreed_chars = common_chars(rendered, probe_rendered)
     return max(takewhile(lambda end: offsets[end - 1][1] <= agreed_chars, boundaries), default=0)

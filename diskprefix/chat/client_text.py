@@ -1,8 +1,8 @@
-"""Keeps the texts of clients apart from the text of the chat template, so that they spell no tokens.
+"""Separates the texts of clients from the text of the chat template, so that they spell no tokens.
 
 Before rendering, the characters of a text that spell a token are replaced by *stand-ins*: characters of Unicode's
-private use area, which a template copies, trims and joins as it does letters. In its output a stand-in tells which
-character it replaces, and that a client wrote it.
+private use area, which a template copies, trims and joins like letters. In the template's output, a stand-in shows
+which character it replaces, and that a client wrote it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from diskprefix.errors import InvalidRequest
 
 T = TypeVar("T")
 Author: TypeAlias = Literal["client", "system", "reply"]
-"""Who wrote a text: `system` a system message, `reply` an earlier reply, `client` all others."""
+"""The author of a text: `system` for a system message, `reply` for an earlier reply, `client` for all others."""
 Change: TypeAlias = Callable[[Author, str], str]
 """Returns a text with stand-ins."""
 
 
 class TokenTexts:
-    """Finds the texts of tokens in other texts as tokenizers do: the leftmost, and of these the longest. Case is
-    ignored, because a template may change it. `cuts` are texts at which a template splits others."""
+    """Finds the texts of tokens in other texts as tokenizers do: the leftmost first, and of several the longest. Case
+    is ignored, because a template may change it. `cuts` are texts at which a template splits other texts."""
 
     def __init__(self, texts: Iterable[str], cuts: Iterable[str] = ()) -> None:
         self.texts = folded(texts)
@@ -42,8 +42,9 @@ class TokenTexts:
         self._sign = re.compile(f"[{signs}]" if signs else "(?!)", re.IGNORECASE)
 
     def split(self, text: str) -> list[str]:
-        """Splits a text. Every second piece is a token's text, a cut, or a part of a token's text that adjacent text
-        may complete: at an end of the text or beside a cut. Blanks at the ends are ignored, since templates trim them.
+        """Splits a text. Every second piece is a token's text, a cut, or a part of a token's text (at an end of the
+        text or beside a cut) that adjacent text may complete. Blanks at the ends are ignored, since templates trim
+        them.
         """
         if self._sign.search(text) is None:
             return [text]
@@ -82,12 +83,12 @@ def folded(texts: Iterable[str]) -> frozenset[str]:
 
 
 def _shape(text: str) -> str:
-    """Returns a text in lower case with 0 for each number: thousands of tokens may differ in a number only."""
+    """Returns a text in lower case with 0 for each number: thousands of tokens may differ only in a number."""
     return re.sub("[0-9]+", "0", text.lower())
 
 
 def _alternatives(texts: Iterable[str]) -> str:
-    """Returns a pattern for texts, written as a tree to try few at each position. NUL stands for any number."""
+    """Returns a pattern for texts, as a tree, which tries few texts at each position. NUL stands for any number."""
     ordered = sorted(texts)
     branches = [
         ("[0-9]+" if first == "\0" else re.escape(first)) + _alternatives(text[1:] for text in begun)
@@ -100,8 +101,8 @@ def _alternatives(texts: Iterable[str]) -> str:
 
 class TextRules:
     """The rules for the texts of each author. A text must not spell the tokens that `never` returns for its author. It
-    may spell other `markers`, which are no boundaries then. With `joins`, a token that a text spells together with
-    adjacent text counts as such a marker; otherwise it becomes no token."""
+    may spell other `markers`, which then are no boundaries. A token that a text spells together with adjacent text
+    counts as such a marker with `joins`; otherwise it stays text."""
 
     def __init__(
         self, tokens: TokenTexts, markers: Iterable[str], never: Callable[[Author], Iterable[str]], joins: bool = False
@@ -109,14 +110,14 @@ class TextRules:
         self.tokens, self.markers, self.joins = tokens, folded(markers), joins
         self.never = cache(lambda author: folded(never(author)))
         characters = "".join(tokens.texts)
-        # JSON escapes quotes and backslashes. A template must find them.
+        # JSON escapes quotes and backslashes, and a template must see them.
         self.characters = sorted({*characters, *characters.upper()} - {'"', "\\"})
         self.usual = StandIns(self)
-        """The stand-ins for clients that use none of these characters themselves."""
+        """The stand-ins for texts without these characters."""
 
 
 class StandIns:
-    """The stand-ins of one prompt, none of which is `used` in it. Every method keeps the length of a text."""
+    """The stand-ins of one prompt. None is `used` in its texts. No method changes the length of a text."""
 
     def __init__(self, rules: TextRules, used: Collection[str] = ()) -> None:
         self._rules = rules
@@ -161,8 +162,8 @@ class StandIns:
         return text.translate(dict(zip(self._originals, others._originals, strict=True)))
 
     def unescaped(self, written: str, others: StandIns, written_with_others: str) -> str:
-        """Returns a rendered text with stand-ins in the place of their escapes in JSON or Python. There
-        `written_with_others` has the escape of the other stand-in; an escape that a client typed stays."""
+        """Returns a rendered text with stand-ins instead of their escapes in JSON or Python. At such an escape,
+        `written_with_others` has the escape of the other stand-in. An escape that a client typed stays."""
         moved = dict(zip(self._originals, others._originals, strict=True))
 
         def stand_in(match: re.Match[str]) -> str:
@@ -177,7 +178,7 @@ class StandIns:
         return self._any.sub(lambda match: match[0].translate(self._originals), written)
 
     def read(self, written: str) -> tuple[str, str]:
-        """Returns the text, and the text with stand-ins where it must become no token."""
+        """Returns the text, and the text with stand-ins for characters that must not become tokens."""
         pieces = self._any.split(written)
         runs, pieces[1::2] = pieces[1::2], [run.translate(self._originals) for run in pieces[1::2]]
         text, ends = "".join(pieces), [*accumulate(map(len, pieces))]
@@ -188,7 +189,7 @@ class StandIns:
 
 
 _ESCAPE = re.compile(r"\\u(db[89a-f][0-9a-f])\\u(d[c-f][0-9a-f]{2})|\\U(00(?:0f|10)[0-9a-f]{4})")
-"""A character of the private use area as JSON and Python write it."""
+"""A character of the private use area, escaped as in JSON and Python."""
 
 
 def _escaped(match: re.Match[str]) -> int:
@@ -199,7 +200,7 @@ def _escaped(match: re.Match[str]) -> int:
 
 
 def private_characters(number: int, used: Collection[str]) -> range:
-    """Returns successive codes of the private use area that are not `used`. Raises `InvalidRequest` without any."""
+    """Returns `number` successive unused codes of the private use area. Raises `InvalidRequest` if there are none."""
     for begin in range(0xF0000, 0x10FFFE, max(number, 1)):
         codes = range(begin, begin + number)
         # The last two codes of a plane are no characters.
@@ -209,7 +210,7 @@ def private_characters(number: int, used: Collection[str]) -> range:
 
 
 def with_stand_ins(value: T, rules: TextRules, visit: Callable[[T, Change], T]) -> tuple[T, StandIns | None]:
-    """Returns `value` with stand-ins in the texts that `visit` finds, and the stand-ins, None if it needs none."""
+    """Returns `value` with stand-ins in the texts that `visit` visits, and the stand-ins; None if none are needed."""
     texts: list[str] = []
 
     def change(author: Author, text: str) -> str:

@@ -28,8 +28,8 @@ _WORDS = {"video_url": "videos", "file": "files"}
 
 
 def note_unread(processor: PictureProcessor | None, draft: PromptDraft) -> PromptDraft:
-    """Puts a note in the place of each unsupported picture or file in results of calls and before the user's newest
-    turn, which clients send again in each request: an error would never end. `read_pictures` refuses the others."""
+    """Replaces each unsupported picture or file by a note, except in the user's newest turn, where `read_pictures`
+    refuses it. Clients send the older messages again in each request, so an error would never end."""
     messages = draft.conversation.messages
     takes_pictures = processor is not None and processor.problem is None
     changes: list[Change] = []
@@ -57,7 +57,8 @@ def note_unread(processor: PictureProcessor | None, draft: PromptDraft) -> Promp
 
 
 def place_pictures(template: ChatTemplate, processor: PictureProcessor | None, draft: PromptDraft) -> PromptDraft:
-    """Gives the images in results of calls to the user, behind those, unless the template writes them."""
+    """Moves the images in results of calls into a message of the user after the results, unless the template writes
+    images in results."""
     messages = draft.conversation.messages
     in_results = any(message.pictures for message in messages if message.role == "tool")
     if processor is None or not in_results or template.writes_in_result(processor.mark):
@@ -79,7 +80,7 @@ def place_pictures(template: ChatTemplate, processor: PictureProcessor | None, d
 
 
 def read_pictures(processor: PictureProcessor | None, draft: PromptDraft) -> PromptDraft:
-    """Reads the images of the conversation. Raises `InvalidRequest` for a part that the model or the reader refuses."""
+    """Reads the images of the conversation. Raises `InvalidRequest` for a part that the model cannot read."""
     if not draft.conversation.has_pictures:
         return draft
     pictures: list[Picture] = []
@@ -91,17 +92,17 @@ def read_pictures(processor: PictureProcessor | None, draft: PromptDraft) -> Pro
         if isinstance(part, OtherPart) or processor is None or processor.problem is not None:
             raise _refusal(part, processor)
         content = content_of(part.uri, part.uri_path)
-        found = processor.read_image(
+        picture = processor.read_image(
             content, detail=part.detail, param=part.uri_path, beside=pictures, owner=draft.owner
         )
-        pictures.append(found)
+        pictures.append(picture)
     return replace(draft, pictures=pictures)
 
 
 class Expanded(NamedTuple):
-    """A part of a rendered text with the texts of its pictures in the place of their marks. `for_tokens` is the same
-    with stand-ins. `begins` and `ends` have the place of each character in the rendered text (all of a mark for a
-    picture's); they are empty if they are the same."""
+    """A part of a rendered text in which the texts of pictures replace their marks. `for_tokens` is `text` with
+    stand-ins. `begins` and `ends` map each character to characters of the rendered text (a picture's characters to its
+    whole mark). They are empty if no mark was replaced."""
 
     text: str
     for_tokens: str
@@ -109,16 +110,17 @@ class Expanded(NamedTuple):
     ends: npt.NDArray[np.int32] = np.zeros(0, np.int32)
 
     def rendered(self, offsets: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """Returns the first and last characters (exclusive) of tokens as those of the rendered text."""
+        """Converts the offsets of tokens, shape (num_tokens, 2), to offsets in the rendered text."""
         if not len(self.ends):
             return offsets
         begins, ends = self.begins[offsets[:, 0]], self.ends[offsets[:, 1] - 1]
-        # A token without text, (0, 0), stays one.
+        # (0, 0) stays: a token without text.
         return np.stack([begins, np.maximum(begins, ends)], axis=1) * (offsets[:, 1:] > 0)
 
 
 class PicturePlaces:
-    """The places of pictures: marks in the text, placeholders among tokens. Raises `InvalidRequest` if they differ."""
+    """The places of pictures: marks in the text, placeholder tokens. Raises `InvalidRequest` if their numbers
+    differ."""
 
     def __init__(self, processor: PictureProcessor | None, draft: PromptDraft) -> None:
         self._param = draft.conversation.path
@@ -151,8 +153,8 @@ class PicturePlaces:
         return self._placed[-1]
 
     def name(self, token_ids: TokenIds, written_ids: TokenIds) -> tuple[Picture, ...]:
-        """Replaces the placeholders of the whole text by the ids of the pictures, and returns these in order. Those in
-        `written_ids` become -1, except the last of each, so no boundary is inside a picture."""
+        """Replaces the placeholders in `token_ids` by the pictures' ids, and returns the pictures in order. In
+        `written_ids` they become -1, except the last of each picture, so no boundary is inside a picture."""
         if self._left:
             problem = "the chat template leaves images out; use another one with --chat-template"
             raise InvalidRequest.at(self._param, problem, UNSUPPORTED)
@@ -170,7 +172,7 @@ class PicturePlaces:
 
 
 def _refusal(part: ImagePart | OtherPart, processor: PictureProcessor | None) -> InvalidRequest:
-    """Returns the error for content of a kind that the model does not take."""
+    """Returns the error for content of a kind that the model does not accept."""
     got = "image" if isinstance(part, ImagePart) else part.kind
     if processor is None:
         reason = "this model takes text only"

@@ -19,7 +19,7 @@ IN_SYSTEM_MESSAGES = {
     # tokens of calls.
     "Hermes": ("<tools>", "</tools>", "<tool_call>", "</tool_call>"),
 }
-"""Control tokens that the makers of a family of models tell their users to write into system messages."""
+"""Control tokens that the documentation of a family of models tells users to write into system messages."""
 
 _MARKUP = {
     f"<{slash}{name}>"
@@ -29,11 +29,11 @@ _MARKUP = {
         *("strong", "sub", "sup", "table", "tbody", "td", "tfoot", "th", "thead", "tr", "u", "ul"),
     )
 }
-"""Tags of HTML, which are tokens of Gemma for the texts of web pages."""
+"""HTML tags, which are tokens in Gemma's vocabulary: a text about HTML may spell them."""
 
 
 def control_texts(added: Mapping[int, AddedToken]) -> frozenset[str]:
-    """Returns the texts of control tokens: all special tokens, and added tokens that do not just shorten text."""
+    """Returns the texts of control tokens: all special tokens, and other added tokens with signs."""
     return frozenset(
         token.content
         for token in added.values()
@@ -42,7 +42,7 @@ def control_texts(added: Mapping[int, AddedToken]) -> frozenset[str]:
 
 
 def looks_like_a_marker(text: str) -> bool:
-    """Returns whether `text` has letters and signs. Words and blanks may be added tokens, but are no separators."""
+    """Returns whether `text` has letters and signs. Words and blanks may be added tokens, but do not separate."""
     return any(map(str.isalpha, text)) and bool(_signs(text))
 
 

@@ -1,4 +1,4 @@
-"""Reads `data:` URIs as browsers do: the base64 in them may have line ends, no `=`, or the letters of URLs."""
+"""Reads `data:` URIs as browsers do: their base64 may have line ends, no `=`, or the alphabet for URLs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from diskprefix.printable import shown
 
 _SHOWN_CHARS = 40
 _SHOWN_LETTERS = 5
-_ALPHABET = re.compile(r"[A-Za-z0-9+/]*")
+_OTHER = re.compile(r"[^A-Za-z0-9+/]")
 _OF_URLS = str.maketrans("-_", "+/", " \t\n\r\f")
-"""Letters of base64 for URLs become those of other base64; blanks and line ends are left out."""
+"""The URL-safe alphabet of base64 → the standard alphabet. Blanks and line ends are removed."""
 
 
 def data_uri(media_type: str, data: str) -> str:
-    """Returns base64 as a `data:` URI, or `data` itself if it is one already: some clients send it where the API wants
-    the base64 alone."""
+    """Returns base64 as a `data:` URI. `data` is returned unchanged if it already is a URI: some clients send a URI
+    where the API expects base64."""
     return data if data.lstrip()[:5].lower() == "data:" else f"data:{media_type};base64,{data}"
 
 
@@ -40,18 +40,16 @@ def content_of(uri: str, param: str) -> bytes:
 
 
 def _forgiving(data: str, param: str) -> bytes:
-    """Decodes as the algorithm "forgiving-base64 decode" of the standard for URLs in browsers (WHATWG Infra)."""
+    """Decodes base64 with the algorithm "forgiving-base64 decode" of browsers (WHATWG Infra)."""
     if "%" in data:
         data = unquote_to_bytes(data).decode("latin-1")
     letters = data.translate(_OF_URLS)
     if not len(letters) % 4:
         letters = letters.removesuffix("=").removesuffix("=")
-    if end := _ALPHABET.match(letters):
-        others = dict.fromkeys(letters[end.end() :][:1_000])
-        wrong = [letter for letter in others if not _ALPHABET.fullmatch(letter)]
-        if wrong:
-            named = ", ".join(c if c.isprintable() else f"U+{ord(c):04X}" for c in wrong[:_SHOWN_LETTERS])
-            raise InvalidRequest.at(param, f"is not valid base64: it has letters that base64 has not ({named})")
+    if first := _OTHER.search(letters):
+        wrong = [*dict.fromkeys(_OTHER.findall(letters, first.start(), first.start() + 1_000))]
+        named = ", ".join(c if c.isprintable() else f"U+{ord(c):04X}" for c in wrong[:_SHOWN_LETTERS])
+        raise InvalidRequest.at(param, f"is not valid base64: it has letters that base64 has not ({named})")
     if len(letters) % 4 == 1:
         problem = f"is not valid base64: {len(letters)} letters do not make whole bytes; it may be cut off"
         raise InvalidRequest.at(param, problem)

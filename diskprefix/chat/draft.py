@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Rendering(Struct, frozen=True, dict=True):
-    """A text `written` by the chat template for an input. It has as many characters as `text`; some are stand-ins."""
+    """The text that the chat template has `written` for an input. It is as long as `text`, with some stand-ins."""
 
     template_input: TemplateInput
     written: str
@@ -35,7 +35,7 @@ class Rendering(Struct, frozen=True, dict=True):
 
     @property
     def for_tokens(self) -> str:
-        """The text with stand-ins where it must become no token."""
+        """The text with stand-ins for characters that must not become tokens."""
         return self._read[1]
 
     @cached_property
@@ -57,11 +57,11 @@ class PromptDraft(Struct, frozen=True, kw_only=True):
     replies, `known` the encoded texts of earlier prompts; both are None if the request does not use them."""
 
     conversation: Conversation
-    """Set by the caller; `normalise`, `place` and `fit` change it."""
+    """Set by the caller; `canonicalise`, `place` and `fit` change it."""
     replies: RecordStore | None = None
     known: OwnedParts | None = None
     owner: Hashable = None
-    """Whose prompt it is: what takes long and is kept in memory is found by its owner alone."""
+    """The owner of the prompt. Results that stay in memory are found only by their owner."""
 
     # recall
     remembered: Mapping[int, SampledTurn] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class PromptDraft(Struct, frozen=True, kw_only=True):
 
     # encode
     offsets: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 2), np.int32))
-    """As in `Encoding`. A sampled token has the characters of its whole span."""
+    """As in `Encoding`. A sampled token has the offsets of its whole span."""
     written_ids: TokenIds = field(default_factory=lambda: as_token_ids([]))
     """The token ids that the template wrote: -1 for sampled tokens and for all but the last token of a picture."""
 
@@ -105,7 +105,7 @@ DraftStep: TypeAlias = Callable[[PromptDraft], PromptDraft]
 CountTokens: TypeAlias = Callable[[Sequence[str]], Sequence[int]]
 """Returns the number of tokens of each text."""
 Compress: TypeAlias = Callable[[Sequence[DraftStep], CountTokens, PromptDraft], PromptDraft]
-"""Runs the steps that make token ids of a conversation, perhaps of a shorter one if it has too many tokens."""
+"""Runs the steps that encode a conversation. May shorten a conversation with too many tokens."""
 
 
 def run_steps(steps: Sequence[DraftStep], draft: PromptDraft) -> PromptDraft:

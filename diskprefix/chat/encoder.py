@@ -1,4 +1,4 @@
-"""Encodes prompts, within the model's positions and vocabulary. Text that earlier prompts had is not encoded again."""
+"""Encodes prompts, within the model's positions and vocabulary. Text of earlier prompts is not encoded again."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from diskprefix.model.load.tokenizer import Tokenizer
 
 PART_CHARS = 4096
-"""The least length of a part, except the last. A shorter one is encoded as fast as it is found."""
+"""The least length of a part, except the last. A shorter part is encoded as fast as it is looked up."""
 _PROBE = "user\n  Hello wörld, it's  1234 {}  \n\n\tx = [1];{}\n \n 日本語 e\u0301 "
 _PROBED_CHARS_PER_POSITION = 32
-"""The characters that are encoded first in a longer text. Real text has about four characters per token."""
+"""The number of characters to encode first, for a longer text. Real text has about four characters per token."""
 _CUT_TOKENS = 64
-"""The tokens at the end of a cut text that may differ from those of the whole text."""
+"""The number of tokens at the end of a truncated text that may differ from the whole text's tokens."""
 
 
 def encode_texts(backend: Backend, texts: Sequence[str]) -> list[Encoding]:
@@ -42,18 +42,18 @@ def encode_texts(backend: Backend, texts: Sequence[str]) -> list[Encoding]:
 
 
 def joined(parts: Iterable[tuple[int, Encoding]]) -> Encoding:
-    """Joins one or more parts of a text, each given with the position of its first character."""
+    """Joins parts of a text (at least one), each given with the position of its first character."""
     ids, offsets = [], []
     for begin, part in parts:
         ids.append(part.token_ids)
-        # A token without text, (0, 0), stays one.
+        # (0, 0) stays: a token without text.
         offsets.append(part.offsets + begin * (part.offsets[:, 1:] > 0))
     return Encoding(np.concatenate(ids), np.concatenate(offsets).astype(np.int32, copy=False))
 
 
 def encode(encoder: Encoder, template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
-    """Encodes the rendered text, with sampled tokens in its spans. If that is too long, because they hold reasoning,
-    all replies are encoded as the client sent them."""
+    """Encodes the rendered text, with sampled tokens in its spans. If the prompt is too long, perhaps because of the
+    reasoning in these tokens, all replies are encoded as the client sent them."""
     try:
         return _with_tokens(encoder, draft)
     except ContextTooLong:
@@ -95,22 +95,22 @@ def added_tokens(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 
 
 class TextParts:
-    """Cuts texts where their parts, encoded alone, give the tokens of the whole text: before a special token.
+    """Cuts texts before special tokens. The parts, encoded separately, give the tokens of the whole text.
 
-    Tokenizers find their added tokens first, the leftmost and of these the longest, and encode the text between them
-    piece by piece (`AddedVocabulary` of the library tokenizers). So the text before such a token is independent of the
-    rest, unless a token takes adjacent blanks, must be a word, or overlaps the beginning of another.
+    Tokenizers find their added tokens first (the leftmost, and of several the longest), and encode the text between
+    them piece by piece (`AddedVocabulary` of the library tokenizers). So the text before an added token is independent
+    of the rest, unless a token absorbs adjacent blanks, must be a word, or overlaps the beginning of another.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         separators = [] if tokenizer.split_special_tokens else _separating(tokenizer.added_tokens_decoder.values())
         if separators and not self._holds(tokenizer, separators):
             separators = []
-        # Longest first makes no difference to where one begins.
+        # The order does not matter: only the beginning of a match is used.
         self._separator = re.compile("|".join(map(re.escape, separators)) or "(?!)")
 
     def of(self, text: str) -> list[str]:
-        """Returns the parts of a text. All but the last are also parts of any longer text that begins with this one."""
+        """Returns the parts of a text. All but the last are also parts of any longer text with this beginning."""
         begins = [0]
         while match := self._separator.search(text, begins[-1] + PART_CHARS):
             begins.append(match.start())
@@ -118,7 +118,7 @@ class TextParts:
 
     @staticmethod
     def _holds(tokenizer: Tokenizer, separators: list[str]) -> bool:
-        """Returns whether parts give the tokens of the whole in a trial: a tokenizer may have unknown steps."""
+        """Tests whether separately encoded parts give the tokens of the whole: a tokenizer may have unknown steps."""
         parts = [separator + _PROBE.format(separator, separators[0]) for separator in separators[:8]]
         whole, *alone = encode_texts(tokenizer.backend_tokenizer, ["".join(parts), *parts])
         cut = joined(zip(accumulate(map(len, parts), initial=0), alone, strict=False))
@@ -136,7 +136,7 @@ def _separating(added: Iterable[AddedToken]) -> list[str]:
         for token in first
         if token.special
         and not token.content[0].isspace()
-        # A word before it ends with the part, but not in the whole text.
+        # A word before such a token ends with the part, but not in the whole text.
         and not (has_words and re.match(r"\w", token.content))
         and token.content[0] not in within
         and not any(text.startswith(token.content) for text in takes_more)
@@ -144,7 +144,7 @@ def _separating(added: Iterable[AddedToken]) -> list[str]:
 
 
 class PlainTexts:
-    """Encodes texts in which some added tokens must not be found, and all else as the tokenizer does."""
+    """Encodes texts like the tokenizer, except that some added tokens must not be found in them."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._backend = tokenizer.backend_tokenizer
@@ -153,21 +153,22 @@ class PlainTexts:
         control = control_texts(added)
         self._control = {index for index, token in added.items() if token.content in control}
         self.has_normalized = self._backend.normalizer is not None and any(token.normalized for token in added.values())
-        """Whether a text may become a token that it does not spell: `＜s＞` may become `<s>`."""
+        """True if a text may become a token that it does not spell: `＜s＞` may become `<s>`."""
 
-    def encode(self, text: str, for_tokens: str, found: Encoding) -> Encoding:
-        """Returns a text's tokens, with the added tokens of `found`. Control tokens must be in `for_tokens` too."""
+    def encode(self, text: str, for_tokens: str, encoding: Encoding) -> Encoding:
+        """Returns a text's tokens, with the added tokens of `encoding`. Control tokens count only if `for_tokens`
+        spells them."""
         right: dict[int, tuple[int, int]] = {}
         is_right = text == for_tokens
-        for at in np.flatnonzero(np.isin(found.token_ids, [*self._contents])).tolist():
-            index, (begin, end) = int(found.token_ids[at]), found.offsets[at].tolist()
+        for at in np.flatnonzero(np.isin(encoding.token_ids, [*self._contents])).tolist():
+            index, (begin, end) = int(encoding.token_ids[at]), encoding.offsets[at].tolist()
             if index in self._control and self._contents[index] not in for_tokens[begin:end]:
                 is_right = False
             else:
                 right[begin] = index, end
         if is_right:
-            return found
-        # Each added token is replaced by a character that the text does not have, the only added token of the backend.
+            return encoding
+        # Each added token is replaced by a guard character that is not in the text, the backend's only added token.
         guard = chr(private_characters(1, set(text))[0])
         pieces, last = [], 0
         for begin, (_, end) in right.items():
@@ -183,7 +184,7 @@ class PlainTexts:
                 token_ids = [right[begin][0]] if begin in right else []
                 end = right[begin][1] if begin in right else end
             elif self._contents[index] in text[begin:end]:
-                # A vocabulary may have the texts of control tokens as pieces of its own.
+                # The vocabulary may also have the text of a control token as an ordinary piece.
                 token_ids = self._characters(index)
             else:
                 continue
@@ -209,8 +210,8 @@ class PlainTexts:
 
 
 class Encoder:
-    """Encodes the prompts of one model. Errors name the field `param`. Thread-safe. `positions_limit` tells clients why
-    no more than `max_positions` are served. With a `processor`, prompts begin with BOS, as multimodal models expect."""
+    """Encodes the prompts of one model. Errors name the field `param`. Thread-safe. `positions_limit` is the reason for
+    `max_positions`, for messages. With a `processor`, prompts begin with BOS, as multimodal models expect."""
 
     def __init__(
         self,
@@ -244,15 +245,15 @@ class Encoder:
         known: OwnedParts | None = None,
         at_most: int | None = None,
     ) -> Encoding:
-        """Returns the tokens of `text`, and with `adds_special` those that the tokenizer adds, such as BOS.
+        """Returns the tokens of `text`, and with `adds_special` the tokens that the tokenizer adds, such as BOS.
 
-        Added tokens are searched for in `for_tokens`, which is `text` with stand-ins where none may be found; None: in
-        `text`. Long parts are looked up in `known`, and added to it. With `at_most`, tokens at the end of the text that
-        exceed this number are left out. Raises `InvalidRequest` for a text without tokens or with half a character, and
+        Added tokens are searched for in `for_tokens`, which is `text` with stand-ins for characters that must not
+        become tokens; None: in `text`. Long parts are looked up in `known`, and added to it. `at_most` truncates the
+        text to this number of tokens. Raises `InvalidRequest` for a text without tokens or with half a character, and
         `ContextTooLong`.
         """
         if at_most is not None:
-            # More than enough, so that the last tokens are those of the whole text.
+            # More than enough, so that the last tokens equal the whole text's tokens.
             enough = (at_most + _CUT_TOKENS) * self._longest_token
             text, for_tokens = text[:enough], None if for_tokens is None else for_tokens[:enough]
         elif (least := self._least(text)) >= self._max_positions:
@@ -267,7 +268,7 @@ class Encoder:
         begins = [0, *accumulate(map(len, parts := self._parts.of(text if for_tokens is None else for_tokens)))]
         texts = [text[begin:end] for begin, end in pairwise(begins)]
         all_plain = for_tokens is not None and self._plain.has_normalized
-        # No text has a lone surrogate, so it separates parts that may not spell tokens from those that may.
+        # No text has a lone surrogate, so it marks the keys of parts that must not spell tokens.
         is_plain = [all_plain or own != part for own, part in zip(texts, parts, strict=True)]
         keys = [f"{texts[k]}\ud800{part}" if is_plain[k] else part for k, part in enumerate(parts)]
         long = [k for k, own in enumerate(texts) if len(own) >= PART_CHARS] if known is not None else []
@@ -311,15 +312,15 @@ class Encoder:
         return max(map(len, self._tokenizer.get_vocab()))
 
     def _least(self, text: str) -> int:
-        """Returns a lower bound of the number of tokens. Encoding megabytes of blanks takes a minute and gigabytes, but
-        the vocabulary is not read for a text that is not long."""
+        """Returns a lower bound of the number of tokens, without encoding: megabytes of blanks take a minute and
+        gigabytes. The vocabulary is read only for a long text."""
         return len(text) // self._longest_token if len(text) > self._probed_chars else 0
 
     def _probe(self, text: str, param: str) -> None:
-        """Raises `ContextTooLong` if the beginning of a long text alone has too many tokens."""
+        """Raises `ContextTooLong` if already the beginning of a long text has too many tokens."""
         if len(text) > self._probed_chars:
             begins = self._tokenizer.encode(text[: self._probed_chars], add_special_tokens=False)
-            # Twice as many, because the last tokens of a cut text differ from those of the whole text.
+            # Twice as many, because the last tokens of a truncated text differ from the whole text's tokens.
             if len(begins) >= 2 * self._max_positions:
                 raise self._too_long(f"more than {len(begins) // 2}", param)
 
@@ -342,7 +343,7 @@ class Encoder:
                 raise InvalidRequest.at(f"{param}.{index}", problem)
 
     def count(self, texts: Sequence[str]) -> list[int]:
-        """Returns the number of tokens of each text; a lower bound for a text that cannot fit."""
+        """Returns the number of tokens of each text; a lower bound for a text that is too long."""
         short = [text if self._least(text) < self._max_positions else "" for text in texts]
         encodings = self._plain.without_tokens().encode_batch(short, add_special_tokens=False)
         return [

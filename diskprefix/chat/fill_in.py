@@ -22,7 +22,7 @@ class FillIn(Struct, frozen=True):
     special_tokens_in_text: bool = False
 
     def changed(self, change: Callable[[str], str]) -> FillIn:
-        """Returns the same gap with each text changed."""
+        """Returns the gap with each text changed."""
         files = tuple((change(name), change(text)) for name, text in self.files)
         prefix, suffix, beginning = map(change, (self.prefix, self.suffix, self.beginning))
         return replace(self, prefix=prefix, suffix=suffix, beginning=beginning, files=files)

@@ -24,7 +24,7 @@ class Encoding(NamedTuple):
 
     token_ids: TokenIds
     offsets: npt.NDArray[np.int32]
-    """First and last character (exclusive) of each token, shape (num_tokens, 2). (0, 0): the tokenizer added it."""
+    """First and last character (exclusive) of each token, shape (num_tokens, 2). (0, 0): a token without text."""
 
 
 class KnownParts:
@@ -49,7 +49,7 @@ class KnownParts:
             return encoding
 
     def put(self, owner: Hashable, text: str, encoding: Encoding, lasts_s: float) -> None:
-        """Keeps an encoding for `lasts_s` seconds after this use."""
+        """Adds an encoding, which expires `lasts_s` seconds after this use."""
         key = owner, _digest(text)
         with self._lock:
             self._drop(key)

@@ -81,11 +81,11 @@ def _targets_in(message: Message, index: int) -> list[MarkTarget]:
 def find_marks(
     targets: Sequence[MarkTarget], template_input: TemplateInput, rendered: str, offsets: Offsets, render: Render
 ) -> tuple[Mark, ...]:
-    """Returns the positions after `targets`, ascending and distinct, with the longest time to live of each. Skips a
-    target without a position. `rendered` is the rendering of `template_input`, and `offsets` belong to its tokens."""
+    """Returns the positions after `targets`, ascending and distinct, each with its longest time to live. Skips a target
+    without a position. `rendered` is the rendering of `template_input`, and `offsets` belong to its tokens."""
     ttl_of: dict[int, float | None] = {}
     of_messages = [target for target in targets if target.kind == "messages"]
-    # An empty list, not None: some tokenizers have one template for requests with tools and another for those without.
+    # An empty list, not None: some tokenizers have separate templates for requests with tools and without.
     if len(of_messages) < len(targets) and render(template_input) == render(template_input._replace(tools=[])):
         log.debug("marks on tools are ignored: the chat template writes no tools")
         targets = of_messages
@@ -114,9 +114,9 @@ def _contains_target(text: str, target: MarkTarget, ending: TemplateInput) -> bo
     tools only with the first user message."""
     if target.kind == "tools":
         return any(tool["function"]["name"] in text for tool in (ending.tools or [])[-1:])
-    # A message that is cut inside its text ends in a character that the prompt does not have there.
+    # A message that is cut inside its text ends with a character that the prompt does not have there.
     texts = texts_of(ending.messages[-1]["content"])
-    return bool(text) and target.end is None and all(said.strip() in text for said in texts)
+    return bool(text) and target.end is None and all(content.strip() in text for content in texts)
 
 
 def _cut(target: MarkTarget, template_input: TemplateInput) -> tuple[TemplateInput, TemplateInput]:
@@ -140,7 +140,7 @@ def _cut(target: MarkTarget, template_input: TemplateInput) -> tuple[TemplateInp
 
 
 def _tokens_within(num_chars: int, offsets: Offsets, num_all_chars: int) -> int:
-    """Returns how many leading tokens end at or before character `num_chars`."""
+    """Returns the number of leading tokens that end at or before character `num_chars`."""
 
     def end_of(index: int) -> int:
         # The tokenizer added a token without text (0, 0) at the beginning or at the end.

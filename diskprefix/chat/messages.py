@@ -19,7 +19,7 @@ Ending: TypeAlias = Literal["reply", "continue", "none"]
 
 
 class CacheMark(Struct, frozen=True):
-    """A client's wish to keep the prompt up to the end of the marked object. `ttl_s` is None if the daemon decides."""
+    """A client's wish to save the prompt up to the end of the marked object. `ttl_s` is None if the daemon decides."""
 
     ttl_s: float | None = None
 
@@ -31,7 +31,7 @@ class TextPart(Struct, frozen=True):
 
 
 class ImagePart(Struct, frozen=True):
-    """An image. `uri` should be a data: URI; `uri_path` is its path. `detail` says how closely to look at it."""
+    """An image. `uri` should be a data: URI; `uri_path` is its path. `detail` chooses the resolution."""
 
     uri: str
     path: str
@@ -40,7 +40,7 @@ class ImagePart(Struct, frozen=True):
 
 
 class OtherPart(Struct, frozen=True):
-    """A content part of a kind that no model here takes. `kind` is the client's word for it."""
+    """A content part of a kind that no model here accepts. `kind` is the client's word for it."""
 
     kind: str
     path: str
@@ -58,7 +58,7 @@ class ToolCall(Struct, frozen=True):
 
 
 class Message(Struct, frozen=True, kw_only=True):
-    """One message. `reasoning` are the assistant's thoughts before `content`."""
+    """One message. `reasoning` has the assistant's thoughts before `content`."""
 
     role: Role
     content: Sequence[ContentPart] = ()
@@ -79,7 +79,7 @@ class Message(Struct, frozen=True, kw_only=True):
 
     @property
     def pictures(self) -> list[ImagePart | OtherPart]:
-        """The content parts that are no text: images, and what is refused."""
+        """The content parts that are not text: images, and parts that will be refused."""
         return [part for part in self.content if not isinstance(part, TextPart)]
 
 
@@ -98,7 +98,7 @@ def joined(messages: Sequence[Message]) -> Message:
 
 
 def join_neighbours(messages: Iterable[tuple[Message, bool]]) -> list[Message]:
-    """Returns the messages. Neighbours of one role are joined if at least one of them comes with True."""
+    """Returns the messages. Neighbours of one role are joined if one of them comes with True."""
     runs: list[list[Message]] = []
     joins_next = False
     for message, joins in messages:
@@ -113,9 +113,9 @@ def join_neighbours(messages: Iterable[tuple[Message, bool]]) -> list[Message]:
 class Conversation(Struct, frozen=True):
     """The source of a prompt.
 
-    `tools` have the form of OpenAI's chat API, which chat templates expect, without marks. `tool_marks` are those marks
-    with the index of the tool, `tool_paths` the paths of the schemas of the tools' arguments. `reasoning_effort` and
-    `thinking` are variables of templates that know them. `template_variables` are set by the client, and win. With
+    `tools` have the form of OpenAI's chat API, which chat templates expect, without marks. `tool_marks` has the marks,
+    each with the index of its tool, `tool_paths` the paths of the schemas of the tools' arguments. `reasoning_effort`
+    and `thinking` are variables of some templates. The client's `template_variables` override others. With
     `special_tokens_in_text`, the text of a control token becomes that token, whoever wrote it.
     """
 
@@ -143,23 +143,27 @@ class Conversation(Struct, frozen=True):
         """The texts that tools returned, each with the tool's name."""
         called = {call.id: call.name for message in self.messages for call in message.tool_calls}
         results = [message for message in self.messages if message.role == "tool"]
-        return [(each.name or called.get(each.tool_call_id, ""), part.text) for each in results for part in each.texts]
+        return [
+            (result.name or called.get(result.tool_call_id, ""), part.text)
+            for result in results
+            for part in result.texts
+        ]
 
     @property
     def num_leading(self) -> int:
-        """The number of messages of the system prompt: the system messages before all others."""
+        """The number of leading system messages, which are the system prompt."""
         return len([*takewhile(lambda message: message.is_system, self.messages)])
 
 
 def has_late_system(messages: Sequence[Message]) -> bool:
-    """Returns whether a system message stands behind a message of another role."""
+    """Returns whether a system message follows a message of another role."""
     are_system = [message.is_system for message in messages]
     return not all(are_system[: sum(are_system)])
 
 
 def late_system_as_user(conversation: Conversation) -> Conversation:
-    """Returns the conversation with each late system message given to the user, in its place. It is joined with
-    adjacent messages of the user, because many templates want user and assistant to alternate."""
+    """Returns the conversation with each late system message as the user's, in its place. Adjacent messages of the user
+    are joined with it, because many templates want user and assistant to alternate."""
     leading = conversation.num_leading
     messages = (
         (replace(message, role="user"), True) if message.is_system and index >= leading else (message, False)

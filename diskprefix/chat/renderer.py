@@ -1,4 +1,4 @@
-"""Renders a conversation or a text into a `Prompt`, by the steps in `README.md`. A long prompt takes long."""
+"""Renders a conversation or a text into a `Prompt`, by the steps in `README.md`. A long prompt may take seconds."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from diskprefix.chat.alternation import alternate, alternation_of
 from diskprefix.chat.boundaries import bound, text_boundaries
+from diskprefix.chat.canonicalisers import Canonicalisers, canonicalise
 from diskprefix.chat.client_text import with_stand_ins
 from diskprefix.chat.content import note_unread, place_pictures, read_pictures
 from diskprefix.chat.draft import Compress, DraftStep, PromptDraft, run_steps
@@ -21,7 +22,6 @@ from diskprefix.chat.fill_in import FillIn, fill_in_tags
 from diskprefix.chat.known_parts import KnownParts, OwnedParts
 from diskprefix.chat.marks import mark
 from diskprefix.chat.messages import Conversation, JsonObject, Message, TextPart
-from diskprefix.chat.normalisers import Normalisers, normalise
 from diskprefix.chat.output.choose_format import OutputFormat, PlainText, choose_format
 from diskprefix.chat.replay import Origin, RecordStore, Replayed
 from diskprefix.chat.splice import recall, splice
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from diskprefix.model.load.tokenizer import Tokenizer
 
 _END_TOKENS = 32
-"""Enough to see whether the template opened a thought, and whether it closed it."""
+"""Enough to see whether the template opened or closed a thought."""
 _PREVIEW_CHARS = 100
 _SCANNED_CHARS = 10_000
 _COUNTED_TOKENS = 1 << 20
@@ -48,8 +48,8 @@ class PromptRenderer:
     """Renders and tokenises the prompts of one model. Thread-safe.
 
     Multimodal models have a `processor`. `compress` shortens conversations that have too many tokens. The model ends
-    its replies with one of `end_ids`. `finds_question`: prompts tell where the user's last message ends, which takes
-    one or two renderings more.
+    its replies with one of `end_ids`. With `finds_question`, prompts have the end of the user's last message, for one
+    or two more renderings.
     """
 
     def __init__(
@@ -60,14 +60,14 @@ class PromptRenderer:
         max_positions: int,
         positions_limit: str = "the positions of this model",
         processor: PictureProcessor | None = None,
-        normalisers: Normalisers = Normalisers(),  # noqa: B008 (immutable)
+        canonicalisers: Canonicalisers = Canonicalisers(),  # noqa: B008 (immutable)
         compress: Compress | None = None,
         end_ids: Collection[int] = (),
         finds_question: bool = True,
         template_variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._tokenizer = tokenizer
-        self._normalisers = normalisers
+        self._canonicalisers = canonicalisers
         self._compress = compress
         self._finds_question = finds_question
         self._processor = processor
@@ -87,7 +87,7 @@ class PromptRenderer:
         """The format of reasoning and tool calls, set by `warm_up`."""
 
     def for_trial(self) -> PromptRenderer:
-        """The same for made-up conversations: what it learns of the template is forgotten with it."""
+        """Returns a copy for made-up conversations. It learns about the template separately."""
         other = copy.copy(self)
         other._template = self._template.for_trial()
         return other
@@ -99,7 +99,7 @@ class PromptRenderer:
 
     @cached_property
     def counting(self) -> PromptRenderer:
-        """The same for prompts that are only counted: these may exceed the model's positions."""
+        """A copy for prompts that are only counted, and may exceed the model's positions."""
         other = copy.copy(self)
         other._encoder = self._make_counting()
         return other
@@ -140,22 +140,22 @@ class PromptRenderer:
     def ahead(
         self, conversation: Conversation, reply: Message, replies: RecordStore | None, known: OwnedParts | None = None
     ) -> Prompt | None:
-        """Returns the tokens that are certain to begin the next question's prompt: with `reply` as the client sends it
-        back, they do not depend on the question. Returns None if the template takes no question there."""
+        """Returns the tokens that begin the next question's prompt, whatever the question is. `reply` is the reply as
+        the client sends it back. Returns None if the template accepts no question there."""
         messages = (*conversation.messages, reply)
         questions = (Message(role="user", content=(TextPart(text, ""),), path="") for text in "xy")
         try:
-            one, other = (
+            first, second = (
                 self.replay(replace(conversation, messages=(*messages, question)), replies, known).prompt
                 for question in questions
             )
         except InvalidRequest:
             return None
-        end = one.last_safe(common_prefix_length(one.token_ids, other.token_ids))
-        return Prompt(one.token_ids[:end], system_end=one.system_end) if end > one.system_end else None
+        end = first.last_safe(common_prefix_length(first.token_ids, second.token_ids))
+        return Prompt(first.token_ids[:end], system_end=first.system_end) if end > first.system_end else None
 
     def text_of(self, conversation: Conversation) -> str:
-        """Returns the text that the template writes, without images. Raises `InvalidRequest` as `replay`."""
+        """Returns the text that the template writes, without images. Raises the errors of `replay`."""
         require_few_arguments(conversation)
         compresses = self._compress is not None and not conversation.has_pictures
         steps = self._writing_steps() if compresses else [partial(render, self._template)]
@@ -171,12 +171,12 @@ class PromptRenderer:
             *self._writing_steps(),
             partial(bound, self._template, self._finds_question),
             partial(mark, self._template),
-            partial(describe, any(mode != "off" for mode in self._normalisers.modes.values())),
+            partial(describe, any(mode != "off" for mode in self._canonicalisers.modes.values())),
         ]
 
     def _rewriting_steps(self) -> list[DraftStep]:
         return [
-            partial(normalise, self._normalisers),
+            partial(canonicalise, self._canonicalisers),
             partial(note_unread, self._processor),
             partial(place, self._template),
         ]
@@ -191,7 +191,7 @@ class PromptRenderer:
         return steps if self._compress is None else [partial(self._compress, steps, self._encoder.count)]
 
     def fill_in_ends(self, gap: FillIn) -> tuple[str, ...]:
-        """Returns the added tokens that end the filling of a gap. Raises `InvalidRequest` as `completion` does."""
+        """Returns the added tokens that end the filling of a gap. Raises `InvalidRequest` like `completion`."""
         return fill_in_tags(self._template.added, gap).ends
 
     def completion(
@@ -205,10 +205,10 @@ class PromptRenderer:
     ) -> Prompt:
         """Returns the prompt of a text, of token ids or of a text with a gap, without a chat template.
 
-        Texts that are `known` are not encoded again. A text spells control tokens only with `special_tokens_in_text`, a
-        `FillIn` only if its own field says so. `param` is the path in the body. A prompt of more than `at_most` tokens
-        loses its end, but not the tokens that the tokenizer adds. Raises `InvalidRequest` for an unknown token id, an
-        empty prompt, or a gap that the model was not trained to fill, and `ContextTooLong`.
+        `known` texts are not encoded again. A text spells control tokens only with `special_tokens_in_text`, a `FillIn`
+        only with its field of this name. `param` is the path in the body. A prompt is truncated to `at_most` tokens, in
+        which the tokens that the tokenizer adds remain. Raises `InvalidRequest` for an unknown token id, an empty
+        prompt, or a gap that the model was not trained to fill, and `ContextTooLong`.
         """
         template, bos_id, num_added = self._template, self._tokenizer.bos_token_id, (0, 0)
         markers = {*(template.markers_of(None).values() if template.exists else ()), *template.special.values()}
@@ -231,7 +231,7 @@ class PromptRenderer:
         )
 
     def _text_of(self, prompt: str | FillIn, special_tokens_in_text: bool) -> tuple[str, str | None]:
-        """Returns a text, and the text with stand-ins where it spells tokens; None if it may spell them."""
+        """Returns a text, and the text with stand-ins for the tokens in it; None if it may spell tokens."""
         gap = prompt if isinstance(prompt, FillIn) else FillIn(prompt, "", "", (), "", special_tokens_in_text)
         write = fill_in_tags(self._template.added, gap).text_of if gap is prompt else attrgetter("prefix")
         if gap.special_tokens_in_text:
@@ -275,7 +275,7 @@ def preview_of_chat(template_input: TemplateInput, pictures: Sequence[Picture]) 
 
 
 def _shown(content: str | Sequence[JsonObject], pictures: Iterator[Picture]) -> str:
-    """Returns a message's text, with the size of each picture, the next of `pictures`, in its place."""
+    """Returns a message's text. The size of the next of `pictures` stands for each picture."""
     if isinstance(content, str):
         return content
     shown = (f"[image {picture.size}]" for picture in pictures)

@@ -1,7 +1,7 @@
 """Records replies, so that later prompts can use their sampled tokens.
 
-Clients send a reply back with other formatting, other blanks and no reasoning. So it is recorded under a hash of the
-words that come back and of the conversation before it. README.md describes the rest.
+Clients send a reply back with other formatting, other blanks and no reasoning. So a reply is recorded under a hash of
+the words that clients send back and of the conversation before it. README.md describes the rest.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _ID_BYTES = 32
 
 
 class RecordsUnread(Exception):
-    """Records were asked for that must be read from the disk first, by a thread that may wait for it."""
+    """The needed records must be read from the disk first, by a thread that may wait for the disk."""
 
 
 class RecordStore(Protocol):
     """Records of the replies of one tenant and one model. `get` does not wait for the disk: it returns None for a
-    record that does not exist or is not in memory. After all calls of `get`, `require_read` raises `RecordsUnread` if
-    some are to be read first."""
+    record that does not exist or is not in memory. Call `require_read` after all calls of `get`: it raises
+    `RecordsUnread` if records must be read from the disk."""
 
     def get(self, id_: str) -> bytes | None: ...
 
@@ -42,7 +42,7 @@ class RecordStore(Protocol):
 
 
 class Turn(Struct, frozen=True):
-    """The words of a reply. `calls` are pairs of name and arguments, which are JSON text if the model wrote that."""
+    """The words of a reply. `calls` are pairs of name and arguments, which are JSON text if the model wrote JSON."""
 
     content: str
     reasoning: str = ""
@@ -65,13 +65,13 @@ class Turn(Struct, frozen=True):
         return cls("".join(content), "".join(reasoning), named)
 
     def canonical(self) -> list[Any]:
-        """Returns the words, without blanks at the ends of texts and formatting of arguments."""
+        """Returns the words in canonical form: without blanks at the ends of texts, arguments without formatting."""
         calls = [[name, _canonical_arguments(arguments)] for name, arguments in self.calls]
         return [self.content.strip(), self.reasoning.strip(), calls]
 
 
 def _canonical_arguments(arguments: str | Mapping[str, Any]) -> str:
-    """Returns JSON text with sorted keys, without blanks, and with 1 for 1.0; text that is not JSON unchanged."""
+    """Returns canonical JSON: sorted keys, no blanks, 1 for 1.0. Text that is not JSON is returned unchanged."""
     try:
         text = arguments if isinstance(arguments, str) else json.dumps(arguments)
         value = json.loads(whole_characters(text), parse_float=_number)
@@ -85,7 +85,7 @@ def _number(text: str) -> float:
 
 
 class ConversationHash:
-    """A hash of a growing conversation. Reasoning, the ids of calls and formatting do not change it."""
+    """The hash of a growing conversation. Reasoning, the ids of calls and formatting do not change it."""
 
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=_ID_BYTES)
@@ -106,8 +106,8 @@ class ConversationHash:
         self._add("assistant", content, calls)
 
     def ids(self, call_ids: Sequence[str | None]) -> list[str]:
-        """Returns the ids of the conversation: with the ids of the last message's calls, which tell equal conversations
-        apart, and without, for clients that change them."""
+        """Returns the ids of the conversation: one with the ids of the last message's calls, which distinguish equal
+        conversations, and one without them, for clients that change them."""
         with_calls = self._hash.copy()
         with_calls.update(json.dumps(call_ids).encode())
         without = self._hash.hexdigest()
@@ -125,7 +125,7 @@ class TextPlace(NamedTuple):
 
 
 class TextHash:
-    """Hashes the beginnings of a text. Places must be asked for in ascending order."""
+    """Hashes the beginnings of a text. Call `place` with ascending values."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -168,7 +168,7 @@ def find_turns(
         if message.role == "assistant":
             ids = conversation.ids([call.id for call in message.tool_calls])
             sampled = next(filter(None, map(_decoded, map(turns.get, ids))), None)
-            # The id covers all but the reasoning, which the client may leave out.
+            # The id does not cover the reasoning, which the client may leave out.
             if sampled and (message.reasoning or "").strip() in ("", sampled.turn.reasoning.strip()):
                 turns_by_index[index] = sampled
     turns.require_read()
@@ -225,7 +225,7 @@ class ReplyMemory:
         self._then = then
 
     def remember(self, turn: Turn, call_ids: Sequence[str], token_ids: Sequence[int]) -> None:
-        """Records a reply and its sampled tokens. Ignores an empty one: any empty message would be taken for it."""
+        """Records a reply and its sampled tokens. Ignores an empty reply: it would match any empty message."""
         has_end = bool(token_ids) and token_ids[-1] in self._end_ids
         sampled = SampledTurn(turn, tuple(token_ids[:-1] if has_end else token_ids), self._origin.place)
         if not sampled.token_ids or not any(turn.canonical()):

@@ -1,4 +1,4 @@
-"""Finds recorded replies of a conversation, and the places in the rendered text where their tokens go."""
+"""Finds the recorded replies of a conversation, and the spans of the rendered text that their tokens replace."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from diskprefix.chat.replay import SampledTurn, TextHash, Turn, find_turns
 from diskprefix.chat.template import ChatTemplate, render
 
 _MAX_TRIES = 4
-"""The most renderings to find the recorded replies that fit."""
+"""The most renderings in the search for recorded replies that fit."""
 _ENDS_TRIED = 4
-"""A reply may contain the text of an end, and the template may write one inside a reply (GPT-OSS does)."""
+"""The most ends to try: a reply may contain the text of an end, and a template may write one inside (GPT-OSS does)."""
 _END_CHARS = 200
 """Characters before a reply that a parser gets, to see whether the template opened a thought."""
 
@@ -32,7 +32,8 @@ def recall(draft: PromptDraft) -> PromptDraft:
 
 
 def splice(template: ChatTemplate, output_format: OutputFormat, draft: PromptDraft) -> PromptDraft:
-    """Finds the spans of the recorded replies in the text. Others are rendered as the client sent them."""
+    """Finds the spans of the recorded replies in the text. Replies that do not fit are rendered as the client sent
+    them."""
     for tries_left in reversed(range(_MAX_TRIES)):
         if not draft.remembered:
             return draft
@@ -49,18 +50,18 @@ def splice(template: ChatTemplate, output_format: OutputFormat, draft: PromptDra
 def find_spans(
     rendered: str,
     written: str,
-    found: Mapping[int, SampledTurn],
+    sampled_turns: Mapping[int, SampledTurn],
     endings: Collection[str],
     readings: Callable[[int, int], Iterable[Turn]],
 ) -> dict[int, ReplySpan]:
-    """Returns the spans of the replies in `found` that fit, by the index of their message.
+    """Returns the spans of the `sampled_turns` that fit, by the index of their message.
 
-    A reply fits if the text before it is that of its record, and if one of the `readings` of the text (from begin to
-    end, in characters) has its words. One of `endings` must follow it in `written`, the rendered text with stand-ins.
+    A reply fits if the text before it equals the text in its record, and if one of the `readings` of the span (begin
+    and end in characters) has its words. One of `endings` must follow in `written`, the rendered text with stand-ins.
     """
     text_hash, end_of_last, spans = TextHash(rendered), 0, {}
     pattern = re.compile("|".join(map(re.escape, sorted(endings, key=len, reverse=True))) or "(?!)")
-    for index, sampled in sorted(found.items(), key=lambda item: item[1].place.num_chars):
+    for index, sampled in sorted(sampled_turns.items(), key=lambda item: item[1].place.num_chars):
         begin = sampled.place.num_chars
         if begin < end_of_last or text_hash.place(begin) != sampled.place:
             continue

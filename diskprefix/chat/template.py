@@ -46,14 +46,14 @@ _REASON_CHARS = 200
 _TEXT = "diskprefix"
 _SYSTEM: JsonObject = {"role": "system", "content": _TEXT}
 _TURNS: list[JsonObject] = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
-_LATE_SYSTEM = TemplateInput([_TURNS[0], _SYSTEM, *_TURNS[1:]], None, {})
-_SECOND_SYSTEM = TemplateInput([_SYSTEM | {"content": "x"}, _SYSTEM, *_TURNS], None, {})
 _ANSWER = "A reply."
+_FIRST_SYSTEM: JsonObject = {"role": "system", "content": _ANSWER}
+_LATE_SYSTEM = [_TURNS[0], _SYSTEM, *_TURNS[1:]]
 _CUTS = re.compile(r"""(?:split|replace)\(\s*('[^'\\]+'|"[^"\\]+"|'\\n'|"\\n")""")
 """Texts that a template removes from others, joining the text around them."""
 
 Write: TypeAlias = Callable[[Sequence[dict[str, Any]], bool], str]
-"""Renders messages, with the beginning of a reply if the second argument is true; to "" if the template refuses."""
+"""Renders messages, with the beginning of a reply if the second argument is true. "" if the template refuses them."""
 
 SOME_USER = {"role": "user", "content": _TEXT}
 SOME_REPLY = {"role": "assistant", "content": _TEXT}
@@ -68,7 +68,7 @@ _GROWING = (
 )
 """Pairs of a conversation and the same conversation after more turns."""
 _SWITCH = re.compile(r"\b(?=\w*(?:think|thought|reason))\w*(?:preserve|keep|clear|drop|truncate)\w*")
-"""A name that a variable for the thoughts of earlier turns may have."""
+"""Names for a variable that keeps or drops the thoughts of earlier turns."""
 _THINKING = {"enable_thinking": True, "thinking": True}
 _THOUGHT = {"reasoning_content": _ANSWER}
 _THOUGHTFUL = (
@@ -79,8 +79,8 @@ _THOUGHTFUL = (
 
 
 class ChatTemplate:
-    """The chat template of one model. Thread-safe. `end_ids` end replies, `placeholders` stand for images. `variables`
-    are those of the daemon's owner; the client's own win."""
+    """The chat template of one model. Thread-safe. `end_ids` end replies, `placeholders` stand for images. The daemon's
+    owner sets `variables`; a client's variables override them."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class ChatTemplate:
         self._warned_of_tools = False
 
     def for_trial(self) -> ChatTemplate:
-        """Returns a copy for made-up conversations: what it learns and logs is its own."""
+        """Returns a copy for made-up conversations. It learns and logs separately."""
         other = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, dict):
@@ -141,9 +141,8 @@ class ChatTemplate:
             log.warning("a request offers tools, but the model's chat template ignores them; this is logged once")
         for name in SET_BY_THE_DAEMON & conversation.template_variables.keys():
             raise InvalidRequest.at(f"chat_template_kwargs.{name}", "is set by the daemon and cannot be changed")
-        messages = [
-            message_for_template(message, "developer" in template, with_pictures) for message in conversation.messages
-        ]
+        knows_developer = "developer" in template and self.writes_developer
+        messages = [message_for_template(message, knows_developer, with_pictures) for message in conversation.messages]
         variables = {**self.switch_of(tools), **self._variables, **variables_for_template(conversation)}
         template_input = TemplateInput(messages, tools, variables, conversation.path)
         rules = self.rules_of(tools, conversation.special_tokens_in_text, with_pictures)
@@ -151,7 +150,7 @@ class ChatTemplate:
         return changed._replace(stand_ins=stand_ins)
 
     def render(self, template_input: TemplateInput, ending: Ending) -> str:
-        """Returns the text of the messages. Raises `InvalidRequest` if the template refuses them."""
+        """Returns the messages as text. Raises `InvalidRequest` if the template refuses them."""
         template_input = template_input._replace(messages=self.form.applied(template_input.messages))
         written, stand_ins = self._written(template_input, ending), template_input.stand_ins
         if stand_ins is None or not stand_ins.are_escaped_in(written):
@@ -180,7 +179,7 @@ class ChatTemplate:
             raise InvalidRequest.at(template_input.path, problem, "template_error") from error
 
     def try_render(self, template_input: TemplateInput, ending: Ending) -> str:
-        """Renders to find boundaries. Returns "", which has no boundary, if the template refuses."""
+        """Renders to find boundaries. Returns "" if the template refuses."""
         try:
             return self.render(template_input, ending)
         except InvalidRequest as error:
@@ -189,30 +188,40 @@ class ChatTemplate:
 
     @cached_property
     def writes_late_system(self) -> bool:
-        """True if the template writes a system message after messages of other roles."""
-        return _TEXT in self.try_render(_LATE_SYSTEM, "reply")
+        """True if the template writes a system message after messages of other roles, without losing a leading one (if
+        it accepts both)."""
+        with_first = self._written_plainly([_FIRST_SYSTEM, *_LATE_SYSTEM])
+        return _TEXT in self._written_plainly(_LATE_SYSTEM) and (not with_first or _ANSWER in with_first)
 
     @cached_property
     def writes_second_system(self) -> bool:
-        """True if the template writes a second system message."""
-        return _TEXT in self.try_render(_SECOND_SYSTEM, "reply")
+        """True if the template writes a second system message, without losing the first one."""
+        text = self._written_plainly([_FIRST_SYSTEM, _SYSTEM, *_TURNS])
+        return _TEXT in text and _ANSWER in text
+
+    @cached_property
+    def writes_developer(self) -> bool:
+        """True if the template writes a first message of the role `developer`."""
+        return _TEXT in self._written_plainly([_SYSTEM | {"role": "developer"}, *_TURNS])
 
     @cached_property
     def refuses_system(self) -> bool:
-        """True if the template takes no system message at all."""
+        """True if the template accepts no system message."""
         with_system, without = ([_SYSTEM, SOME_USER], [SOME_USER])
-        return not self._takes(with_system) and self._takes(without)
+        return not self._written_plainly(with_system) and bool(self._written_plainly(without))
 
-    def _takes(self, messages: list[JsonObject]) -> bool:
-        return bool(self.try_render(TemplateInput(messages, None, {}), "reply"))
+    def _written_plainly(self, messages: list[JsonObject]) -> str:
+        """Returns messages without tools as text; "" if the template refuses them."""
+        return self.try_render(TemplateInput(messages, None, {}), "reply")
 
     def learned(self, learn: Callable[[Write], T], tools: list[JsonObject] | None) -> T:
-        """Returns what `learn` finds out about the template for `tools`, once. It gets a function that renders."""
+        """Returns the result of `learn` for the template for `tools`, computed once. `learn` gets a function that
+        renders."""
         key = learn, self.source_for(tools)
         if key not in self._learned:
             self._learned[key] = learn(self._writer(tools))
-        found: T = self._learned[key]
-        return found
+        value: T = self._learned[key]
+        return value
 
     def writes_in_result(self, mark: str) -> bool:
         """Returns whether the template writes the `mark` of an image in the result of a call."""
@@ -228,7 +237,7 @@ class ChatTemplate:
         return in_parts and not plain
 
     def markers_of(self, tools: list[JsonObject] | None) -> dict[str, int]:
-        """Returns the token ids of the template's markers by their texts. There may be another template for tools."""
+        """Returns the token ids of the template's markers by their texts. A model may have a template for tools."""
         template = self.source_for(tools)
         if template not in self._markers:
             texts = template_markers(self.special.keys(), self.added.keys() - self.special.keys(), self._writer(tools))
@@ -243,8 +252,8 @@ class ChatTemplate:
         return self._reply_ends[template]
 
     def switch_of(self, tools: list[JsonObject] | None) -> dict[str, bool]:
-        """Returns the variable with which the template keeps the thoughts of earlier turns; {} without one, or if it
-        keeps them in any case."""
+        """Returns the variable that makes the template keep the thoughts of earlier turns; {} without one, or if the
+        template always keeps them."""
         template = self.source_for(tools)
 
         def keeps(switch: dict[str, bool]) -> bool:
@@ -277,7 +286,7 @@ class ChatTemplate:
             tokens = TokenTexts(self._control, cuts)
             never: Callable[[Author], Collection[str]] = partial(self._never, tools)
             if special_tokens_in_text:
-                # A placeholder without an image is an error.
+                # A placeholder without an image would be an error.
                 never = partial(lambda texts, _: texts, self._placeholders if with_pictures else ())
             self._rules[key] = TextRules(tokens, self.markers_of(tools), never, joins=special_tokens_in_text)
         return self._rules[key]
@@ -311,8 +320,8 @@ class ChatTemplate:
 
 
 def place(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
-    """Joins leading system messages, and gives later ones to the user, unless the template writes them as they are. All
-    are the user's if it takes none."""
+    """Joins leading system messages, and gives later ones to the user, unless the template writes them unchanged. If
+    the template accepts no system message, all are the user's."""
     conversation, leading = draft.conversation, draft.conversation.num_leading
     if leading and template.refuses_system:
         as_users = [replace(message, role="user") for message in conversation.messages[:leading]]
@@ -326,7 +335,7 @@ def place(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
 
 
 def render(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
-    """Renders the conversation in the words of its recorded replies, to "" if the template refuses them."""
+    """Renders the conversation in the words of its recorded replies; "" if the template refuses them."""
     template_input = template.input_of(draft.replayed_conversation, bool(draft.pictures))
     write = template.try_render if draft.remembered else template.render
     rendering = Rendering(template_input, write(template_input, draft.conversation.ending))
@@ -337,14 +346,14 @@ def render(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
 
 
 def turn_texts(control: Collection[str], special: Collection[str], write: Write) -> set[str]:
-    """Returns the texts of tokens that begin or end turns: those that the template writes around plain messages and
-    results of calls, except tags of thoughts and calls; all special tokens if it refuses plain conversations."""
+    """Returns the texts of tokens that begin or end turns. The template writes them around plain messages and results
+    of calls; tags of thoughts and calls do not count. If it refuses plain conversations, all special tokens count."""
     plain = write((SOME_USER, SOME_REPLY, SOME_USER), False)
     if not plain:
         return set(control) & set(special)
     around = {text for text in control if text in plain}
     tags = _interpreted(sorted(around - set(special)), write)
-    # Some templates react to the end of a thought only.
+    # Some templates react only to the end of a thought.
     around -= tags | {tag.replace("/", "", 1) for tag in tags}
     called, answered = (
         write(messages, False) for messages in ((SOME_USER, SOME_CALL), (SOME_USER, SOME_CALL, SOME_RESULT))
@@ -355,10 +364,10 @@ def turn_texts(control: Collection[str], special: Collection[str], write: Write)
 def template_markers(special_texts: Collection[str], other_texts: Collection[str], write: Write) -> frozenset[str]:
     """Returns the texts of the added tokens after which a conversation of this template may be cut.
 
-    Other than special tokens count only if special tokens do not separate messages, if the template writes them around
-    messages, and if they stay when the conversation continues. A token whose text in a message changes the rendering
-    (templates move or drop reasoning) counts only if it is special and separates messages. If the template refuses
-    plain conversations, all special tokens count.
+    Tokens that are not special count only if special tokens do not separate messages, if the template writes them
+    around messages, and if they stay when the conversation continues. A token whose text in a message changes the
+    rendering (templates move or drop reasoning) counts only if it is special and separates messages. If the template
+    refuses plain conversations, all special tokens count.
     """
     special = frozenset(filter(None, special_texts))
     prompts = [[write(messages, True) for messages in pair] for pair in _GROWING]
@@ -404,8 +413,9 @@ def _makes_a_difference(tokens: list[str], suffix: str, write: Write) -> bool:
 def end_texts(
     added: Mapping[str, int], end_ids: Collection[int], write: Write, first_token: Callable[[str], int | None]
 ) -> frozenset[str]:
-    """Returns the texts of the tokens that may end a reply: `end_ids`, and the token that the template writes there. A
-    token counts only if it is the `first_token` of its own text, so that tokens before it cannot merge with it."""
+    """Returns the texts of the tokens that may end a reply: `end_ids`, and the token that the template writes after a
+    reply. A token counts only if it is the `first_token` of its own text, so that earlier tokens cannot merge with
+    it."""
     texts = {text for text, token_id in added.items() if token_id in end_ids}
     user = {"role": "user", "content": "A question?"}
     after = write([user, {"role": "assistant", "content": _ANSWER}, user], False).partition(_ANSWER)[2].lstrip()

@@ -1,6 +1,6 @@
-"""Tells what a chat template costs: how many tokens of a prompt stay when its conversation changes as it usually does.
+"""Measures the cost of a chat template: how many tokens of a prompt stay equal after usual changes of a conversation.
 
-The state of the tokens up to the first change is reused, all others are computed again. Made-up conversations are
+The state of the tokens up to the first change is reused; all later tokens are computed again. Made-up conversations are
 rendered before and after each change.
 """
 
@@ -22,37 +22,37 @@ if TYPE_CHECKING:
     from diskprefix.chat.renderer import PromptRenderer
 
 _LIMIT_S = 3.0
-"""For all renderings: a template may be slow, or never end."""
+"""The time limit of all renderings, in seconds: a template may be slow, or never end."""
 _ENOUGH = 0.8
-"""The share of a prompt that stays; if less does, the line says what can be done."""
+"""The least share of a prompt that should stay. Below it, the line gives advice."""
 _CLOCK = "strftime_now"
 """The function with which templates read the date."""
 _DATE = re.compile(r"\b(\w*(?:date|today)\w*)\s+is\s+(?:not\s+)?defined\b")
-"""A variable that a template reads instead of the date of the day."""
+"""A variable that a template uses instead of today's date."""
 _WORDS = "Water that falls on the mountains finds its way to the sea, by one river or by another. "
 
 
-class Kept(Struct, frozen=True):
-    """Of a prompt of `total` tokens, the first `kept` stay."""
+class CommonPrefix(Struct, frozen=True):
+    """The first `num_tokens` of a prompt of `total` tokens stay equal."""
 
-    kept: int
+    num_tokens: int
     total: int
 
     @property
-    def loses_much(self) -> bool:
-        return self.kept < self.total * _ENOUGH
+    def is_short(self) -> bool:
+        return self.num_tokens < self.total * _ENOUGH
 
 
 class TemplateCost(Struct, frozen=True):
-    """The tokens of a prompt that stay after each change; None if the template refuses a conversation."""
+    """The tokens of a prompt that stay equal after each change; None if the template refuses a conversation."""
 
-    turn: Kept | None = None
+    turn: CommonPrefix | None = None
     """A reply and a question are added."""
-    day: Kept | None = None
-    """The same conversation on the next day."""
-    thoughts: Kept | None = None
-    """The next question after a call with thoughts, which many templates drop then."""
-    tool: Kept | None = None
+    day: CommonPrefix | None = None
+    """The conversation is rendered on the next day."""
+    thoughts: CommonPrefix | None = None
+    """A question follows a call with thoughts, which many templates then drop."""
+    tool: CommonPrefix | None = None
     """The client offers one more tool."""
     advice: str = ""
 
@@ -60,18 +60,23 @@ class TemplateCost(Struct, frozen=True):
     def line(self) -> str:
         """The figures in one line, without the advice."""
         changes = ("a turn is added", self.turn), ("a day passes", self.day), ("thoughts are dropped", self.thoughts)
-        said = [
-            f"{kept.kept} of {kept.total} when {change}"
-            for change, kept in (*changes, ("a tool is added", self.tool))
-            if kept is not None
+        figures = [
+            f"{prefix.num_tokens} of {prefix.total} when {change}"
+            for change, prefix in (*changes, ("a tool is added", self.tool))
+            if prefix is not None
         ]
-        return f"tokens of three turns that stay: {', '.join(said)}" if said else "no conversation could be rendered"
+        if not figures:
+            return "no conversation could be rendered"
+        return f"tokens of three turns that stay: {', '.join(figures)}"
 
     @property
     def record(self) -> JsonObject:
-        """The same for JSON."""
-        kept = {"turn": self.turn, "day": self.day, "thoughts": self.thoughts, "tool": self.tool}
-        figures = {name: None if each is None else {"kept": each.kept, "of": each.total} for name, each in kept.items()}
+        """The figures and the advice, for JSON."""
+        prefixes = {"turn": self.turn, "day": self.day, "thoughts": self.thoughts, "tool": self.tool}
+        figures = {
+            name: None if prefix is None else {"kept": prefix.num_tokens, "of": prefix.total}
+            for name, prefix in prefixes.items()
+        }
         return {**figures, "advice": self.advice}
 
 
@@ -93,44 +98,44 @@ class _Trial:
         calls = _conversation([_said("system", 3), *_turns(1), _said("user", 1), *_call()], tools=[_tool("look")])
         asked = replace(calls, messages=[*calls.messages, _said("assistant", 1), _said("user", 1)])
         more_tools = replace(calls, tools=[_tool("look"), _tool("write")])
-        turn, day = self._kept(plain, grown), self._over_a_day(plain, {})
-        thoughts, tool = self._kept(calls, asked), self._kept(calls, more_tools)
+        turn, day = self._common_prefix(plain, grown), self._over_a_day(plain, {})
+        thoughts, tool = self._common_prefix(calls, asked), self._common_prefix(calls, more_tools)
         advice = self._advice(plain, turn, day)
         return TemplateCost(turn, day, thoughts, tool, advice)
 
-    def _over_a_day(self, plain: Conversation, variables: JsonObject) -> Kept | None:
+    def _over_a_day(self, plain: Conversation, variables: JsonObject) -> CommonPrefix | None:
         now = datetime.now()
-        # All that a template may write of the time differs.
+        # Every part of the time that a template may write differs.
         later = now + timedelta(days=1, hours=1, minutes=1, seconds=1)
         first, second = (
             replace(plain, template_variables={**variables, _CLOCK: moment.strftime}) for moment in (now, later)
         )
-        return self._kept(first, second)
+        return self._common_prefix(first, second)
 
-    def _kept(self, before: Conversation, after: Conversation) -> Kept | None:
+    def _common_prefix(self, before: Conversation, after: Conversation) -> CommonPrefix | None:
         prompts = []
         for conversation in (before, after):
             try:
                 prompts.append(self._renderer.replay(conversation, None).prompt.token_ids)
             except InvalidRequest:
                 return None
-        return Kept(common_prefix_length(*prompts), len(prompts[0]))
+        return CommonPrefix(common_prefix_length(*prompts), len(prompts[0]))
 
-    def _advice(self, plain: Conversation, turn: Kept | None, day: Kept | None) -> str:
-        said = []
-        if turn is not None and turn.loses_much:
-            said.append("each question changes earlier text; another template (--chat-template FILE) may not")
-        if day is not None and day.loses_much:
+    def _advice(self, plain: Conversation, turn: CommonPrefix | None, day: CommonPrefix | None) -> str:
+        advice = []
+        if turn is not None and turn.is_short:
+            advice.append("each question changes earlier text; another template (--chat-template FILE) may not")
+        if day is not None and day.is_short:
             fixed = self._without_date(plain)
             how = f"--chat-template-kwargs '{fixed}'" if fixed else "another template (--chat-template FILE)"
-            said.append(f"the date at the beginning changes each day; {how} keeps it")
-        return "; ".join(said)
+            advice.append(f"the date at the beginning changes each day; {how} keeps it")
+        return "; ".join(advice)
 
     def _without_date(self, plain: Conversation) -> str:
-        """Returns the value of `--chat-template-kwargs` with which the date stays; "" without one."""
+        """Returns the value of `--chat-template-kwargs` that fixes the date; "" if there is none."""
         for name in dict.fromkeys(_DATE.findall(self._renderer.template_source)):
             day = self._over_a_day(plain, {name: "1 January 2026"})
-            if day is not None and not day.loses_much:
+            if day is not None and not day.is_short:
                 return f'{{"{name}": "1 January 2026"}}'
         return ""
 

@@ -1,4 +1,4 @@
-"""The input of a chat template: messages, tools and variables, in the form that the template takes."""
+"""The input of a chat template: messages, tools and variables, in the form that the template accepts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger("diskprefix")
 _MAX_LEVELS = 200
 """The most levels in the arguments of a call. Templates write them recursively."""
 PART_SEPARATOR = "\n"
-"""Between the text parts of a message."""
+"""The separator of the text parts of a message."""
 _AUTHORS: dict[str, Author] = {"system": "system", "developer": "system", "assistant": "reply"}
 """The authors of messages by role; the client wrote all others."""
 _WORDS = ("content", "reasoning_content")
@@ -48,8 +48,8 @@ class TemplateInput(NamedTuple):
 
 
 def message_for_template(message: Message, developer_is_known: bool, with_pictures: bool) -> JsonObject:
-    """Returns `message` as templates expect it. The role of an unknown `developer` is `system`, and content with images
-    is a list of parts."""
+    """Returns `message` in the form that templates expect. Unless `developer_is_known`, `developer` becomes `system`.
+    Content with images is a list of parts."""
     role = "system" if message.role == "developer" and not developer_is_known else message.role
     text = PART_SEPARATOR.join(part.text for part in message.texts)
     parts = [
@@ -100,7 +100,7 @@ def variables_for_template(conversation: Conversation) -> JsonObject:
 
 
 def require_few_arguments(conversation: Conversation) -> None:
-    """Raises `InvalidRequest` for too many values in arguments that are JSON text. Objects are counted before."""
+    """Raises `InvalidRequest` for too many values in arguments that are JSON text. Objects were counted in the body."""
     calls = (call for message in conversation.messages for call in message.tool_calls)
     texts = [call.arguments.encode("utf-8", "replace") for call in calls if isinstance(call.arguments, str)]
     if too_many := count_values(texts).too_many:
@@ -133,7 +133,7 @@ def _is_deep(value: object) -> bool:
 
 
 def text_for_template(text: str) -> list[JsonObject]:
-    """Returns a text as a list of parts, for templates that take nothing else."""
+    """Returns a text as a list of parts, for templates that accept only lists."""
     return [{"type": "text", "text": text}]
 
 
@@ -154,8 +154,8 @@ def probe_of(template_input: TemplateInput) -> TemplateInput:
 
 
 def question_probes_of(template_input: TemplateInput) -> list[TemplateInput]:
-    """Returns the input up to the user's last message, and the same with another reply and another question behind it;
-    nothing without such a message."""
+    """Returns the input up to the user's last message, and this input followed by another reply and another question.
+    Returns nothing if there is no such message."""
     messages = template_input.messages
     end = max((k for k, message in enumerate(messages, start=1) if message["role"] == "user"), default=0)
     if not end:
@@ -175,7 +175,7 @@ _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 
 class MessageForm(Struct, frozen=True):
-    """The form in which a template takes messages. The default: contents are texts, arguments objects, ids any."""
+    """The form of messages that a template accepts. The default: contents are texts, arguments objects, ids any."""
 
     parts_only: bool = False
     """Contents are lists of parts."""

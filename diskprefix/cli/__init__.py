@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -139,10 +140,13 @@ def _run(args: list[str] | None) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "diskprefix":
             raise
-        problem = f"{error.name} is not installed; this installs everything that is needed: pip install diskprefix"
-        return _fail(problem, _USAGE_EXIT_CODE)
+        from diskprefix.model.load.imports import INSTALL, PACKAGES
+
+        package = error.name.partition(".")[0]
+        todo = INSTALL if package in PACKAGES else f"{shlex.quote(sys.executable)} -m pip install {package}"
+        return _fail(f"{error.name} is not installed: {todo}", _USAGE_EXIT_CODE)
     except OSError as error:
-        # An error without a file's name is that of an open file: the output.
+        # An error without a file's name comes from an open file: the output.
         if not error.filename:
             _drop_output()
         return _fail(f"{error.filename or 'cannot write the output'}: {error.strerror or error}", _SYSTEM_EXIT_CODE)

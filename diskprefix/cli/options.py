@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.chat.normalisers import Normalisers
+from diskprefix.chat.canonicalisers import Canonicalisers
 from diskprefix.cli.policy_file import find_policy, read_policy
 from diskprefix.errors import SettingsError
 from diskprefix.model.load.proposals import meant_name
@@ -263,8 +263,8 @@ def _parsed(name: str, value: Any) -> Any:
         return str(value).lower()
     if name == "kernels":
         require_kernels(str(value))
-    if name == "normalise":
-        Normalisers.parse(value, param=flag)
+    if name == "canonicalise":
+        Canonicalisers.parse(value, param=flag)
     if kind == "size":
         return parse_size(value, param=flag)
     if kind == "duration":

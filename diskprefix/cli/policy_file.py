@@ -20,7 +20,7 @@ def find_policy(name_or_path: str) -> Path:
         if Path(name_or_path).is_file():
             return Path(name_or_path)
         raise SettingsError(f"--policy: no such file: {name_or_path}")
-    presets = {path.stem: path for path in sorted(policies_folder().glob("*.toml")) if path.stem != "normalisers"}
+    presets = {path.stem: path for path in sorted(policies_folder().glob("*.toml")) if path.stem != "canonicalisers"}
     if name_or_path in presets:
         return presets[name_or_path]
     raise SettingsError(

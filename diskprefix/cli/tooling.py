@@ -21,6 +21,8 @@ from diskprefix.settings import DEFAULT_DIR, default_kv_cache_dir, expanded
 from diskprefix.store.folder import DATA
 from diskprefix.store.store import Store
 from diskprefix.store.tree import EntryInfo
+from diskprefix.tenant_ids import short_tenant
+from diskprefix.user_key import is_users
 
 _LONG_S = 3.0
 _SHOWN_ID_DIGITS, _MIN_ID_DIGITS = 12, 4
@@ -102,6 +104,13 @@ def shortened(text: str, width: int) -> str:
 def short_id(id_: str) -> str:
     """Returns the first digits of an entry's id, enough to tell it from others."""
     return id_[:_SHOWN_ID_DIGITS]
+
+
+def tenant_names(*, in_full: bool = False) -> Callable[[str], str]:
+    """Returns a function that shows the id of a tenant, which `purge --salt` takes, shortened unless `in_full`. The
+    tenant of this user's programs has the mark `(yours)` after it."""
+    is_own, text = is_users(), str if in_full else short_tenant
+    return lambda tenant: text(tenant) + (" (yours)" if is_own(tenant) else "")
 
 
 def find_entry(entries: list[EntryInfo], beginning: str) -> EntryInfo:

@@ -1,8 +1,9 @@
-"""The requests that the engine has accepted: how each gets its memory, may lose it to others, and ends."""
+"""The requests that the engine has accepted: how each request gets memory, may be preempted, and ends."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,13 +15,13 @@ from msgspec.structs import replace
 from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.engine.device import raise_if_lost
 from diskprefix.engine.gauges import Activity
-from diskprefix.engine.guesser import Guesser
 from diskprefix.engine.inbox import Inbox, Ticket, error_event
 from diskprefix.engine.request import Event
 from diskprefix.engine.running_request import Reply, RunningRequest
 from diskprefix.engine.sampler import Sampler
 from diskprefix.engine.scheduler import NO_LIMIT, Chunk, Scheduler
 from diskprefix.engine.served_model import ServedModel
+from diskprefix.engine.speculation.guesser import Guesser
 from diskprefix.engine.thought_limit import ThoughtLimit
 from diskprefix.errors import DeviceLost
 from diskprefix.kv.page_cache import MemoryWait, PrefixWait, memory_held
@@ -31,20 +32,20 @@ from diskprefix.values import CacheReport
 log = logging.getLogger("diskprefix")
 
 _SCORED_ROWS = 64
-"""The most rows of a step with logits behind each: these take 4 bytes for each token of the vocabulary."""
+"""The most rows of a step in which each row has logits: these take 4 bytes per row and token of the vocabulary."""
 
 _CALLERS_PER_SEQUENCE = 4
-"""The most callers, for each of `max_sequences`, that may have one reply above that limit. A client without an API key
-can make any number of callers with salts."""
+"""For each of `max_sequences`, this many callers may have one reply above the limit. There must be a limit for callers
+too, because a client without an API key can be any number of callers by using salts."""
 
 _WRITE_S = 0.25
-"""The longest wait for one publication to be written when all pages are in use."""
+"""The longest wait of a step, in seconds, for publications to be written when all pages are in use."""
 
 
 class ActiveRequests:
-    """The requests that the engine's thread has accepted. The replies in `waiting` have no memory: the further replies
-    of a request, and replies that lost their memory to others. Every reply begins in the same way: with what memory and
-    disk have of its tokens."""
+    """The requests that the engine's thread has accepted. The replies in `waiting` have no memory: the other replies of
+    a request before its prompt is computed, and preempted replies. Every reply begins in the same way: with the state
+    of its tokens that is in memory or on the disk."""
 
     def __init__(self, served: ServedModel, inbox: Inbox, scheduler: Scheduler[Reply]) -> None:
         self.requests: list[RunningRequest] = []
@@ -56,7 +57,7 @@ class ActiveRequests:
 
     @property
     def has_place(self) -> bool:
-        """True if one more sequence may run."""
+        """True if another sequence may run."""
         running = sum(reply.has_begun and not reply.is_finished for reply in self.replies)
         return running < self._served.max_sequences
 
@@ -66,32 +67,33 @@ class ActiveRequests:
         return [reply for running in self.requests for reply in running.replies]
 
     def activities(self) -> list[Activity]:
-        """Returns what the requests are doing. For any thread."""
+        """Returns the activities of the requests. For any thread."""
         return [running.activity() for running in list(self.requests)]
 
     # A request gets its memory.
 
     def admit(self, tickets: list[Ticket]) -> Iterator[Reply]:
-        """Yields the replies that get memory: accepted ones first, by age, then those of waiting requests, whose
-        callers take turns. Nobody passes a reply or request that waits for memory, unless it gives way."""
+        """Yields the replies that get memory: first accepted replies, by age, then the first replies of waiting
+        requests, whose callers take turns. Nothing overtakes a reply or request that waits for memory, unless it gives
+        way."""
         waiting: list[Ticket | Reply] = [*sorted(self.waiting, key=lambda reply: reply.arrived)]
         for waiter in chain(waiting, self._turns(tickets)):
             if isinstance(waiter, Reply):
-                if waiter not in self.waiting or not (waiter.has_begun or waiter.running.is_published):
+                if waiter not in self.waiting or not (waiter.has_begun or waiter.running.cached.is_published):
                     continue
-                # A reply that lost its memory keeps its place. The further replies of a request need one.
+                # A preempted reply keeps its place. The other replies of a request need a place.
                 if not waiter.has_begun and not self.has_place:
-                    self._end_giving_way(waiter)
+                    self._bring_forward(waiter)
                     continue
             try:
                 memory = self._memory_for(waiter)
                 if isinstance(memory, MemoryWait | PrefixWait):
-                    self._end_giving_way(waiter, memory)
-                if isinstance(memory, MemoryWait) and not _gives_way(waiter):
+                    self._bring_forward(waiter, memory)
+                if isinstance(memory, MemoryWait) and not _is_background(waiter):
                     return
                 if memory is None or isinstance(memory, MemoryWait | PrefixWait):
                     continue
-                reply = waiter if isinstance(waiter, Reply) else self._accept(waiter, memory)
+                reply = waiter if isinstance(waiter, Reply) else self._accept_request(waiter, memory)
             except Exception as error:  # noqa: BLE001 (the client gets it, and the thread must outlive any request)
                 self._refuse(waiter, error) if isinstance(waiter, Ticket) else self._fail(waiter.running, error)
                 continue
@@ -99,18 +101,19 @@ class ActiveRequests:
             reply.state, reply.has_begun = memory, True
             yield reply
 
-    def _end_giving_way(self, waiter: Ticket | Reply, wait: PrefixWait | MemoryWait | None = None) -> None:
-        """Ends the giving way of the reply whose prefix a `waiter` waits for; of all replies if it waits for memory, or
-        without a `wait` for a place. Otherwise the waiter would wait for all replies of others to end."""
-        for reply in () if _gives_way(waiter) else self.replies:
+    def _bring_forward(self, waiter: Ticket | Reply, wait: PrefixWait | MemoryWait | None = None) -> None:
+        """Gives replies their normal priority because a `waiter` waits for them: the reply whose prefix it waits for,
+        or all replies if it waits for memory or, without a `wait`, for a place. Otherwise the waiter would wait until
+        all replies of others have ended."""
+        for reply in () if _is_background(waiter) else self.replies:
             if not isinstance(wait, PrefixWait) or reply.state is wait.sequence:
-                reply.gives_way = False
+                reply.is_background = False
 
     def _turns(self, tickets: list[Ticket]) -> Iterator[Ticket]:
-        """Yields the waiting requests for which there is a place. Callers take turns.
+        """Yields the waiting requests that may begin. Callers take turns.
 
-        A caller with nothing running needs no place: the replies of others may take minutes, and one more row in a step
-        costs them little.
+        A caller with nothing running may start one request even when all places are taken: the replies of others may
+        take minutes, and one more row per step costs them little.
         """
         numbered = list(enumerate(tickets))
         while numbered:
@@ -121,15 +124,16 @@ class ActiveRequests:
             has_place = is_first and len(set(callers)) < _CALLERS_PER_SEQUENCE * self._served.max_sequences
             if not has_place and not self.has_place:
                 for _, ticket in (item, *numbered):
-                    self._end_giving_way(ticket)
+                    self._bring_forward(ticket)
                 return
             yield item[1]
 
     def _memory_for(self, waiter: Ticket | Reply) -> State | PrefixWait | MemoryWait | None:
-        """Returns memory that begins with the longest prefix there; a `MemoryWait` if others must end first; a
-        `PrefixWait` or None if only this waiter must wait. Until its `wait` may be over, nothing is matched again.
+        """Returns memory that begins with the longest prefix in memory. Returns a `MemoryWait` if others must end
+        first, and a `PrefixWait` or None if only this waiter must wait. While the waiter must still wait, its prompt is
+        not matched again.
 
-        Raises `InvalidRequest` for an empty prompt, and `ContextTooLong` for one that exceeds the positions or the
+        Raises `InvalidRequest` for an empty prompt, and `ContextTooLong` for a prompt that exceeds the positions or the
         memory.
         """
         if isinstance(waiter, Ticket):
@@ -152,28 +156,34 @@ class ActiveRequests:
         options, token_ids = ticket.request.cache, ticket.request.prompt.token_ids
         computes_last = options.computes_last
         if isinstance(waiter, Reply) and waiter.token_ids:
-            # The logits behind its last token are needed.
+            # The logits after the last token are needed.
             token_ids, computes_last = waiter.restorable_ids(), True
         owner = None
-        reading, echo = ticket.request.reading, ticket.request.echo
-        if (reading is None or reading.pooling != "mean") and (echo is None or echo.logprobs is None):
-            # A mean needs the hidden states of all tokens, and a scored prompt their logits: only computing gives them.
+        reading = ticket.request.reading
+        if (reading is None or reading.pooling != "mean") and not ticket.request.scores_prompt:
+            # A mean needs the hidden states of all tokens, and a scored prompt needs their logits: they must be
+            # computed.
             owner = self._cache.owner_of(options, ticket.private)
+            if isinstance(waiter, Reply) and self._cache.epochs.is_over(waiter.running.cached.epoch):
+                # Its tenant was purged while it waited: later prompts must not find its state.
+                owner = None
         expires_at = self._cache.expires_at(options.ttl_s)
-        begin = partial(self._pages.begin, owner, token_ids, computes_last=computes_last, expires_at=expires_at)
-        memory = begin()
-        # Bound: each round frees the pages of something that waits to be written, and this thread adds nothing.
-        while isinstance(memory, MemoryWait) and not self._pages.running and self._free_written_pages():
+        begin = partial(
+            self._pages.begin_sequence, owner, token_ids, computes_last=computes_last, expires_at=expires_at
+        )
+        memory, write_until = begin(), time.monotonic() + _WRITE_S
+        # Bound: each round frees the pages of a publication that waits to be written, and this thread adds none.
+        while isinstance(memory, MemoryWait) and not self._pages.running and self._free_written_pages(write_until):
             memory = begin()
         return memory
 
-    def _accept(self, ticket: Ticket, memory: State) -> Reply:
-        """Returns the first reply to a request. All of its replies are `waiting`."""
+    def _accept_request(self, ticket: Ticket, memory: State) -> Reply:
+        """Accepts a request. Adds all its replies to `waiting`, and returns the first one."""
         try:
             running = self._make_running(ticket)
         except Exception:
             if isinstance(memory, KVSequence):
-                self._pages.end(memory, keep=False)
+                self._pages.end_sequence(memory, keep=False)
             raise
         self._num_arrived += len(running.replies)
         self._inbox.begin_request(ticket)
@@ -197,14 +207,14 @@ class ActiveRequests:
         constraints = [first] + [first and first.another() for _ in range(1, request.sampling.n)]
         running.replies = [
             Reply(
-                most_rows=NO_LIMIT if request.echo is None or request.echo.logprobs is None else _SCORED_ROWS,
+                most_rows=_SCORED_ROWS if request.scores_prompt else NO_LIMIT,
                 running=running,
                 index=index,
                 tenant=request.caller,
                 arrived=self._num_arrived + index + 1,
                 prompt_tokens=len(prompt),
                 packs=served.packs,
-                gives_way=_gives_way(ticket),
+                is_background=_is_background(ticket),
                 grid=len(prompt) if layout.unsupported else self._cache.settings.block_size,
                 spans=() if pictures is None else pictures.spans,
                 sampler=Sampler(request.sampling, running.known_ids, index, constraint),
@@ -219,17 +229,18 @@ class ActiveRequests:
     # A step gets its memory.
 
     def with_memory(self, step: list[Chunk[Reply]]) -> list[Chunk[Reply]]:
-        """Returns the chunks of a step that have room. Where there is none, the youngest sequence gives its pages back,
-        even if it is alone. A sequence that is being fetched cannot give them back, so the chunk waits. Guesses for
-        which states cannot be kept are left out."""
-        with_room = [chunk for chunk in step if self._make_room(chunk.sequence, chunk.end)]
+        """Returns the chunks of a step that have room. If there is no room for a chunk, the youngest sequence gives its
+        pages back, even if it is the only one. A sequence that is being fetched cannot give pages back, so the chunk
+        waits. Leaves out guesses if there is no memory to keep the states before them."""
+        write_until = time.monotonic() + _WRITE_S
+        with_room = [chunk for chunk in step if self._preempt_for(chunk.sequence, chunk.end, write_until)]
         # A later chunk may have taken the memory of an earlier one.
         return [_with_spares(chunk) for chunk in with_room if chunk.sequence.state is not None]
 
-    def _make_room(self, reply: Reply, end: int) -> bool:
-        # Bound: each round frees the pages of something that waits to be written, or takes those of a reply.
-        while isinstance(reply.state, KVSequence) and not reply.state.make_room(end):
-            if self._free_written_pages():
+    def _preempt_for(self, reply: Reply, end: int, write_until: float) -> bool:
+        # Bound: each round frees the pages of a publication that waits to be written, or of a reply.
+        while isinstance(reply.state, KVSequence) and not reply.state.take_pages_to(end):
+            if self._free_written_pages(write_until):
                 continue
             younger = [it for it in self.replies if isinstance(it.state, KVSequence) and it.arrived > reply.arrived]
             ready = [it for it in younger if not it.is_fetching]
@@ -238,30 +249,30 @@ class ActiveRequests:
             youngest = max(ready, key=lambda it: it.arrived, default=reply)
             with self.failing(youngest.running):
                 if self._pages.disk_hangs and len(self._pages.running) == 1:
-                    # It would lack the same memory when it begins again.
+                    # The reply would lack the same memory when it begins again.
                     raise memory_held()
                 self.preempt(youngest)
             if youngest.state is not None:
-                # The reply failed, and another one of its request is being fetched.
+                # The request failed, and another of its replies is being fetched.
                 return False
         return reply.state is not None
 
-    def _free_written_pages(self) -> bool:
-        """Frees pages that wait to be written: the writer writes them now, or if that takes long, drops them. Returns
-        False if there are none."""
+    def _free_written_pages(self, write_until: float) -> bool:
+        """Frees pages that wait to be written: the writer writes a publication before the time `write_until`, or drops
+        one. Returns False if no such pages can be freed."""
         writer = self._cache.writer
         has_any = any(hold.frees() for hold in list(self._pages.pool.holds))
-        return has_any and (writer.write_pages(_WRITE_S) or writer.drop_pages())
+        return has_any and (writer.write_pages(max(0.0, write_until - time.monotonic())) or writer.drop_pages())
 
     def preempt(self, reply: Reply, why: str = "waits: others need its memory", *, is_sound: bool = True) -> None:
-        """Takes the pages of a reply, which then waits for memory. It begins again with what memory or disk still have
-        of it. `is_sound`: its state is right."""
+        """Preempts a reply: takes its pages, so that it waits for memory. The reply begins again with the part of its
+        state that is still in memory or on the disk. `is_sound`: its state is right."""
         running, sequence = reply.running, reply.state
         log.info("[engine] %s %s", running.request.id, why)
         assert isinstance(sequence, KVSequence)
         self._served.figures.preemptions += 1
-        self._scheduler.remove(reply)
-        # Logits that were held are computed again.
+        self._scheduler.remove_sequence(reply)
+        # The held logits will be computed again.
         reply.drop_held()
         if is_sound and reply.index == 0 and reply.num_computed:
             running.cached.save_partial(sequence, reply.computed_ids())
@@ -270,7 +281,8 @@ class ActiveRequests:
         self.waiting.append(reply)
 
     def abandon_memory(self, reply: Reply) -> None:
-        """Leaves the pages of a reply to a thread that may still write to them. The reply begins again with others."""
+        """Leaves the pages of a reply to a thread that may still write to them. The reply begins again with other
+        pages."""
         running, sequence = reply.running, reply.state
         assert isinstance(sequence, KVSequence)
         log.info("[engine] %s is computed: the disk does not answer", running.request.id)
@@ -283,28 +295,30 @@ class ActiveRequests:
 
     # A request ends.
 
-    def release(self, reply: Reply, *, keep: bool) -> None:
+    def end_reply(self, reply: Reply, *, keep: bool) -> None:
         """Gives the memory of a reply back. `keep`: the next turn may begin with its state."""
-        self._served.speculation.drop(reply, keep=keep)
-        self._scheduler.remove(reply)
+        self._served.speculation.drop_reply(reply, keep=keep)
+        self._scheduler.remove_sequence(reply)
         if keep:
             reply.drop_held()
         self._end_sequence(reply, keep=keep, is_sound=keep or reply.is_finished)
 
     def _end_sequence(self, reply: Reply, *, keep: bool, is_sound: bool) -> None:
         sequence, reply.state = reply.state, None
-        # A request that waits for memory or a place may begin now. If nothing runs, nothing else wakes the loop.
+        # A request that waits for memory or a place may begin now. If no request runs, nothing else wakes the loop.
         self._inbox.wake()
         if not isinstance(sequence, KVSequence):
             return
         if not is_sound:
-            self._pages.forget(sequence)
+            self._pages.forget_names(sequence)
         options = reply.running.request.cache
         expires_at, saved = self._cache.expires_at(options.ttl_s), options if reply.index == 0 else None
-        self._pages.end(sequence, keep=keep, token_ids=reply.computed_ids(), expires_at=expires_at, options=saved)
+        self._pages.end_sequence(
+            sequence, keep=keep, token_ids=reply.computed_ids(), expires_at=expires_at, options=saved
+        )
 
     def end_request(self, running: RunningRequest, last: Callable[[CacheReport], Event | None]) -> None:
-        """Ends a request, even if its end fails. `last` makes its last event."""
+        """Ends a request, even if saving or recording fails. `last` makes the last event of the request."""
         running.is_over = True
         if running.pictures is not None:
             running.pictures.is_over = True
@@ -312,7 +326,7 @@ class ActiveRequests:
         self._pages.forget_private(running.ticket.private)
         try:
             report = running.cached.close()
-            self._served.record(running, report)
+            self._served.record_request(running, report)
             event = last(report)
         except Exception as error:  # noqa: BLE001 (as above)
             raise_if_lost(error)
@@ -322,17 +336,18 @@ class ActiveRequests:
         self._inbox.end_request(running.ticket)
 
     def cancel(self, running: RunningRequest) -> None:
-        """Ends a request whose client has gone. What was computed for it is kept, as the client may ask again."""
+        """Ends a request whose client has gone. The computed state is kept, because the client may ask again."""
         log.info("[engine] %s cancelled", running.request.id)
         first = running.replies[0]
-        if isinstance(first.state, KVSequence) and first.num_computed and not running.is_published:
+        if isinstance(first.state, KVSequence) and first.num_computed and not running.cached.is_published:
             running.cached.save_partial(first.state, first.computed_ids())
         self._release_all(running, keep=True)
         self.end_request(running, lambda _: None)
 
     @contextmanager
     def failing(self, running: RunningRequest) -> Iterator[None]:
-        """Ends a request with any error that is raised inside. Other requests go on. Raises `DeviceLost`."""
+        """Fails the request with any error that is raised inside the block. Other requests go on. Raises
+        `DeviceLost`."""
         try:
             yield
         except DeviceLost:
@@ -346,7 +361,7 @@ class ActiveRequests:
             running.error = error
             self._stop_waiting(running)
             for reply in running.replies:
-                self._scheduler.remove(reply)
+                self._scheduler.remove_sequence(reply)
             return
         self._release_all(running, keep=False)
         self.end_request(running, lambda _: error_event(error, running.request))
@@ -357,7 +372,7 @@ class ActiveRequests:
     def _release_all(self, running: RunningRequest, *, keep: bool) -> None:
         self._stop_waiting(running)
         for reply in running.replies:
-            self.release(reply, keep=keep and reply.index == 0)
+            self.end_reply(reply, keep=keep and reply.index == 0)
 
     def _refuse(self, ticket: Ticket, error: Exception) -> None:
         """Fails a request that was not accepted."""
@@ -367,15 +382,16 @@ class ActiveRequests:
         self._inbox.end_request(ticket)
 
 
-def _gives_way(waiter: Ticket | Reply) -> bool:
-    """Returns whether nobody waits for the reply of a waiter: it has no token."""
+def _is_background(waiter: Ticket | Reply) -> bool:
+    """Returns whether a waiter is in the background: no client waits for its reply, because the reply has no tokens."""
     if isinstance(waiter, Reply):
-        return waiter.gives_way
+        return waiter.is_background
     return waiter.request.sampling.max_tokens == 0 and waiter.request.reading is None
 
 
 def _with_spares(chunk: Chunk[Reply]) -> Chunk[Reply]:
-    """Returns a chunk, without its guesses if no states can be kept for them. Then its reply gets no more guesses."""
+    """Returns the chunk. If there is no memory to keep the states before its guesses, leaves the guesses out, and its
+    reply gets no more guesses."""
     reply, num_drafted = chunk.sequence, chunk.num_drafted
     if num_drafted and isinstance(reply.state, KVSequence) and not reply.state.take_spares():
         reply.guesser = Guesser()
@@ -384,7 +400,7 @@ def _with_spares(chunk: Chunk[Reply]) -> Chunk[Reply]:
 
 
 def _send_last(ticket: Ticket, event: Event) -> None:
-    """Sends a request's last event, to a client that may have gone."""
+    """Sends the last event of a request. The client may have gone."""
     try:
         ticket.emit(event)
     except Exception:

@@ -13,7 +13,8 @@ from diskprefix.engine.request import FinishReason, TextEvent, TokenLogprob
 from diskprefix.engine.token_bytes import TokenBytes
 
 _MAX_UNDECODED = 16
-"""The most tokens to wait for a complete character. No character has as many. A longer run is decoded as it is."""
+"""The most tokens to wait for a complete character. No character has this many. A longer run is decoded although it is
+incomplete."""
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:
@@ -23,7 +24,7 @@ def special_tokens(tokenizer: Any) -> dict[str, int]:
 
 
 class TextStream:
-    """The text of one reply. It holds back an incomplete character, and text that may be the start of a stop string.
+    """The text of one reply. Holds back an incomplete character, and text that may be the start of a stop string.
     `hidden` tokens have no text. `ends` are the tokens that end a reply; they are special or hidden."""
 
     def __init__(
@@ -43,8 +44,8 @@ class TextStream:
     def event(
         self, choice: int, token: int, logprobs: tuple[TokenLogprob, ...], end: FinishReason | None
     ) -> tuple[TextEvent, FinishReason | None]:
-        """Returns the event of one token, and why the reply ends with it, None if it goes on. `end` is a reason to end
-        here that does not depend on the token."""
+        """Returns the event of one token, and the reason why the reply ends with it, None if the reply goes on. `end`
+        is a reason to end here that does not depend on the token."""
         if token in self._ends:
             return TextEvent(choice, self.push(token) + self.finish(), (token,)), "stop"
         is_first = not self._decoded and not self._undecoded
@@ -56,14 +57,14 @@ class TextStream:
         return TextEvent(choice, text, (token,), named), reason
 
     def named(self, tokens: Sequence[TokenLogprob]) -> tuple[TokenLogprob, ...]:
-        """Returns tokens from the beginning of a text, with their bytes."""
+        """Returns tokens of the beginning of a text, with their bytes added."""
         return tuple(self._with_bytes(item, is_first=not index) for index, item in enumerate(tokens))
 
     def push(self, token: int) -> str:
         """Returns the text that `token` completes, perhaps "". Sets `stopped_by` when a stop string is complete."""
         if token in self._hidden:
             return ""
-        return self._release(self._text_of(token))
+        return self._release_text(self._text_of(token))
 
     def finish(self) -> str:
         """Returns the text that is still held back, at the end of a reply without a stop string."""
@@ -78,13 +79,13 @@ class TextStream:
     def _with_bytes(self, item: TokenLogprob, *, is_first: bool) -> TokenLogprob:
         data = self._bytes_of(item.token_id)
         if is_first and data.startswith(b" ") and not self._decode([item.token_id]).startswith(" "):
-            # Some decoders drop the blank at the beginning of a text.
+            # Some decoders drop the space at the beginning of a text.
             data = data[1:]
-        # Bound: the likeliest alternatives have none of their own.
-        return replace(item, data=data, top=tuple(self._with_bytes(one, is_first=is_first) for one in item.top))
+        # Bound: the alternatives of a token have no alternatives themselves.
+        return replace(item, data=data, top=tuple(self._with_bytes(other, is_first=is_first) for other in item.top))
 
     def _text_of(self, token: int) -> str:
-        """Returns the text up to `token`, "" while a character is incomplete."""
+        """Returns the new text up to `token`, "" while a character is incomplete."""
         self._undecoded.append(token)
         text = self._step(token)
         if text is not None:
@@ -93,7 +94,8 @@ class TextStream:
         return self._broken() if len(self._undecoded) > _MAX_UNDECODED else ""
 
     def _broken(self) -> str:
-        """Returns the text of bytes that are no character. The last ones may begin a character, and stay whole."""
+        """Returns the text of bytes that are not a character. The last bytes may begin a character, so they are kept
+        together."""
         ids, self._undecoded = self._undecoded, []
         pieces = {cut: [self._decode(ids[:cut]), self._decode(ids[cut:])] for cut in range(len(ids) - 3, len(ids))}
         cut = min(reversed(pieces), key=lambda cut: sum(map(len, pieces[cut])))
@@ -105,9 +107,9 @@ class TextStream:
         return text
 
     def _step(self, token: int) -> str | None:
-        """Returns the text up to `token`, None while a character is incomplete. An invalid byte makes a byte-fallback
-        decoder replace its whole run of bytes. The stream fails if it has returned a part of the run before. Then the
-        rest is decoded by itself, and a new stream continues."""
+        """Returns the new text up to `token`, None while a character is incomplete. After an invalid byte, a
+        byte-fallback decoder replaces the whole run of bytes around it. The stream fails if it has already returned a
+        part of this run. Then the rest is decoded separately, and a new stream continues."""
         try:
             text: str | None = self._stream.step(self._backend, token)
         except Exception:  # noqa: BLE001 (tokenizers raises nothing narrower)
@@ -115,9 +117,11 @@ class TextStream:
             self._stream = DecodeStream(ids=list(self._undecoded), skip_special_tokens=False)
         return text
 
-    def _release(self, text: str) -> str:
+    def _release_text(self, text: str) -> str:
         self._held += text
-        complete = [(len(self._held) - rest, stop.text) for stop in self._stops if (rest := stop.add(text)) is not None]
+        complete = [
+            (len(self._held) - rest, stop.text) for stop in self._stops if (rest := stop.add_text(text)) is not None
+        ]
         if complete:
             start, self.stopped_by = min(complete)
             ready, self._held = self._held[:start], ""
@@ -134,18 +138,19 @@ class _StopSearch:
     def __init__(self, text: str) -> None:
         self.text = text
         self.matched = 0
-        """The length of the longest end of the added text that `text` begins with."""
+        """The length of the longest suffix of the added text that is a prefix of `text`."""
 
     @cached_property
     def _ends(self) -> list[int]:
-        """For each beginning of `text`, the length of its longest proper end that `text` begins with."""
+        """For each prefix of `text`, the length of its longest proper suffix that is also a prefix of `text`."""
         ends = [0]
         for character in self.text[1:]:
             ends.append(self._extended(ends[-1], character, ends))
         return ends
 
-    def add(self, text: str) -> int | None:
-        """Adds text. Returns the number of characters from the start of the stop string on; None if it has not come."""
+    def add_text(self, text: str) -> int | None:
+        """Adds text. Returns the number of characters from the start of the stop string to the end of the text; None if
+        the stop string has not occurred."""
         for at, character in enumerate(text):
             self.matched = self._extended(self.matched, character)
             if self.matched == len(self.text):
@@ -154,9 +159,9 @@ class _StopSearch:
         return None
 
     def _extended(self, matched: int, character: str, ends: list[int] | None = None) -> int:
-        """Returns the length of the part of `text` that a text ends with, which ended with `matched` of it before this
-        character."""
-        # Bound: each round falls back to a shorter part.
+        """Returns the length of the longest prefix of `text` that matches the end of the added text with one more
+        `character`. Before this character, `matched` characters matched."""
+        # Bound: each round falls back to a shorter prefix.
         while matched and self.text[matched] != character:
             matched = (ends or self._ends)[matched - 1]
         return matched + (self.text[matched] == character)

@@ -1,4 +1,4 @@
-"""Distinguishes errors after which the accelerator is lost from errors of a single request."""
+"""Distinguishes errors that lose the accelerator from errors of a single request."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _DRIVER_ERROR = re.compile(
 
 def is_device_lost(error: BaseException) -> bool:
     """Returns True if `error` comes from the accelerator's driver and the accelerator can compute nothing more. A
-    driver's error may concern one call only, so the devices are tried: after an error that only a new process can mend,
-    CUDA fails at every later call. Missing memory is no such error, because the next request may fit."""
+    driver's error may concern one call only, so this function tries the devices: after an error that only a new process
+    can repair, every later CUDA call fails. Running out of memory does not count, because the next request may fit."""
     if not _follows_from_driver(error):
         return False
     try:
@@ -39,7 +39,7 @@ def raise_if_lost(error: BaseException) -> None:
 
 def probe_devices() -> None:
     """Waits for all GPUs with memory of this process, and computes on them. Raises the errors of torch."""
-    import torch  # Here, as only the grid needs it.
+    import torch  # Imported here, because only the grid needs it.
 
     for of_device in (torch.cuda, torch.xpu):
         for index in range(of_device.device_count()):
@@ -52,8 +52,8 @@ def _follows_from_driver(error: BaseException) -> bool:
     cause: BaseException | None = error
     seen: set[int] = set()
     # An error of this project explains its cause itself. An unrelated error that was raised while a driver's error was
-    # handled has its own cause.
-    # Bound: no error comes twice, although errors may name each other as their causes.
+    # handled is not caused by it.
+    # Bound: no error is visited twice, although errors may name each other as causes.
     while cause is not None and id(cause) not in seen and not isinstance(cause, DiskPrefixError):
         seen.add(id(cause))
         if _is_from_driver(cause):

@@ -1,10 +1,10 @@
-"""Runs all reads of the engine on threads. A quick step never waits behind a slow one, and nothing waits for ever.
+"""Runs the reading jobs of the engine on threads. A quick step never waits for a slow one, and nothing waits forever.
 
-Each kind of step has its own threads. Until a read begins to load, the engine may give it up, and computes the state
-that was to be read. A read that does not move is given up too, and so are those of a request that has waited for the
-disk too long in all. The thread of a load may still write to its pages, so they stay with it until the thread returns.
-While the disk does not answer (`store.reads`), nothing is read from it; while the shared tier does not, nothing from
-that. So the number of threads is bounded.
+Each kind of step has its own threads. Until a job begins to load, the engine may give it up and compute the state
+instead. A job that does not move is also given up, and so are all jobs of a request that has waited for the disk too
+long in all. The thread of a load may still write to its pages, so the pages stay with the thread until it returns.
+While the disk does not answer (`store.reads`), nothing is read from it, and while the shared tier does not answer,
+nothing is fetched from it. So the number of threads is bounded.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from diskprefix.cache.cache import PrefixCache
-from diskprefix.cache.fetch import Fetch, Step
+from diskprefix.cache.restore import Step
 from diskprefix.cache.tiers.loading import MAX_LOADS
 from diskprefix.kv.page_cache import PageCache
 from diskprefix.store import reads
@@ -29,54 +28,56 @@ from diskprefix.store.reads import Patience
 
 log = logging.getLogger("diskprefix")
 
-Kind: TypeAlias = Step | Literal["draft", "picture"]
-"""The kind of a step: of a restore, all of one for the draft model, or the rows of a picture."""
+StepKind: TypeAlias = Step | Literal["draft", "picture"]
+"""The kind of a step: one step of a restore, a whole restore for the draft model, or the rows of a picture."""
 _CHECK_S = 1.0
-"""Seconds between two checks for reads that do not move."""
+"""Seconds between two checks for jobs that do not move."""
 _SLOW_S = 1.0
-"""A step that has done nothing for so many seconds waits for the disk, and its request with it."""
+"""A step that has done nothing for this many seconds waits for the disk, and so does its request."""
 _END_S = 5.0
 """Seconds that `Fetches.close` waits for running steps."""
 
 
 @dataclass(eq=False)
-class Read:
-    """The steps of one read, which run one after the other. For the engine's thread, except `is_wanted`."""
+class ReadJob:
+    """A job that reads: its steps run one after the other. The steps of a restore are those of `cache.restore.Restore`.
+    For the engine's thread, except `is_wanted`."""
 
     is_needed: Callable[[], bool]
-    """Returns whether somebody still needs the result. Called on any thread."""
-    on_end: Callable[[Any], None]
-    """Called with the read when it has ended or is given up. After a read is given up, called again when it
-    `is_late`."""
-    steps: Iterator[tuple[Kind, Callable[[], object]]] = field(default_factory=lambda: iter(()))
-    """The steps that have not begun."""
+    """Returns whether the result is still needed. Called on any thread."""
+    on_end: Callable[[ReadJob], None] = lambda _: None
+    """Called when the job has ended or is given up. After a job was given up, called again when it `is_late`."""
+    steps: Iterator[tuple[StepKind, Callable[[], object]]] = field(default_factory=lambda: iter(()))
+    """The steps that have not begun yet."""
+    close: Callable[[], None] = lambda: None
+    """Releases the result. Call it when no step runs."""
     patience: Patience = field(default_factory=Patience)
-    """The time that its request may wait for the disk."""
+    """The time that the request of the job may wait for the disk."""
     patience_s: float = math.inf
-    """Seconds after which computing is faster, unless it loads."""
+    """After waiting this many seconds, computing is faster, unless the job has begun to load."""
     waits_since: float = math.inf
-    """When it began to wait for the disk."""
-    step: Kind | None = None
-    """The step that runs, or waits for a thread; then the last one."""
+    """The time, on the clock of `time.monotonic`, when the job began to wait for the disk."""
+    step: StepKind | None = None
+    """The step that runs or waits for a thread; after the end, the last step."""
     is_running: bool = False
     moved_at: float = 0.0
-    """When this step did something last."""
+    """The time, on the clock of `time.monotonic`, when this step last did something."""
     has_begun_to_load: bool = False
-    """Its thread may write to the pages of a sequence until it returns."""
+    """The thread of the job may write to the pages of a sequence until the thread returns."""
     hangs: bool = False
-    """It was given up because it did not move."""
+    """The job was given up because it did not move."""
     is_given_up: bool = False
     is_over: bool = False
-    """No thread runs it any more."""
+    """No thread runs the job any more."""
     is_late: bool = False
-    """It was given up, and is over."""
+    """The job was given up, and is over now."""
     result: Any = None
-    """What the last step returned."""
+    """The result of the last step."""
     error: Exception | None = None
     future: Future[None] | None = None
 
     def is_wanted(self) -> bool:
-        """Returns whether to go on. A step that asks shows that it moves. For any thread."""
+        """Returns whether to go on. A step that calls this also shows that it moves. For any thread."""
         self.moved_at = time.monotonic()
         return self.is_needed() and not self.is_given_up
 
@@ -86,38 +87,13 @@ class Read:
     def is_slow(self, now: float) -> bool:
         return self.is_running and now - self.moved_at > _SLOW_S
 
-    def close(self) -> None:
-        """Releases the result. For a read that is not running."""
-
-
-@dataclass(eq=False)
-class RunningFetch(Read):
-    """A fetch that runs."""
-
-    fetch: Fetch = field(init=False)
-
-    def run_steps(self, *, prefetches: bool) -> Iterator[tuple[Kind, Callable[[], object]]]:
-        """Yields the steps of the fetch. `prefetches`: the shared tier is asked first."""
-        run = self.fetch.run_step
-        if prefetches:
-            yield "prefetch", partial(run, "prefetch")
-        self.waits_since = time.monotonic()
-        if self.fetch.must_read_seen:
-            yield "seen", partial(run, "seen")
-        yield "match", partial(run, "match")
-        if self.fetch.needs_load:
-            yield "load", partial(run, "load")
-
-    def close(self) -> None:
-        self.fetch.close()
-
 
 class Fetches:
-    """Runs reads. For the engine's thread. `wake` is called, on any thread, when `take` has something to return."""
+    """Runs jobs. For the engine's thread. `wake` is called, on any thread, when `ended_reads` has jobs to return."""
 
     def __init__(self, cache: PrefixCache, pages: PageCache, wake: Callable[[], None]) -> None:
         self._cache, self._pages, self._wake = cache, pages, wake
-        self._pools: dict[Kind, Executor] = {
+        self._pools: dict[StepKind, Executor] = {
             "prefetch": ThreadPoolExecutor(cache.settings.max_sequences, thread_name_prefix="kv-prefetch"),
             "seen": ThreadPoolExecutor(1, thread_name_prefix="kv-seen"),
             "match": ThreadPoolExecutor(1, thread_name_prefix="kv-match"),
@@ -125,82 +101,83 @@ class Fetches:
             "draft": ThreadPoolExecutor(1, thread_name_prefix="draft-fetch"),
             "picture": ThreadPoolExecutor(1, thread_name_prefix="picture-load"),
         }
-        self._open: list[Read] = []
-        """Reads that `take` has not returned as ended."""
-        self._ended: deque[Read] = deque()
+        self._open: list[ReadJob] = []
+        """Jobs that `ended_reads` has not returned as ended."""
+        self._ended: deque[ReadJob] = deque()
         self._giving_up = threading.Lock()
-        """Held to decide that a read loads, or that the engine continues without it."""
+        """Held while a job begins to load, or while the engine decides to continue without the job."""
         self._counted_at = time.monotonic()
-        """When `take` last counted what requests wait for the disk."""
+        """The time, on the clock of `time.monotonic`, when `ended_reads` last counted the waits of requests."""
         self.prefetch_hangs = False
-        """The shared tier does not answer. Until it does, it is not asked."""
+        """The shared tier does not answer. It is not asked until it does."""
 
-    def begin(self, read: Read) -> None:
-        """Begins to run the steps of a read; none of them while the disk does not answer, or if its request has waited
-        for it too long."""
-        if self._cache.store.reads.stalled is not None or not read.patience.left_s:
-            read.steps = iter(())
-        self._open.append(read)
-        self._advance(read)
+    def begin_read(self, job: ReadJob) -> None:
+        """Begins to run the steps of a job. Runs none of them while the disk does not answer, or if the request has
+        waited for the disk too long."""
+        if self._cache.store.reads.stalled is not None or not job.patience.left_s:
+            job.steps = iter(())
+        self._open.append(job)
+        self._advance(job)
 
-    def take(self) -> list[Read]:
-        """Returns the reads that ended, and those that are given up now. A read that is given up is returned again when
-        it `is_late`."""
-        now, returned = time.monotonic(), list[Read]()
-        # Bound: each open read ends once.
+    def ended_reads(self) -> list[ReadJob]:
+        """Returns the jobs that ended, and the jobs that are given up now. A job that was given up is returned again
+        when it `is_late`."""
+        now, returned = time.monotonic(), list[ReadJob]()
+        # Bound: each open job ends once.
         while self._ended:
-            read = self._ended.popleft()
-            self._open.remove(read)
-            read.is_late = read.is_given_up
-            returned.append(read)
+            job = self._ended.popleft()
+            self._open.remove(job)
+            job.is_late = job.is_given_up
+            returned.append(job)
         self._count_waits(now)
-        for read in self._open:
-            read.hangs = read.hangs or read.has_stalled(now)
-        hanging = {read.step for read in self._open if read.hangs}
+        for job in self._open:
+            job.hangs = job.hangs or job.has_stalled(now)
+        hanging = {job.step for job in self._open if job.hangs}
         is_stalled = self._note_stall(hanging)
-        for read in [read for read in self._open if not read.is_given_up]:
-            is_slow = read.step in hanging or now - read.waits_since > read.patience_s
-            is_in_vain = is_stalled or is_slow or not read.is_needed()
+        for job in [job for job in self._open if not job.is_given_up]:
+            is_slow = job.step in hanging or now - job.waits_since > job.patience_s
+            is_in_vain = is_stalled or is_slow or not job.is_needed()
             with self._giving_up:
-                hangs = read.hangs or not read.patience.left_s
-                read.is_given_up = hangs or (is_in_vain and not read.has_begun_to_load)
-            if read.is_given_up:
-                returned.append(read)
+                hangs = job.hangs or not job.patience.left_s
+                job.is_given_up = hangs or (is_in_vain and not job.has_begun_to_load)
+            if job.is_given_up:
+                returned.append(job)
         return returned
 
     def _count_waits(self, now: float) -> None:
-        """Counts the time since the last call for the requests that have waited for the disk since: those whose step
-        does not move, and those that wait for the thread of such a step."""
+        """Counts the time since the last call for the requests that have waited for the disk since then: their step
+        does not move, or it waits for the thread of a step that does not move."""
         elapsed, self._counted_at = now - self._counted_at, now
-        slow = {read.step for read in self._open if read.is_slow(now)}
-        waiting = [read for read in self._open if read.step in slow and (read.is_slow(now) or not read.is_running)]
-        waited = {read.patience: min(elapsed, now - read.moved_at) for read in waiting}
+        slow = {job.step for job in self._open if job.is_slow(now)}
+        waiting = [job for job in self._open if job.step in slow and (job.is_slow(now) or not job.is_running)]
+        waited = {job.patience: min(elapsed, now - job.moved_at) for job in waiting}
         for patience, seconds in waited.items():
             patience.spend(seconds)
 
     @property
     def check_in_s(self) -> float | None:
-        """The seconds until the loop must call `take` again, because some read or write may have stopped moving.
-        Requests that wait for memory are tried again then: nothing may wake them while a thread hangs."""
+        """The seconds until the loop must call `ended_reads` again, because a read or write may have stopped moving;
+        None if none is open. Requests that wait for memory are tried again then: nothing may wake them while a thread
+        hangs."""
         return _CHECK_S if self._open or self._cache.store.write_s else None
 
     def close(self) -> None:
-        """Ends all reads. Does not wait for ever for threads that hang: the process ends without them."""
-        for read in self._open:
-            read.is_given_up = True
+        """Ends all jobs. Waits at most five seconds for threads that hang: the process ends without them."""
+        for job in self._open:
+            job.is_given_up = True
         for pool in self._pools.values():
             pool.shutdown(wait=False)
-        wait([read.future for read in self._open if read.future is not None and not read.is_over], _END_S)
-        for read in self.take():
-            read.on_end(read)
-        for read in self._open:
-            if not read.is_running:
-                read.close()
+        wait([job.future for job in self._open if job.future is not None and not job.is_over], _END_S)
+        for job in self.ended_reads():
+            job.on_end(job)
+        for job in self._open:
+            if not job.is_running:
+                job.close()
 
-    def _note_stall(self, hanging: set[Kind | None]) -> bool:
+    def _note_stall(self, hanging: set[StepKind | None]) -> bool:
         """Returns whether the disk does not answer."""
         is_stalled = self._cache.store.reads.stalled is not None
-        # What is being written holds its pages.
+        # A publication that is being written holds its pages.
         is_write_hung = self._cache.store.write_s > reads.STALL_S
         self._pages.disk_hangs = is_stalled or is_write_hung or bool(hanging - {"prefetch"})
         if "prefetch" in hanging and not self.prefetch_hangs:
@@ -210,28 +187,30 @@ class Fetches:
 
     # On any thread.
 
-    def _advance(self, read: Read) -> None:
-        """Has the next step run, or ends the read."""
-        following = next(read.steps, None) if read.error is None and read.is_wanted() else None
+    def _advance(self, job: ReadJob) -> None:
+        """Submits the next step of a job to its thread, or ends the job."""
+        following = next(job.steps, None) if job.error is None and job.is_wanted() else None
         if following is not None:
-            read.step, run = following
-            read.future = self._pools[read.step].submit(self._run, read, run)
+            job.step, run = following
+            if job.step != "prefetch":
+                job.waits_since = min(job.waits_since, time.monotonic())
+            job.future = self._pools[job.step].submit(self._run, job, run)
         else:
-            self._end(read)
+            self._end_read(job)
 
-    def _run(self, read: Read, run: Callable[[], object]) -> None:
+    def _run(self, job: ReadJob, run: Callable[[], object]) -> None:
         with self._giving_up:
-            read.is_running = is_wanted = read.is_wanted()
-            read.has_begun_to_load = is_wanted and read.step in ("load", "draft")
+            job.is_running = is_wanted = job.is_wanted()
+            job.has_begun_to_load = is_wanted and job.step in ("load", "draft")
         if is_wanted:
             try:
-                read.result = run()
+                job.result = run()
             except Exception as error:  # noqa: BLE001 (`on_end` gets it)
-                read.error = error
-            read.is_running = False
-        self._advance(read)
+                job.error = error
+            job.is_running = False
+        self._advance(job)
 
-    def _end(self, read: Read) -> None:
-        read.is_over = True
-        self._ended.append(read)
+    def _end_read(self, job: ReadJob) -> None:
+        job.is_over = True
+        self._ended.append(job)
         self._wake()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from diskprefix.engine.device import raise_if_lost
-from diskprefix.engine.prompt_pictures import PromptPictures
+from diskprefix.engine.pictures.prompt_pictures import PromptPictures
 from diskprefix.engine.running_request import Reply
 from diskprefix.engine.scheduler import Chunk
 from diskprefix.kv.sequence import KVSequence
@@ -20,16 +20,15 @@ log = logging.getLogger("diskprefix")
 
 
 class StateLost(Exception):
-    """A step of several sequences failed, and may have changed their states: each is to be computed again, alone."""
+    """A step of several sequences failed and may have changed their states. Each must be computed again, alone."""
 
 
 def forward(runtime: Runtime, step: list[Chunk[Reply]]) -> list[Logits | Exception]:
-    """Computes a step. If that fails, computes each of its sequences alone, unless
-    they have states in their midst.
+    """Computes a step. If that fails, computes each of its sequences alone, unless one of them continues from states.
 
-    Returns of each chunk its next-token logits, [1 + num_drafted, vocab], behind the last known token and behind each
-    guess; behind each token of a prompt that is scored. Or the error of its own forward, or `StateLost`. Raises
-    `DeviceLost`.
+    Returns, for each chunk, its next-token logits, shape [1 + num_drafted, vocab]: after the last known token and after
+    each guess. For a prompt that is scored, the logits after each token, shape [num_rows, vocab]. After a failure,
+    returns the error of the chunk's own forward, or `StateLost`. Raises `DeviceLost`.
     """
     try:
         wants_hidden = any(chunk.sequence.running.pooling is not None for chunk in step)
@@ -43,7 +42,7 @@ def forward(runtime: Runtime, step: list[Chunk[Reply]]) -> list[Logits | Excepti
             return [error]
         log.warning("[engine] a step of %d sequences failed, now each alone: %s", len(step), first_line(error))
         if any(chunk.start and _state_of(chunk).layout.states for chunk in step):
-            # The layers before the one that failed have their new states already.
+            # The layers before the failed layer have already updated their states.
             return [StateLost() for _ in step]
     for chunk in step:
         _state_of(chunk).truncate(chunk.start)
@@ -87,9 +86,9 @@ def prefill(
 ) -> Logits:
     """Computes a prompt from position `start` to its end. Returns the next-token logits, shape [vocab].
 
-    Steps have `block_size` tokens counted from position 0, as in a cold run: other steps could change the last bits.
-    `start` and `stops`, where steps end too, are grid points unless the model is exact at every token.
-    `after_step` is called after each step. `pictures` has the rows of all pictures, if the prompt has some.
+    Steps end at multiples of `block_size`, as in a cold run: other steps could change the last bits. They also end at
+    `stops`. `start` and `stops` are grid points unless the model is exact at every token. `after_step` is called after
+    each step. `pictures` has the rows of all pictures, if the prompt has any.
     """
     is_exact = sequence.layout.exact_at == "token"
     assert is_exact or not any(at % block_size for at in (start, *stops)), "state enters and leaves at grid points only"

@@ -1,4 +1,4 @@
-"""The queue of the engine: requests that wait or run, and the thread that serves them."""
+"""The engine's queue of waiting and running requests, and the thread that serves them."""
 
 from __future__ import annotations
 
@@ -27,27 +27,28 @@ log = logging.getLogger("diskprefix")
 _IDLE_S = 10.0
 """Seconds without a request."""
 MAX_QUEUED_PICTURE_BYTES = 1 << 30
-"""The limit for the files of pictures of all requests that run or wait."""
+"""The limit for the picture files of all running and waiting requests, in bytes."""
 _RETRY_AFTER_S = 10
 
 
 class Ticket(Struct, eq=False):
-    """A request that waits or runs. `cancel` is for any thread, and may be called several times."""
+    """A waiting or running request. `cancel` is for any thread, and may be called several times."""
 
     request: GenerateRequest
     emit: Callable[[Event], None]
     arrived_at: float = field(default_factory=time.perf_counter)
     cancelled: bool = False
     private: bytes = field(default_factory=partial(os.urandom, 16))
-    """The key of its state in memory, if it shares nothing (`kv.sequence.Owner`)."""
+    """The key of the request's state in memory, if the request shares nothing (`kv.sequence.Owner`)."""
     wait: PrefixWait | MemoryWait | None = None
-    """What it waits for: memory, or another request that computes the same beginning. Set by the engine."""
+    """The reason why the request waits: it needs memory, or another request computes the same prefix. Set by the
+    engine."""
 
     def cancel(self) -> None:
         self.cancelled = True
 
     def waiting_activity(self) -> Activity:
-        """Returns the activity of a request that waits."""
+        """Returns the activity of the request while it waits."""
         return Activity(
             id=self.request.id,
             state="waiting",
@@ -80,7 +81,7 @@ class Inbox:
         self.heartbeat = Heartbeat()
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self.running_activities: Callable[[], list[Activity]] = list
-        """Returns the activities of the requests that run. Set by the engine, for any thread."""
+        """Returns the activities of the running requests. Set by the engine. For any thread."""
 
     @property
     def queue_depth(self) -> int:
@@ -92,7 +93,7 @@ class Inbox:
 
     @property
     def is_over(self) -> bool:
-        """True if the inbox is stopped and nothing runs any more."""
+        """True if the inbox is stopped and no request runs any more."""
         return self._stopping and not self._running
 
     def activities(self) -> list[Activity]:
@@ -106,7 +107,7 @@ class Inbox:
         self._thread.start()
 
     def submit(self, request: GenerateRequest, emit: Callable[[Event], None]) -> Ticket:
-        """Adds a request. Raises `QueueFull` if the files of pictures of all requests exceed their limit, and
+        """Adds a request. Raises `QueueFull` if the picture files of all requests would exceed their limit, and
         `NotReady` while stopping."""
         ticket = Ticket(request, emit)
         with self._changed:
@@ -125,7 +126,7 @@ class Inbox:
         return ticket
 
     def waiting(self) -> list[Ticket]:
-        """Returns the requests that wait, in order of arrival. Forgets cancelled ones."""
+        """Returns the waiting requests in order of arrival. Drops cancelled ones."""
         self.heartbeat.beat()
         with self._changed:
             self._has_news = False
@@ -135,7 +136,7 @@ class Inbox:
     def begin_request(self, ticket: Ticket) -> None:
         """Records that the engine accepts a waiting request."""
         with self._changed:
-            # `stop` may have refused it meanwhile.
+            # `stop` may have refused the request meanwhile.
             if ticket in self._waiting:
                 self._waiting.remove(ticket)
             else:
@@ -147,7 +148,7 @@ class Inbox:
         """Records that the engine is done with a request."""
         with self._changed:
             self._running.remove(ticket)
-            # The files of pictures are large, and others may hold the ticket.
+            # Picture files are large, and others may still hold the ticket.
             ticket.request = replace(ticket.request, prompt=replace(ticket.request.prompt, pictures=()))
             self._changed.notify_all()
 
@@ -157,10 +158,10 @@ class Inbox:
             self._notify()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits until something has changed since the last call of `waiting`, for `timeout_s` at most. Returns False
-        when all is over.
+        """Waits until something has changed since the last call of `waiting`, for at most `timeout_s`. Returns False
+        once the inbox is stopped and no request runs.
 
-        After a while without a request, the system gets back the memory that many requests at once have left free."""
+        After ten idle seconds, free heap memory is returned to the system."""
 
         def has_changed() -> bool:
             return self._has_news or self.is_over
@@ -170,14 +171,15 @@ class Inbox:
             first_s = _IDLE_S if timeout_s is None else min(_IDLE_S, timeout_s)
             is_idle = not self._changed.wait_for(has_changed, first_s) and not self._running
         if is_idle and first_s == _IDLE_S:
-            # A request that comes meanwhile does not wait for it.
+            # On its own thread, so that a request that comes meanwhile does not wait.
             threading.Thread(target=trim_heap, name="trim-heap", daemon=True).start()
         with self._changed:
             self._changed.wait_for(has_changed, None if timeout_s is None else timeout_s - first_s)
             return self._has_news or bool(self._running) or not self._stopping
 
     def stop(self, timeout_s: float) -> bool:
-        """Refuses waiting requests, and cancels running ones after `timeout_s`. Returns True if they finished."""
+        """Refuses waiting requests, and cancels running ones after `timeout_s`. Returns True if the running ones
+        finished in time."""
         with self._changed:
             self._refuse_all()
             finished = self._changed.wait_for(lambda: not self._running, timeout_s)
@@ -195,7 +197,7 @@ class Inbox:
         except DeviceLost as error:
             self._end_all(error)
         except Exception as error:
-            # Without this thread, all requests would wait for ever.
+            # Without this thread, all requests would wait forever.
             log.error("[engine] the engine failed", exc_info=error)
             self._end_all(DeviceLost(f"the engine failed unexpectedly: {first_line(error)}"))
 
@@ -217,7 +219,7 @@ class Inbox:
         self._waiting = [ticket for ticket in self._waiting if not ticket.cancelled]
 
     def _refuse_all(self) -> None:
-        """Fails waiting requests, and all that come from now on. The caller holds the lock."""
+        """Fails all waiting requests and all later ones. The caller holds the lock."""
         self._stopping = True
         refused, self._waiting = self._waiting, []
         self._changed.notify_all()
@@ -235,7 +237,7 @@ def _picture_bytes(request: GenerateRequest) -> int:
 
 
 def error_event(error: Exception, request: GenerateRequest) -> ErrorEvent:
-    """Returns the event for the client of a request that failed, and logs the details for the operator."""
+    """Returns the error event for the client of a failed request, and logs the details for the operator."""
     if isinstance(error, DiskPrefixError):
         if error.http_status >= 500:
             log.error("[engine] %s failed: %s", request.id, error.message)

@@ -1,4 +1,4 @@
-"""The engine's thread: accepts requests, schedules a step, computes it, and has each reply take its logits."""
+"""The engine's thread: accepts requests, schedules a step, computes it, and passes the logits to the replies."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from collections import deque
 from functools import partial
 
 from diskprefix.cache.matching import RestoreResult
+from diskprefix.cache.restore import Restore
 from diskprefix.engine.active_requests import ActiveRequests
-from diskprefix.engine.ahead import Ahead
-from diskprefix.engine.fetches import Fetches, RunningFetch
+from diskprefix.engine.fetches import Fetches, ReadJob
 from diskprefix.engine.forward import StateLost, forward
-from diskprefix.engine.idle_work import IdleWork
+from diskprefix.engine.idle.ahead import Ahead
+from diskprefix.engine.idle.idle_work import IdleWork
+from diskprefix.engine.idle.recheck import Recheck
 from diskprefix.engine.inbox import Inbox
-from diskprefix.engine.picture_rows import PictureRowsSource
-from diskprefix.engine.recheck import Recheck
+from diskprefix.engine.pictures.picture_rows import PictureRowsSource
 from diskprefix.engine.running_request import Reply, ReplyState
 from diskprefix.engine.scheduler import MAX_ROWS, NO_LIMIT, Chunk, Scheduler
 from diskprefix.engine.served_model import ServedModel
@@ -21,7 +22,7 @@ from diskprefix.kv.sequence import KVSequence
 from diskprefix.tokens import Logits, TokenIds, floor_to_grid
 
 _MIN_WAIT_S = 1.0
-"""The least time that a request waits for the disk. It waits longer if computing what is missing takes longer."""
+"""The minimum time that a request waits for the disk. It waits longer if computing the missing tokens takes longer."""
 
 
 class Engine(ServedModel):
@@ -42,29 +43,29 @@ class Loop:
         self._active = ActiveRequests(served, inbox, self._scheduler)
         self._fetches = Fetches(served.cache, served.pages, inbox.wake)
         self._early_logits: deque[tuple[Reply, Logits]] = deque()
-        """The final logits of wholly stored prompts, which are loaded before anything else. Filled on any thread."""
-        self._idle = IdleWork(served, self._fetches.begin, inbox.wake)
+        """The final logits of fully stored prompts. They are loaded before the state. Filled on any thread."""
+        self._idle = IdleWork(served, self._fetches.begin_read, inbox.wake)
         self._idle.tasks = [Recheck(self._idle), Ahead(self._idle, served.ahead)]
         served.ahead.on_job = inbox.wake
         if served.draft is not None:
-            served.draft.begin_read = self._fetches.begin
+            served.draft.begin_read = self._fetches.begin_read
         self._rows: PictureRowsSource | None = None
-        """Gets the rows of pictures; None before the first one comes."""
+        """Gets the rows of pictures; None before the first picture comes."""
         served.cache.on_forget.append(inbox.wake)
         served.constraints.on_ready = served.pages.pool.on_free = inbox.wake
         if not served.in_memory.done():
             served.in_memory.add_done_callback(lambda _: inbox.wake())
 
     def run(self) -> None:
-        """Returns when the inbox is stopped. Raises `DeviceLost`."""
+        """Serves requests until the inbox is stopped. Raises `DeviceLost`."""
         try:
             # Bound: `Inbox.stop` ends the thread.
             while True:
                 self._take_in()
                 has_encoded = self._rows is not None and self._rows.run_slice()
                 step = self._next_step()
-                is_idle = not (step and self._compute(step)) and not has_encoded
-                # The encoder goes on for clients that have gone, but not when all is over.
+                is_idle = not (step and self._compute_step(step)) and not has_encoded
+                # The encoder goes on for clients that have gone, but not once the inbox is stopped.
                 is_idle |= self._inbox.is_over
                 if is_idle and not self._inbox.is_over and self._works_ahead():
                     continue
@@ -82,11 +83,11 @@ class Loop:
 
     @property
     def _is_free(self) -> bool:
-        """There is no request, and the model can compute."""
+        """True if there is no request and the model can compute."""
         return not self._active.requests and not self._inbox.queue_depth and self._served.in_memory.done()
 
     def _works_ahead(self) -> bool:
-        """Computes something while there is no request. Returns False if there is nothing to do."""
+        """Does a piece of idle work while there is no request. Returns False if there is nothing to do."""
         if not self._is_free:
             return False
         self._inbox.heartbeat.beat(MAX_ROWS)
@@ -95,22 +96,22 @@ class Loop:
     # Between two steps.
 
     def _take_in(self) -> None:
-        """Handles all that has happened since the last step."""
-        # First, so that what comes later ends the next wait.
+        """Handles all events since the last step."""
+        # First, so that later events end the next wait.
         waiting = self._inbox.waiting()
         if waiting:
             self._idle.stop()
         active = self._active
         self._served.drop_gone()
-        for running in [one for one in active.requests if one.ticket.cancelled and not one.is_fetching]:
+        for running in [request for request in active.requests if request.ticket.cancelled and not request.is_fetching]:
             with active.failing(running):
                 active.cancel(running)
-        # Bound: each prompt that is fetched adds one at the most.
+        # Bound: each fetched prompt adds at most one.
         while self._early_logits:
             reply, logits = self._early_logits.popleft()
             reply.sample_early(logits)
-        for read in self._fetches.take():
-            read.on_end(read)
+        for job in self._fetches.ended_reads():
+            job.on_end(job)
         self._take_rows()
         for reply in [reply for reply in active.replies if reply.held is not None]:
             if not reply.running.is_over:
@@ -121,80 +122,81 @@ class Loop:
                 self._start(reply)
 
     def _start(self, reply: Reply) -> None:
-        """Fetches the stored state of a reply that has just got memory. If there is nothing to fetch, begins to compute
-        the reply."""
+        """Begins to restore the stored state of a reply that has just got memory. If there is nothing to restore,
+        begins to compute the reply."""
         running, sequence = reply.running, reply.state
         if not isinstance(sequence, KVSequence):
-            self._begin(reply, RestoreResult())
+            self._begin_reply(reply, RestoreResult())
             return
         token_ids, have = reply.restorable_ids(), sequence.num_tokens
         logits = self._served.pages.running[sequence].logits
         is_whole = have + (logits is None) >= len(token_ids)
-        # A request is fetched once even if memory has all of its prompt: the match decides what is to be saved.
-        if running.request.cache.scope.kind == "off" or (running.is_chosen and is_whole):
-            self._begin(reply, RestoreResult(num_tokens=have, logits=logits))
+        # A request is matched once even if memory has its whole prompt: the match decides how much must be saved.
+        if running.request.cache.scope.kind == "off" or (running.cached.is_chosen and is_whole):
+            self._begin_reply(reply, RestoreResult(num_tokens=have, logits=logits))
             return
-        self._fetches.begin(self._fetch_of(reply, sequence, token_ids, logits))
+        self._fetches.begin_read(self._restore_job(reply, sequence, token_ids, logits))
         reply.is_fetching = True
         if logits is not None:
             reply.sample_early(logits)
 
-    def _fetch_of(self, reply: Reply, sequence: KVSequence, token_ids: TokenIds, logits: Logits | None) -> RunningFetch:
+    def _restore_job(self, reply: Reply, sequence: KVSequence, token_ids: TokenIds, logits: Logits | None) -> ReadJob:
         running, cache, pages = reply.running, self._served.cache, self._served.pages
 
         def is_needed() -> bool:
             return not running.ticket.cancelled and running.error is None
 
-        read = RunningFetch(is_needed, partial(self._end_fetch, reply))
+        job = ReadJob(is_needed, patience=running.request.patience)
 
         def on_block(number: int) -> None:
             pages.name_restored(sequence, number)
-            # A waiting request may begin with the block.
+            # A waiting request may share the block.
             self._inbox.wake()
 
         def on_logits(logits: Logits) -> None:
             self._early_logits.append((reply, logits))
             self._inbox.wake()
 
-        read.patience, have = running.request.patience, sequence.num_tokens
-        # The fetch may take tokens back, so others must not begin with them.
+        have = sequence.num_tokens
+        # The restore may take tokens back, so others must not share them.
         pages.set_ready(sequence, 0)
-        read.fetch = running.cached.begin_fetch(sequence, token_ids, have, logits, on_logits, on_block, read.is_wanted)
+        restore = running.cached.begin_restore(sequence, token_ids, have, logits, on_logits, on_block, job.is_wanted)
         if (token_s := cache.cost_model.prefill_s_per_token) is not None:
-            read.patience_s = max(_MIN_WAIT_S, token_s * (len(token_ids) - have))
-        is_shared = cache.remote is not None and not running.is_chosen
-        read.steps = read.run_steps(prefetches=is_shared and not self._fetches.prefetch_hangs)
-        return read
+            job.patience_s = max(_MIN_WAIT_S, token_s * (len(token_ids) - have))
+        is_shared = cache.remote is not None and not running.cached.is_chosen
+        job.steps = restore.steps(prefetches=is_shared and not self._fetches.prefetch_hangs)
+        job.on_end, job.close = partial(self._end_restore, reply, restore), restore.close
+        return job
 
-    def _end_fetch(self, reply: Reply, read: RunningFetch) -> None:
-        """Begins a reply with the state that was fetched, or after a fetch that is given up, with what memory has. If a
-        thread may still write to its pages, the reply gets others, and the first ones end when that thread returns."""
-        running, fetch = reply.running, read.fetch
-        if read.is_late:
-            fetch.close()
-            if read.has_begun_to_load:
-                self._served.pages.end(fetch.sequence, keep=False)
+    def _end_restore(self, reply: Reply, restore: Restore, job: ReadJob) -> None:
+        """Begins a reply with the restored state, or, if the restore was given up, with the state in memory. If a
+        thread may still write to the reply's pages, the reply gets other pages, and the first ones are released when
+        the thread returns."""
+        running = reply.running
+        if job.is_late:
+            restore.close()
+            if job.has_begun_to_load:
+                self._served.pages.end_sequence(restore.sequence, keep=False)
             return
         reply.is_fetching = False
-        running.error = running.error or read.error
-        if read.is_given_up and read.has_begun_to_load:
+        running.error = running.error or job.error
+        if job.is_given_up and job.has_begun_to_load:
             self._active.abandon_memory(reply)
             return
-        if read.is_given_up and read.step == "prefetch" and read.is_needed():
+        if job.is_given_up and job.step == "prefetch" and job.is_needed():
             # Only the shared tier failed. The disk may have the state.
             self._start(reply)
             return
         with self._active.failing(running):
-            self._begin(reply, running.cached.take(fetch, gave_up=read.is_given_up))
+            self._begin_reply(reply, running.cached.adopt_restore(restore, gave_up=job.is_given_up))
 
-    def _begin(self, reply: Reply, restored: RestoreResult) -> None:
-        """Begins to compute what was not restored."""
+    def _begin_reply(self, reply: Reply, restored: RestoreResult) -> None:
+        """Begins to compute the tokens of a reply that were not restored."""
         running, state = reply.running, reply.state
         with self._active.failing(running):
             if running.error is not None:
                 raise running.error
-            if not running.is_chosen:
-                running.is_chosen = True
+            if not running.cached.is_chosen:
                 running.cached.choose(state if isinstance(state, KVSequence) else None)
                 reply.stops = running.cached.selection.checkpoints
                 running.report_progress(restored.num_tokens)
@@ -207,16 +209,16 @@ class Loop:
             elif is_at_end and restored.logits is not None:
                 self._apply(reply, reply.end_prompt(restored.logits))
             else:
-                self._served.speculation.begin(reply)
+                self._served.speculation.begin_reply(reply)
                 self._schedule(reply)
 
     def _schedule(self, reply: Reply) -> None:
-        """Has the next steps compute a reply, as far as it has the rows of its pictures. Has the next rows fetched."""
+        """Adds a reply to the next steps, up to the first picture without rows. Begins to get those rows."""
         pictures, reply.limit = reply.running.pictures, NO_LIMIT
         if pictures is not None and reply.num_computed < reply.prompt_tokens:
             self._rows = self._rows or self._new_rows()
             options = reply.running.request.cache
-            # Bound: each round gives a picture its rows, or leaves.
+            # Bound: each round gives a picture its rows, or leaves the loop.
             while (number := pictures.missing(reply.num_computed)) is not None:
                 if not self._rows.want(pictures, number, options):
                     break
@@ -224,18 +226,20 @@ class Loop:
             if not reply.packs:
                 reply.limit = floor_to_grid(reply.limit, reply.grid)
             if reply.limit <= reply.num_computed:
-                self._scheduler.remove(reply)
+                self._scheduler.remove_sequence(reply)
                 return
-        self._scheduler.add(reply)
+        self._scheduler.add_sequence(reply)
 
     def _new_rows(self) -> PictureRowsSource:
         served, inbox = self._served, self._inbox
-        return PictureRowsSource(served.encoder, served.encoded, self._fetches.begin, inbox.wake, inbox.heartbeat.beat)
+        return PictureRowsSource(
+            served.encoder, served.encoded, self._fetches.begin_read, inbox.wake, inbox.heartbeat.beat
+        )
 
     def _take_rows(self) -> None:
-        """Schedules the prompts that got rows of pictures since the last step."""
-        for pictures, error in () if self._rows is None else self._rows.take():
-            for running in [one for one in self._active.requests if one.pictures is pictures]:
+        """Schedules the prompts that got rows of pictures since the last step. Fails the prompts that got an error."""
+        for pictures, error in () if self._rows is None else self._rows.ready_prompts():
+            for running in [request for request in self._active.requests if request.pictures is pictures]:
                 with self._active.failing(running):
                     if error is not None:
                         raise error
@@ -247,20 +251,20 @@ class Loop:
 
     def _next_step(self) -> list[Chunk[Reply]]:
         if not self._served.in_memory.done():
-            # Wholly stored prompts get their first tokens meanwhile. If the load fails, a step raises its error.
+            # Fully stored prompts get their first tokens meanwhile. If the load fails, a step raises the error.
             return []
         self._served.speculation.plan(self._scheduler.next_replies())
         return self._scheduler.schedule(self._served.pace.max_prompt_rows(self._scheduler.crowd))
 
-    def _compute(self, step: list[Chunk[Reply]]) -> bool:
+    def _compute_step(self, step: list[Chunk[Reply]]) -> bool:
         """Computes a step. Returns False if it must wait for a fetch to free memory."""
         num_preempted = len(self._active.waiting)
         step = self._active.with_memory(step)
         if not step:
-            # The rest of the step, now: the replies that lost their memory would get it back first.
-            # Bound: each call has taken the memory of a reply.
+            # Compute the rest of the step now. In the next round, preempted replies would take their memory back first.
+            # Bound: each call has preempted a reply.
             others = self._next_step() if len(self._active.waiting) > num_preempted else []
-            return bool(others) and self._compute(others)
+            return bool(others) and self._compute_step(others)
         num_rows = sum(chunk.num_rows for chunk in step)
         self._inbox.heartbeat.beat(num_rows)
         started = self._served.clock()
@@ -284,13 +288,13 @@ class Loop:
         return True
 
     def _apply(self, reply: Reply, state: ReplyState) -> None:
-        """Acts on the state of a reply after it took logits. A request ends with its last reply."""
+        """Handles the state of a reply after it took logits. A request ends with its last reply."""
         running = reply.running
         if state == "computing":
             self._schedule(reply)
         elif state == "waiting":
-            self._scheduler.remove(reply)
+            self._scheduler.remove_sequence(reply)
         else:
-            self._active.release(reply, keep=reply.index == 0)
-            if all(one.is_finished for one in running.replies) and not running.is_over:
+            self._active.end_reply(reply, keep=reply.index == 0)
+            if all(each.is_finished for each in running.replies) and not running.is_over:
                 self._active.end_request(running, running.done_event)

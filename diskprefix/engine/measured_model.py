@@ -1,4 +1,4 @@
-"""Measures where a loaded model computes exactly, and makes its cache. Loads the draft model."""
+"""Measures where a loaded model is bit-exact, and makes its cache. Loads the draft model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from diskprefix.cache.cache import PrefixCache
-from diskprefix.engine.draft_model import LoadedDraft
+from diskprefix.engine.speculation.draft_model import LoadedDraft
 from diskprefix.errors import ModelError
 from diskprefix.identity import Fingerprint
 from diskprefix.kv.layout import Layout
@@ -48,7 +48,7 @@ class MeasuredModel(Struct, frozen=True):
     fingerprint: Fingerprint
     reason: str
     build: str = ""
-    """What computes, if that is not in the fingerprint."""
+    """The build that computes, if the fingerprint does not contain it."""
 
     def cache(
         self,
@@ -57,26 +57,28 @@ class MeasuredModel(Struct, frozen=True):
         on_prompts: Callable[[bytes, Iterable[TokenIds]], None] | None = None,
         beside: PrefixCache | None = None,
     ) -> PrefixCache:
-        """Returns the model's cache. The arguments are those of `PrefixCache`."""
+        """Returns the model's cache. For the arguments see `PrefixCache`."""
         identity = partial(self.fingerprint.identity, settings.block_size, LAYOUT_VERSION, self.layout.describe())
         return PrefixCache(
             *(settings, store, self.layout, identity, self.loaded.name, on_prompts),
             tokenizer=os.path.abspath(self.loaded.tokenizer.name_or_path),
-            # A guess is never wrong, only in vain.
+            # A wrong draft costs time, not correctness, so the build of a draft model is not recorded.
             build=self.build if beside is None else "",
             beside=beside,
         )
 
 
 def measured(loaded: LoadedModel, settings: Settings) -> MeasuredModel:
-    """Finds out where a model is exact. Raises the errors of torch when memory runs out, and those of `load_model`."""
+    """Measures whether a model is exact at every token or only on the grid. Raises the errors of torch when memory runs
+    out, and the errors of `load_model`."""
     if loaded.runtime is not None:
         try:
             return _by_plan(loaded, loaded.runtime, settings)
-        except NotExact as found:
-            reason = str(found)
+        except NotExact as error:
+            reason = str(error)
             require_own_type(settings, reason)
-        # The memory of the plan is needed. Plans refer to themselves, and a start collects nothing.
+        # Frees the plan's memory, which is needed now. Plans refer to themselves, and the garbage collector does not
+        # run during a start.
         loaded = replace(loaded, runtime=None, reason=reason, finish=lambda: None)
         gc.collect()
         read = cache(loaded.read_modules)
@@ -85,7 +87,7 @@ def measured(loaded: LoadedModel, settings: Settings) -> MeasuredModel:
 
 
 def _by_plan(loaded: LoadedModel, runtime: PlanRuntime, settings: Settings) -> MeasuredModel:
-    """Raises `NotExact` if the plan does not pass its check."""
+    """Measures a model with a plan. Raises `NotExact` if the plan does not pass its check."""
     compiled = operators()
     assert compiled is not None, "plans need them"
     fingerprint = fingerprint_of_plan(
@@ -103,8 +105,8 @@ def _by_plan(loaded: LoadedModel, runtime: PlanRuntime, settings: Settings) -> M
 
 
 def _runs_encoder(read: Callable[[], PreTrainedModel], versions: str) -> str:
-    """Reads the encoder, which is of modules of transformers. Returns what runs it, "" without the operators'
-    `versions`."""
+    """Reads the encoder, which consists of modules of transformers. Returns a text that identifies the kernels that
+    compute it; "" if `versions`, the identity of the operators, is empty."""
     modules = read()
     return f"{computed_by(modules)} {versions}" if versions else ""
 
@@ -124,12 +126,12 @@ def _by_modules(loaded: LoadedModel, settings: Settings) -> MeasuredModel:
 
 
 def load_draft(settings: Settings, served: LoadedModel, cache: PrefixCache, progress: Report) -> LoadedDraft:
-    """Loads the draft model of `settings`, with a cache in the store that `cache` uses. Raises `ModelError` if it
-    cannot guess for the served model."""
+    """Loads the draft model of `settings`, with a cache in the store of `cache`. Raises `ModelError` if it cannot guess
+    for the served model."""
     own = dataclasses.replace(
         settings, model=settings.draft_model, served_model_name=None, chat_template=None, kv_memory=None
     )
-    # Nothing guesses for it, and it needs no layer for that.
+    # The draft model has no draft model, and needs no draft layer.
     own = dataclasses.replace(own, draft_model=None, speculative="off")
     loaded = load_model(own, progress, flag="--draft-model")
     require_same_vocabulary(served, loaded)
@@ -142,7 +144,7 @@ def load_draft(settings: Settings, served: LoadedModel, cache: PrefixCache, prog
 
 
 def require_same_vocabulary(served: LoadedModel, draft: LoadedModel) -> None:
-    """Raises `ModelError` if a token has different numbers in the two models."""
+    """Raises `ModelError` if a token has different ids in the two models."""
     of_served, of_draft = served.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
     others = of_served.items() ^ of_draft.items()
     if others:

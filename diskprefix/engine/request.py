@@ -21,9 +21,9 @@ FinishReason: TypeAlias = Literal["stop", "length"]
 
 
 class SamplingParams(Struct, frozen=True, kw_only=True):
-    """Parameters of sampling: those of OpenAI, and `top_k`, `min_p` and `repetition_penalty` of vLLM. A `temperature`
-    of 0 is greedy. With `max_tokens` of 0 the prompt is computed and saved, and there is no reply. `logprobs` k reports
-    the chosen token and its k most likely alternatives."""
+    """Sampling parameters: the parameters of OpenAI, and `top_k`, `min_p` and `repetition_penalty` of vLLM. A
+    `temperature` of 0 is greedy. With `max_tokens` of 0 the prompt is computed and saved, and there is no reply.
+    `logprobs` k reports the chosen token and its k most likely alternatives."""
 
     max_tokens: int | None = None
     temperature: float = 1.0
@@ -41,23 +41,23 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
 
 
 class FreeText(Struct, frozen=True, kw_only=True):
-    """Free text before the constrained text: a thought. It ends with the first occurrence of `end`. A reply has it if
-    the reply begins with `begin`; every reply has it if `begin` is None."""
+    """Free text before the constrained text: a thought. It ends with the first occurrence of `end`. A reply has free
+    text if it begins with `begin`; every reply has it if `begin` is None."""
 
     end: str
     begin: str | None = None
 
 
 class Constraint(Struct, frozen=True, kw_only=True):
-    """A constraint of a reply, behind the free text `before`.
+    """A constraint of a reply, after the free text `before`.
 
-    `source` is the JSON text of the schema, the grammar (Lark as llguidance has it), or a JSON list of the strings to
-    choose from; "" for any JSON object.
+    `source` is the JSON text of the schema, the grammar (llguidance's Lark), or a JSON list of the strings to choose
+    from; "" for any JSON object.
 
-    With `begins`, the reply is free but for constrained texts, which begin with a match of this pattern, though not in
-    a thought. If a group of it matched, the group's number stands in the source for what it matched. `make_source`
-    makes the source on another thread when such a text begins. If it raises a `DiskPrefixError`, all of the reply is
-    free.
+    With `begins`, the reply is free text except for constrained texts. A constrained text begins with a match of this
+    pattern, outside a thought. If a group of the pattern matched, the group's number stands in the source for the
+    matched text. `make_source` makes the source on another thread when such a text begins. If it raises a
+    `DiskPrefixError`, the whole reply is free.
     """
 
     kind: Literal["json_schema", "json_object", "lark", "choice"]
@@ -66,7 +66,7 @@ class Constraint(Struct, frozen=True, kw_only=True):
     begins: regex.Pattern[str] | None = None
     make_source: Callable[[], str] | None = None
     owner: Hashable = None
-    """Whose constraint it is: what is compiled for one is not found by another."""
+    """The owner of the constraint: compiled constraints are not shared between owners."""
 
 
 class Reading(Struct, frozen=True, kw_only=True):
@@ -77,8 +77,8 @@ class Reading(Struct, frozen=True, kw_only=True):
 
 
 class Echo(Struct, frozen=True, kw_only=True):
-    """A request for the tokens of the prompt: with their log probabilities, and those of the `logprobs` likeliest
-    tokens in the place of each, unless that is None."""
+    """A request for the tokens of the prompt. Unless `logprobs` is None, the tokens come with their log probabilities,
+    and with the log probabilities of the `logprobs` likeliest tokens at each place."""
 
     logprobs: int | None
 
@@ -91,8 +91,8 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     constraint: Constraint | None = None
     thought_budget: ThoughtBudget | None = None
     reading: Reading | None = None
-    """With it, `sampling.max_tokens` is 0. Pooling computes tokens in any case: `cache.computes_last`, and the scope
-    off for a mean."""
+    """With a reading, `sampling.max_tokens` is 0. Pooling needs computed tokens: `cache.computes_last` is set, and for
+    a mean the scope is off."""
     echo: Echo | None = None
     """With log probabilities the scope is off, because all tokens of the prompt must be computed."""
     shown_special_tokens: frozenset[str] = frozenset()
@@ -103,6 +103,11 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     """The time that the request may still wait for the disk."""
 
     @property
+    def scores_prompt(self) -> bool:
+        """True if the tokens of the prompt get log probabilities."""
+        return self.echo is not None and self.echo.logprobs is not None
+
+    @property
     def caller(self) -> tuple[str, ...]:
         """The key for fair scheduling: all requests with one API key count as one caller."""
         return self.cache.tenant.ids[:1]
@@ -110,7 +115,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
 
 class TokenLogprob(Struct, frozen=True):
     """The natural-log probability of one token under the model's own distribution, before penalties and temperature.
-    `data` are the bytes of the token, which may be a part of a character."""
+    `data` are the bytes of the token; they may be a part of a character."""
 
     token_id: int
     data: bytes
@@ -134,7 +139,7 @@ class TextEvent(Struct, frozen=True):
 
 class ProgressEvent(Struct, frozen=True):
     """The progress of a prompt of `total` tokens: `cached` were restored from `source`, `processed` were restored or
-    computed, and the first `kept` are to be saved. `elapsed_ms` runs since the engine accepted the request."""
+    computed, and the first `kept` will be saved. `elapsed_ms` runs since the engine accepted the request."""
 
     total: int
     cached: int
@@ -151,7 +156,7 @@ class ReadEvent(Struct, frozen=True):
 
 
 class EchoEvent(Struct, frozen=True):
-    """The tokens of the prompt of one choice. The first has no log probability: 0 stands for it."""
+    """The tokens of the prompt of one choice. The first token has no log probability; its value is 0."""
 
     choice: int
     tokens: tuple[TokenLogprob, ...]
@@ -172,13 +177,13 @@ class Usage(Struct, frozen=True, kw_only=True):
 
 
 class Timings(Struct, frozen=True, kw_only=True):
-    """The times of a request. `ttft_ms` runs from its arrival in the queue to the first sampled token, or to the end of
-    the prompt if there is none. `late_restore_ms`: an exact repeat gets its first token from the stored logits, while
-    the state is still restored; `restore_ms` is the part before that token. `drafted_tokens` were guessed and computed;
-    `accepted_tokens` of them are in the reply (`engine.speculation`). `drafted_by` names the proposers: ngram, model
-    or mtp, with commas between. `draft_ms` is the time of guessing. `image_tokens` are the tokens of pictures in the
-    prompt. `images_encoded` pictures were encoded, in `encode_ms`, and `images_restored` were read from the store; the
-    others needed neither."""
+    """The times of a request. `ttft_ms` runs from the arrival in the queue to the first sampled token, or to the end of
+    the prompt if no token is sampled. `late_restore_ms`: an exact repeat gets its first token from the stored logits,
+    while the state is still restored; `restore_ms` is the part before that token. `drafted_tokens` were guessed and
+    computed; `accepted_tokens` of them are in the reply (`engine.speculation`). `drafted_by` names the proposers:
+    ngram, model or mtp, with commas between. `draft_ms` is the time of guessing. `image_tokens` are the tokens of
+    pictures in the prompt. `images_encoded` pictures were encoded in `encode_ms`, and `images_restored` were read from
+    the store; the other pictures were not needed."""
 
     queue_ms: float
     lookup_ms: float
@@ -213,7 +218,7 @@ class DoneEvent(Struct, frozen=True):
 
     @property
     def outcome(self) -> CacheOutcome:
-        """The kind of its time to the first token."""
+        """The cache outcome of the request, which decides the kind of its time to the first token."""
         return outcome_of(self.usage.prompt_tokens, self.cache.restored)
 
 

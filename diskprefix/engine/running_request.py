@@ -1,4 +1,4 @@
-"""A request that the engine computes, and its replies: each takes its logits, samples tokens, sends them, and ends.
+"""A running request and its replies. Each reply takes its logits, samples tokens, sends them, and ends.
 
 A reply calls the sampler, the cache and the client. It never calls the loop: each step returns a `ReplyState`, and the
 loop acts on it.
@@ -17,9 +17,8 @@ from msgspec import Struct, field
 from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.engine.detokenize import TextStream
 from diskprefix.engine.gauges import Activity, ActivityState, EngineFigures
-from diskprefix.engine.guesser import Guesser
 from diskprefix.engine.inbox import Ticket
-from diskprefix.engine.prompt_pictures import PromptPictures
+from diskprefix.engine.pictures.prompt_pictures import PromptPictures
 from diskprefix.engine.request import (
     DoneEvent,
     EchoEvent,
@@ -33,7 +32,8 @@ from diskprefix.engine.request import (
     Usage,
 )
 from diskprefix.engine.sampler import Sampler, log_probability
-from diskprefix.engine.scheduler import Chunk, Sequence
+from diskprefix.engine.scheduler import Chunk, ScheduledReply
+from diskprefix.engine.speculation.guesser import Guesser
 from diskprefix.engine.thought_limit import ThoughtLimit
 from diskprefix.errors import NonFiniteLogits
 from diskprefix.kv.page_cache import MemoryWait, PageCache, PrefixWait
@@ -47,7 +47,8 @@ log = logging.getLogger("diskprefix")
 PROGRESS_S = 1.0
 """The seconds between two reports of progress."""
 LOGGED_S = 5.0
-"""The seconds of a prefill before its progress is logged. Each further line comes after twice the time."""
+"""The seconds of a prefill before its progress is logged. Each further line comes after twice the time of the line
+before."""
 
 ReplyState: TypeAlias = Literal["computing", "waiting", "finished"]
 """The state of a reply after a step. `computing`: the next step computes it. `waiting`: no step computes it until the
@@ -55,17 +56,17 @@ mask of its constraint is ready."""
 
 
 class HeldLogits(Struct, eq=False):
-    """Logits to sample from, shape [1 + guesses, vocab], at once or when the mask of a constraint is ready."""
+    """Logits to sample from, shape [1 + guesses, vocab], immediately or once the mask of a constraint is ready."""
 
     logits: Logits
     guesses: list[int]
-    """The tokens that the rows behind the first one were computed with."""
+    """The guessed tokens of the rows after the first row."""
     had_guesses: bool
-    """True if guesses must be taken back, in these rows or in rows before."""
+    """True if guesses must be taken back, in these rows or in earlier rows."""
 
 
-class Reply(Sequence, eq=False, kw_only=True):
-    """A reply of the `n` to a request. It has a `state` while it is computed."""
+class Reply(ScheduledReply, eq=False, kw_only=True):
+    """One of the `n` replies to a request. It has a `state` while it has memory."""
 
     running: RunningRequest
     index: int
@@ -73,21 +74,22 @@ class Reply(Sequence, eq=False, kw_only=True):
     text: TextStream
     state: State | None = None
     token_ids: list[int] = field(default_factory=list)
-    """The sampled tokens, without the last one of a reply that has ended."""
+    """The sampled tokens. Once the reply has ended, without its last token."""
     guesser: Guesser = field(default_factory=Guesser)
     thought_limit: ThoughtLimit | None = None
     sampled_early: tuple[int, FinishReason | None] | None = None
     """The first token, if it was sent while the prompt was being restored, and why the reply ends with it."""
     hidden: npt.NDArray[np.float64] | None = None
-    """The last hidden state of the last computed token, or the sum of those so far, for a request with a `Reading`."""
+    """For a request with a `Reading`: the last hidden state of the last computed token, or the sum of the last hidden
+    states of all computed tokens. Shape [hidden_size]."""
     held: HeldLogits | None = None
     """The logits to sample from, while the reply is `waiting`."""
     wait: PrefixWait | MemoryWait | None = None
-    """What it waits for while it has no memory; see `Ticket`."""
+    """The reason why the reply waits while it has no memory; see `Ticket.wait`."""
     has_begun: bool = False
-    """True if it has or had memory."""
+    """True if the reply has or had memory."""
     is_fetching: bool = False
-    """True while a fetch may write to its memory."""
+    """True while a fetch may write to the reply's memory."""
     is_finished: bool = False
 
     def ids(self, start: int, end: int) -> npt.NDArray[np.int64]:
@@ -102,7 +104,7 @@ class Reply(Sequence, eq=False, kw_only=True):
 
     @property
     def room_for_draft(self) -> int:
-        """The number of tokens that may be computed behind the last known one. No memory is allocated for guesses."""
+        """The number of tokens that may be computed after the last known token. No memory is allocated for guesses."""
         if not isinstance(self.state, KVSequence):
             return 0
         return min(self.guesser.max_computed, self.state.capacity) - self.num_known
@@ -113,16 +115,16 @@ class Reply(Sequence, eq=False, kw_only=True):
         return tokens[: self.num_computed]
 
     def restorable_ids(self) -> TokenIds:
-        """Returns the tokens whose state may be restored. On the grid, replies have other bits than prefills, so only
-        the prompt may be restored."""
+        """Returns the tokens whose state may be restored. With a model on the grid, the state of a reply has other bits
+        than a prefill computes, so only the prompt may be restored."""
         layout, token_ids = self.running.cached.cache.layout, self.running.request.prompt.token_ids
         if layout.exact_at != "token" or not self.token_ids:
             return token_ids
         return np.concatenate([token_ids, as_token_ids(self.token_ids)])
 
     def add_hidden(self, start: int, hidden: Hidden) -> None:
-        """Takes the last hidden states of the tokens from position `start` on, shape [num_rows, hidden_size]. A sum is
-        added up token after token, so it has the same bits whatever the steps."""
+        """Takes the last hidden states of the tokens from position `start` on, shape [num_rows, hidden_size]. The sum
+        is computed token by token, so its bits do not depend on the steps."""
         if self.running.pooling == "last":
             self.hidden = hidden[-1].astype(np.float64)
             return
@@ -132,16 +134,13 @@ class Reply(Sequence, eq=False, kw_only=True):
             total = total + row
         self.hidden = total
 
-    # Each of these takes logits and returns the state of the reply after them.
-
     def scores(self, chunk: Chunk[Reply]) -> bool:
         """Returns whether all rows of a chunk have logits, for the log probabilities of the prompt."""
-        echo = self.running.request.echo
-        return echo is not None and echo.logprobs is not None and not self.index and chunk.end <= self.prompt_tokens
+        return self.running.request.scores_prompt and not self.index and chunk.end <= self.prompt_tokens
 
     def _score(self, chunk: Chunk[Reply], logits: Logits) -> None:
-        """Keeps the log probabilities of the tokens behind those of a chunk. No logits are kept. If memory was taken
-        away, tokens come a second time."""
+        """Keeps the log probabilities of the next tokens after each token of a chunk, not the logits. If the reply was
+        preempted, tokens come a second time and are skipped."""
         scored, prompt, echo = self.running.scored, self.running.request.prompt.token_ids, self.running.request.echo
         assert echo is not None
         assert echo.logprobs is not None
@@ -158,9 +157,11 @@ class Reply(Sequence, eq=False, kw_only=True):
         tokens = self.text.named([TokenLogprob(first, b"", 0.0), *scored])
         self.running.ticket.emit(EchoEvent(self.index, tokens))
 
+    # Each of these takes logits and returns the state of the reply after them.
+
     def take_step(self, chunk: Chunk[Reply], logits: Logits, seconds: float) -> ReplyState:
-        """Takes a step's logits of `chunk`, [1 + guesses, vocab]. Saves what the step has computed, and samples if all
-        known tokens are computed. `seconds` is the part of the step's time that `chunk` took."""
+        """Takes the logits that a step computed for `chunk`, shape [1 + guesses, vocab]. Has the computed state saved,
+        and samples if all known tokens are computed. `seconds` is the part of the step's time that `chunk` took."""
         running, state = self.running, self.state
         if not chunk.num_drafted:
             self.count_ready()
@@ -170,8 +171,8 @@ class Reply(Sequence, eq=False, kw_only=True):
             running.prefill_s += seconds
             running.report_progress(chunk.end)
             if running.pictures is not None and running.request.sampling.n == 1:
-                running.pictures.release(chunk.end)
-            if isinstance(state, KVSequence) and not running.is_published:
+                running.pictures.release_rows(chunk.end)
+            if isinstance(state, KVSequence) and not running.cached.is_published:
                 running.cached.after_step(state)
         if chunk.end < self.num_known:
             self.sampler.prepare()
@@ -181,8 +182,8 @@ class Reply(Sequence, eq=False, kw_only=True):
         return self._extend(logits)
 
     def end_prompt(self, logits: Logits) -> ReplyState:
-        """Samples the first token from the logits at the prompt's end, shape [vocab]. The token of the first reply is
-        sent before the prompt is published."""
+        """Samples the first token from the logits at the end of the prompt, shape [vocab]. The token of the first reply
+        is sent before the prompt is published."""
         running, state = self.running, self.state
         # A view would keep the logits of all sequences of the step.
         logits = logits.copy()
@@ -200,18 +201,19 @@ class Reply(Sequence, eq=False, kw_only=True):
         return self._sample(held)
 
     def drop_held(self) -> None:
-        """Forgets logits that were held, and the guesses behind them."""
+        """Drops held logits, and takes back the guesses that they belong to."""
         held, self.held = self.held, None
         if held is not None and held.had_guesses:
             self._take_back_guesses()
 
     def sample_early(self, logits: Logits) -> None:
-        """Samples and sends the first token while the prompt is being restored. `logits` are those at the prompt's end,
-        shape [vocab]. An error fails the request when the fetch ends, which writes to the reply's memory until then."""
+        """Samples and sends the first token while the prompt is being restored. `logits` are the next-token logits at
+        the end of the prompt, shape [vocab]. An error fails the request only when the fetch ends, because the fetch
+        writes to the reply's memory until then."""
         running = self.running
         # Progress is reported before the first token.
         is_possible = self.is_fetching and not running.request.reports_progress and running.reply_limit > 0
-        # The fetch may be the second one.
+        # After a preemption, this may be a second fetch.
         is_possible = is_possible and self.sampled_early is None and not self.token_ids
         if not is_possible or not self.sampler.is_ready:
             return
@@ -221,8 +223,8 @@ class Reply(Sequence, eq=False, kw_only=True):
             running.error = error
 
     def _extend(self, logits: Logits) -> ReplyState:
-        """Samples and sends the next tokens. The row behind a guess counts if the guess is the token that was sampled.
-        All other guesses are taken back."""
+        """Samples and sends the next tokens. The row after a guess counts only if the guess equals the token that was
+        sampled. All other guesses are taken back."""
         draft = self.draft[: len(logits) - 1]
         if draft:
             self.running.num_drafted += len(draft)
@@ -251,27 +253,27 @@ class Reply(Sequence, eq=False, kw_only=True):
         return "computing" if reason is None else self._finish(reason)
 
     def _compute_again(self) -> ReplyState:
-        """Has the last token computed again, without guesses. The state of a guess may be infinite. Then the rows
-        before it are wrong too, because attention multiplies it by 0."""
+        """Has the last token computed again, without guesses. The state of a guess may be infinite. Then earlier rows
+        are wrong too, because attention multiplies this state by 0, which gives NaN."""
         self.guesser = Guesser()
         self.num_computed = self.num_known - 1
         self._take_back_guesses()
         return "computing"
 
     def _take_back_guesses(self) -> None:
-        """Forgets the state behind the last right token."""
+        """Takes back the state after the last right token."""
         if isinstance(self.state, KVSequence):
             self.state.take_back(self.num_computed)
         self.count_ready()
 
     def count_ready(self) -> None:
-        """Lets other sequences begin with the tokens that are computed and right."""
+        """Lets other sequences share the tokens that are computed and right."""
         if isinstance(state := self.state, KVSequence):
             self.running.pages.set_ready(state, self.num_computed - len(state.undrafted), self.computed_ids)
 
     def _next(self, logits: Logits) -> tuple[int | None, FinishReason | None]:
-        """Samples and sends a token. Returns it, and why the reply ends with it, None if it does not. The token is None
-        if the reply ends without one."""
+        """Samples and sends a token. Returns the token, and the reason why the reply ends with it, or None if the reply
+        goes on. The token is None if the reply has no tokens."""
         if not self.running.reply_limit:
             self.running.first_token_at = self.running.last_token_at = time.perf_counter()
             self._publish_prompt(logits)
@@ -295,9 +297,9 @@ class Reply(Sequence, eq=False, kw_only=True):
         end: FinishReason | None = "stop" if self.sampler.is_complete else "length" if is_last else None
         event, reason = self.text.event(self.index, token, logprobs, end)
         running.ticket.emit(event)
-        self.sampler.record(event.text)
+        self.sampler.record_text(event.text)
         if self.thought_limit is not None:
-            self.thought_limit.record(event.text)
+            self.thought_limit.record_text(event.text)
         return token, reason
 
     def _send_reading(self) -> None:
@@ -310,13 +312,12 @@ class Reply(Sequence, eq=False, kw_only=True):
         self.running.ticket.emit(ReadEvent(values))
 
     def _publish_prompt(self, logits: Logits) -> None:
-        """Has the prompt saved, once. From then on the further replies may begin."""
+        """Publishes the prompt to the cache, once. From then on, the other replies may begin."""
         running = self.running
-        if self.index == 0 and not running.is_published:
-            running.is_published = True
+        if self.index == 0 and not running.cached.is_published:
             self._send_echo()
-            if isinstance(self.state, KVSequence):
-                running.cached.publish(self.state, logits, running.prefill_s)
+            sequence = self.state if isinstance(self.state, KVSequence) else None
+            running.cached.publish(sequence, logits, running.prefill_s)
 
     def _finish(self, reason: FinishReason) -> ReplyState:
         if self.index == 0 and isinstance(self.state, KVSequence):
@@ -334,21 +335,18 @@ class RunningRequest(Struct, eq=False):
     pages: PageCache
     figures: EngineFigures
     reply_limit: int
-    """The most tokens of a reply."""
+    """The maximum number of tokens of a reply."""
     prompt_ids: npt.NDArray[np.int64]
     """The prompt."""
     pictures: PromptPictures | None = None
-    """Its pictures."""
+    """The pictures of the prompt."""
     started: float = field(default_factory=time.perf_counter)
     replies: list[Reply] = field(default_factory=list)
-    """All replies. The further ones begin when the first one has computed the prompt."""
-    is_chosen: bool = False
-    """True if it is known how much of the prompt was restored, and how much is to be saved."""
-    is_published: bool = False
-    """True if the first reply has computed the prompt to its end."""
+    """All replies. The others begin once the first one has computed the prompt."""
     is_over: bool = False
     error: Exception | None = None
-    """The error of a fetch, or during one. It ends the request when no fetch writes to its memory."""
+    """An error of a fetch, or another error during a fetch. It ends the request once no fetch writes to the request's
+    memory."""
     prefill_s: float = 0.0
     first_token_at: float = 0.0
     last_token_at: float = 0.0
@@ -358,7 +356,7 @@ class RunningRequest(Struct, eq=False):
     num_accepted: int = 0
     """The number of guessed tokens that were sampled."""
     drafted_by: set[str] = field(default_factory=set)
-    """The names of the proposers of these guesses."""
+    """The names of the proposers of the computed guesses."""
     draft_s: float = 0.0
     """The seconds of guessing."""
     prefill_began_at: float = 0.0
@@ -367,7 +365,8 @@ class RunningRequest(Struct, eq=False):
     reported_at: float = float("-inf")
     num_logged: int = 0
     scored: list[TokenLogprob] = field(default_factory=list)
-    """The log probabilities of the prompt's tokens from the second one on, so far, if they are asked for."""
+    """The log probabilities of the prompt's tokens from the second token on that are computed so far, if the request
+    asks for them."""
 
     @property
     def request(self) -> GenerateRequest:
@@ -375,7 +374,7 @@ class RunningRequest(Struct, eq=False):
 
     @property
     def known_ids(self) -> TokenIds:
-        """The prompt, with the placeholder token of the model's vocabulary in the place of pictures."""
+        """The prompt, with the placeholder token of the model's vocabulary in place of pictures."""
         return self.request.prompt.token_ids if self.pictures is None else as_token_ids(self.prompt_ids)
 
     @property
@@ -389,7 +388,7 @@ class RunningRequest(Struct, eq=False):
         return any(reply.is_fetching for reply in list(self.replies))
 
     def activity(self) -> Activity:
-        """Returns what the request is doing. For any thread."""
+        """Returns the activity of the request. For any thread."""
         now, replies, num_generated = time.perf_counter(), list(self.replies), self.num_generated
         prompt_tokens, decode_s = len(self.request.prompt.token_ids), self.last_token_at - self.first_token_at
         computed = max((reply.num_computed for reply in replies), default=0)
@@ -412,8 +411,8 @@ class RunningRequest(Struct, eq=False):
         )
 
     def _prefill_speed(self, ready_tokens: int, now: float) -> tuple[float | None, float | None]:
-        """Returns the tokens a second of the prefill, and the estimated seconds until its end; None for both if no step
-        has ended."""
+        """Returns the tokens per second of the prefill, and the estimated seconds until its end; None for both before
+        the first step has ended."""
         computed, seconds = ready_tokens - self.cached.restored.num_tokens, self.prefilled_at - self.prefill_began_at
         if computed <= 0 or seconds <= 0:
             return None, None
@@ -432,15 +431,15 @@ class RunningRequest(Struct, eq=False):
     def count_token(self) -> None:
         now = time.perf_counter()
         if self.num_generated:
-            self.figures.gap_s.record(now - self.last_token_at)
+            self.figures.gap_s.observe(now - self.last_token_at)
         else:
             self.first_token_at = now
         self.last_token_at = now
         self.num_generated += 1
 
     def report_progress(self, processed: int) -> None:
-        """Records that `processed` tokens of the prompt are restored or computed. Logs this if the prefill takes long.
-        Sends it to a client that wants it, once a second and at the end."""
+        """Records that `processed` tokens of the prompt are restored or computed. Logs the progress if the prefill
+        takes long. Sends it to a client that wants it, once per second and at the end."""
         total, now = len(self.request.prompt.token_ids), time.perf_counter()
         self.prefilled_at, self.prefill_began_at = now, self.prefill_began_at or now
         speed, seconds_left = self._prefill_speed(processed, now)
@@ -462,7 +461,8 @@ class RunningRequest(Struct, eq=False):
         usage = Usage(prompt_tokens=prompt_tokens, completion_tokens=self.num_generated, cached_tokens=report.restored)
         restored, ttft_ms = self.cached.restored, (self.first_token_at - self.ticket.arrived_at) * 1e3
         queue_ms = (self.started - self.ticket.arrived_at) * 1e3
-        # The first token of a stored prompt may come before all is looked up, read or, of several replies, computed.
+        # The first token of a stored prompt may come before the lookup, the read, or (with several replies) the prefill
+        # has ended.
         parts, left_ms = list[float](), ttft_ms - queue_ms
         for part_ms in (restored.lookup_ms, restored.restore_ms, self.prefill_s * 1e3):
             parts.append(min(part_ms, max(0.0, left_ms)))

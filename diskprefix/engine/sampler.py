@@ -1,7 +1,7 @@
 """Samples tokens from logits.
 
-A row of logits is sampled alone, so its token depends on nothing else in the step. Sums over groups and buckets find
-where a cut or a draw falls, and only there are scores sorted or added up one by one.
+A row of logits is sampled alone, so its token depends on nothing else in the step. Sums over groups and buckets give
+the place of a cut or a draw. Only the scores at this place are sorted, or added up one by one.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import numpy as np
 import numpy.typing as npt
 from numpy.random import Philox
 
-from diskprefix.engine.constrained_reply import ConstrainedCalls, ConstrainedReply, Forbidden
+from diskprefix.engine.constraints.constrained_reply import ConstrainedCalls, ConstrainedReply, Forbidden
 from diskprefix.engine.request import SamplingParams, TokenLogprob
 from diskprefix.engine.thought_limit import ThoughtLimit
 from diskprefix.errors import InvalidRequest, NonFiniteLogits
 from diskprefix.tokens import Logits, TokenIds
 
 GROUP = 256
-"""The number of neighbouring values whose maximum or sum is looked at first."""
+"""The number of neighbouring values in a group. Maxima or sums of groups are computed first."""
 BUCKETS, BUCKETS_PER_UNIT = 2048, 16
-"""The scores of a bucket differ by less than 1/16. The last bucket has all that are more than 127.9 below the highest:
-their probability is 0 in float32."""
+"""The scores of a bucket differ by less than 1/16. The last bucket has all scores that are more than 127.9 below the
+highest one: their probability is 0 in float32."""
 
 
 class Sampler:
@@ -42,11 +42,12 @@ class Sampler:
         self._bias = np.fromiter(bias, np.int64), np.fromiter(bias.values(), np.float32)
         self._penalises = bool(params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty)
         self._ids = np.unique(prompt if self._penalises else prompt[:0]).astype(np.int64)
-        """The tokens that penalties count: those of the prompt, each once, and behind them the reply."""
+        """The tokens that penalties count: first each token of the prompt once, then the tokens of the reply."""
         self._prompt_tokens = len(self._ids)
         seed = secrets.randbits(64) if params.seed is None else params.seed
         # Philox computes its n-th number from its key and n alone: neighbouring seeds are independent, and the n-th
-        # draw has the n-th number. numpy promises the raw numbers for all versions, not those of a `Generator`.
+        # draw has the n-th number. numpy keeps the raw numbers equal in all versions, but not the numbers of a
+        # `Generator`.
         self._numbers = Philox(key=(seed + choice) % 2**64)
 
     @property
@@ -56,24 +57,26 @@ class Sampler:
 
     @property
     def is_ready(self) -> bool:
-        """True if `sample` returns at once, without waiting for the mask of the constraint."""
+        """True if `sample` returns immediately, without waiting for the mask of the constraint."""
         return self._constraint is None or self._constraint.is_ready
 
     def sample(self, logits: Logits, limit: ThoughtLimit | None = None) -> int:
-        """Returns the next token for next-token `logits`, shape [vocab]. It is that of the `limit`, if there is one and
-        the constraint leaves the text free here.
+        """Returns the next token for next-token `logits`, shape [vocab]. If the constraint leaves the text free here, a
+        `limit` may replace the token.
 
-        Raises `NonFiniteLogits` for logits with NaN or +inf or with only -inf, and `InvalidRequest` if only the
-        request's sampling parameters or its constraint make the scores so. Then no random number is used.
+        Raises `NonFiniteLogits` for logits with NaN or +inf or with only -inf, and `InvalidRequest` if the logits are
+        finite but the request's sampling parameters or its constraint leave no finite score. Then no random number is
+        used.
         """
         constraint = self._constraint
         forbidden = None if constraint is None else constraint.forbidden()
-        # Sampled even if it is forced, and first: the logits may be refused, and a seed gives the numbers that follow.
+        # A token is sampled even if the limit forces another one: the logits must be checked, and the later random
+        # numbers of a seed must stay the same.
         token = self._choose(logits, forbidden)
         if limit is not None and (constraint is None or constraint.is_free):
             token = limit.in_place_of(token)
         # Bound: each round forbids one more token, and without any left `_choose` raises an error.
-        while constraint is not None and not constraint.accept(token):
+        while constraint is not None and not constraint.accept_token(token):
             forbidden = np.zeros(len(logits), np.bool_) if forbidden is None else forbidden
             forbidden[token] = True
             token = self._choose(logits, forbidden)
@@ -82,14 +85,14 @@ class Sampler:
         return token
 
     def prepare(self) -> None:
-        """Prepares for a constraint, while the prompt is computed."""
+        """Prepares the constraint while the prompt is computed."""
         if isinstance(self._constraint, ConstrainedCalls):
             self._constraint.prepare()
 
-    def record(self, text: str) -> None:
+    def record_text(self, text: str) -> None:
         """Records the text that the sampled token completed."""
         if isinstance(self._constraint, ConstrainedCalls):
-            self._constraint.record(text)
+            self._constraint.record_text(text)
 
     def logprobs(self, logits: Logits, token: int) -> tuple[TokenLogprob, ...]:
         """Returns the model's own log probabilities of the chosen token and of the likeliest alternatives, without
@@ -97,11 +100,11 @@ class Sampler:
         num = self._params.logprobs
         return () if num is None else (log_probability(logits, token, num),)
 
-    # Scores that overflow are no accident: they are refused.
+    # Overflow of scores is expected and checked here, so numpy must not warn.
     @np.errstate(all="ignore")
     def _choose(self, logits: Logits, forbidden: Forbidden | None = None) -> int:
         scores = self._scores(logits, forbidden)
-        # NaN is the highest one, if there is any.
+        # If there is a NaN, argmax returns it.
         best = int(scores.argmax())
         if np.isfinite(scores[best]):
             return best if self._params.temperature == 0 else self._draw(scores, scores[best])
@@ -116,9 +119,10 @@ class Sampler:
         )
 
     def _scores(self, logits: Logits, forbidden: Forbidden | None) -> Logits:
-        """Returns what the cuts apply to, in vLLM's order: bias and penalties, then temperature."""
+        """Returns the scores before the cuts (top-k, top-p, min-p). Applies bias and penalties, then temperature, in
+        vLLM's order."""
         params = self._params
-        # Bias and penalties leave -inf as it is.
+        # Bias and penalties do not change -inf.
         scores: Logits = logits if forbidden is None else np.where(forbidden, np.float32(-np.inf), logits)
         if scores is logits and (params.logit_bias or self._penalises):
             scores = logits.copy()
@@ -152,8 +156,8 @@ class Sampler:
 
 
 def log_probability(logits: Logits, token: int, num: int) -> TokenLogprob:
-    """Returns the log probability of a token by `logits`, shape [vocab], with those of the `num` likeliest tokens.
-    Raises `NonFiniteLogits` for NaN and +inf."""
+    """Returns the log probability of a token by `logits`, shape [vocab], with the log probabilities of the `num`
+    likeliest tokens. Raises `NonFiniteLogits` for NaN and +inf."""
     highest = logits.max()
     if not np.isfinite(highest):
         raise NonFiniteLogits("the model computed logits that are not finite (NaN or infinity)")
@@ -161,46 +165,49 @@ def log_probability(logits: Logits, token: int, num: int) -> TokenLogprob:
     best = _at_least_highest(logits, num) if num else np.empty(0, np.int64)
     best = best[np.argsort(-logits[best], kind="stable")][:num]
     chosen, *top = (
-        TokenLogprob(one, b"", float(logits[one]) - float(highest) - log_sum) for one in (token, *best.tolist())
+        TokenLogprob(candidate, b"", float(logits[candidate]) - float(highest) - log_sum)
+        for candidate in (token, *best.tolist())
     )
     return TokenLogprob(token, b"", chosen.logprob, tuple(top))
 
 
 def _at_least_highest(values: Logits, num: int) -> npt.NDArray[np.int64]:
-    """Returns the indices of the `num` highest values and of those that equal the last of them, in ascending order."""
+    """Returns the indices of the `num` highest values, and of all values equal to the lowest of these, in ascending
+    order."""
     num = min(num, len(values))
     maxima = np.maximum.reduceat(values, np.arange(0, len(values), GROUP))
-    # As many values are at least as high as the maximum with this rank.
+    # At least `num` values are as high as the `num`-th highest maximum.
     floor = np.partition(maxima, -num)[-num] if num <= len(maxima) else -np.inf
-    found = np.flatnonzero(values >= floor)
-    is_high: npt.NDArray[np.bool_] = values[found] >= np.partition(values[found], -num)[-num]
-    return found[is_high]
+    indices = np.flatnonzero(values >= floor)
+    is_high: npt.NDArray[np.bool_] = values[indices] >= np.partition(values[indices], -num)[-num]
+    return indices[is_high]
 
 
 def _cut(weights: Logits, scores: Logits, highest: np.float32, top_p: float) -> None:
-    """Sets all weights to 0 but those of the fewest most likely tokens that have `top_p` of the sum, at least one. Of
-    tokens with equal scores the first ones stay."""
+    """Keeps the weights of the fewest most likely tokens, at least one, whose sum is `top_p` of the total. Sets all
+    others to 0. Of tokens with equal scores, the first ones are kept."""
     buckets = np.minimum((highest - scores) * BUCKETS_PER_UNIT, BUCKETS - 1).astype(np.intp)
     ends = np.bincount(buckets, weights).cumsum()
     wanted = top_p * ends[-1]
     bucket = int(ends.searchsorted(wanted))
     weights *= buckets <= bucket
-    found = np.flatnonzero(buckets == bucket)
-    found = found[np.argsort(-scores[found], kind="stable")]
-    ends_inside = weights[found].cumsum(dtype=np.float64) + (ends[bucket - 1] if bucket else 0)
-    weights[found[ends_inside.searchsorted(wanted) + 1 :]] = 0
+    inside = np.flatnonzero(buckets == bucket)
+    inside = inside[np.argsort(-scores[inside], kind="stable")]
+    ends_inside = weights[inside].cumsum(dtype=np.float64) + (ends[bucket - 1] if bucket else 0)
+    weights[inside[ends_inside.searchsorted(wanted) + 1 :]] = 0
 
 
 def _index_at(weights: Logits, share: float) -> int:
-    """Returns the index of the weight that lies at `share`, in [0, 1), of the sum of all. It is not 0."""
+    """Returns the index of the weight at `share`, in [0, 1), of the cumulative sum. This weight is not 0."""
     sums = np.add.reduceat(weights, np.arange(0, len(weights), GROUP), dtype=np.float64)
     group, rest = _position(sums, share * sums.sum())
     return group * GROUP + _position(weights[group * GROUP :][:GROUP], rest)[0]
 
 
 def _position(weights: npt.NDArray[np.floating], at: float) -> tuple[int, float]:
-    """Returns the index of the weight at `at` of their sum, and how far `at` lies inside of it."""
+    """Returns the index of the weight at position `at` of the cumulative sum, and the distance from the beginning of
+    this weight to `at`."""
     ends = weights.cumsum(dtype=np.float64)
-    # A sum in another order may be larger by its rounding.
+    # A sum in another order may be larger because of rounding.
     index = int(ends.searchsorted(min(at, np.nextafter(ends[-1], 0)), "right"))
     return index, at - (float(ends[index - 1]) if index else 0.0)

@@ -1,19 +1,21 @@
-"""Chooses the rows that the next step computes. It sees counts and measured times only, no clock.
+"""Chooses the rows that the next step computes. The choice depends on counts and measured times only, not on a clock.
 
-A step has a row for each sequence that decodes. The rest of its rows, or as many as `Pace` allows, are for prompts,
+A step has a row for each sequence that decodes. The other rows, or as many of them as `Pace` allows, are for prompts,
 then for guesses (`speculation`). The tenant that had the fewest rows comes first, and of its prompts the one with the
-fewest tokens left, so that a short request overtakes a long one. A waiting prompt moves to the front with each row that
-overtakes it: after four times its own length nothing new passes it. A step in which a prompt ends is filled with
-prompts that end too, but not with a part of one: that would only delay the first token.
+fewest tokens left, so that a short request overtakes a long one. A waiting prompt moves towards the front with each row
+that overtakes it: after four times its own length, no new prompt overtakes it. A step in which a prompt ends is filled
+only with prompts that also end in it, because a part of another prompt would delay the first token.
 
-A prompt that `gives_way`, because nobody waits for a reply, is computed while there is no other sequence, in small
-steps. Once a request waits for it, it gives way no more.
+A prompt in the background (`is_background`), because no client waits for a reply, is computed only while there is no
+other sequence, in small steps. Once a request waits for its state, it no longer gives way.
 
-Sequences that do not pack take turns: the one that computed longest ago comes first, and all prompts count as one.
+Sequences that do not pack take turns: the sequence that was computed longest ago comes first, and all prompts count as
+one.
 
-The pace: a step with prompts takes longer than a step that only decodes, and each reply in it waits that long for its
-token. Two times are measured: the fixed time of such a step, and the time that each row of a prompt adds. On a machine
-that other programs slow down the fixed time grows, and few rows at a time would only make prompts wait.
+The pace: a step with prompts takes longer than a step that only decodes, and each reply in the step waits that long for
+its token. Two times are measured: the fixed time of such a step, and the time that each prompt row adds. When other
+programs slow the machine down, the fixed time grows. Then few rows per step would make prompts wait without a gain for
+replies.
 """
 
 from __future__ import annotations
@@ -24,52 +26,53 @@ from typing import Generic, TypeVar
 from msgspec import Struct, field
 
 MAX_ROWS = 256
-"""The most rows of a step. More would hardly make a prefill faster."""
+"""The maximum number of rows of a step. More would hardly make a prefill faster."""
 _AGING = 0.25
-"""The tokens by which a prompt counts as shorter for each token that overtook it."""
+"""For each token that overtook a prompt, the prompt counts as this many tokens shorter."""
 
 TARGET_S = 0.05
-"""The most seconds of a step with replies and prompts: the pause of a reply for the prompts of others."""
+"""The maximum seconds of a step with replies and prompts: the pause of a reply for the prompts of others."""
 MIN_ROWS = 16
-"""The least rows of prompts beside replies, so that a prompt makes progress whatever is measured."""
+"""The minimum number of prompt rows beside replies, so that a prompt always makes progress."""
 IDLE_ROWS = 32
-"""The most rows of a step that gives way to requests, which wait for it."""
+"""The maximum number of rows of a step in the background: a request that comes must wait for the step."""
 NO_LIMIT = 1 << 62
 _STEPS_BETWEEN, _LONG_S = 6, 1.0
-"""The number of steps with prompts and replies between two that have twice the rows, or half of them where a step
-takes `_LONG_S` seconds."""
+"""Between two steps with twice the rows there are this many steps with prompts and replies. Where a step takes
+`_LONG_S` seconds, the exceptional steps have half the rows."""
 _FADING, _ORIGIN = 0.85, 0.001
-"""The weight of each step relative to the next one, and the weight of an imaginary step of no rows and no time."""
+"""The weight of each step relative to the next step, and the weight of an imaginary step with no rows and no time."""
 
 
-class Sequence(Struct, eq=False, kw_only=True):
-    """The counts of one reply's tokens: those of its prompt, and those sampled so far.
+class ScheduledReply(Struct, eq=False, kw_only=True):
+    """The counts of one reply's tokens: the tokens of its prompt, and the tokens sampled so far.
 
     A sequence is prefilled up to its last known token, then decoded: each step samples one more token. `arrived` orders
-    sequences by age. A sequence that `packs` may share a forward with others and be cut anywhere. Any other is computed
-    alone: its prompt in steps that end at multiples of `grid`, then one token a step.
+    sequences by age. A sequence that `packs` may share a forward with others and be cut anywhere. Any other sequence is
+    computed alone: its prompt in steps that end at multiples of `grid`, then one token per step.
     """
 
     tenant: Hashable
     arrived: int
     prompt_tokens: int
     packs: bool = True
-    gives_way: bool = False
+    is_background: bool = False
     grid: int = 256
     most_rows: int = NO_LIMIT
-    """The most rows of a step, if it packs: all rows of a prompt that is scored have logits."""
+    """The most rows per step of this sequence, if it packs. It limits prompts that are scored, because all their rows
+    have logits."""
     num_known: int = 0
     num_computed: int = 0
     overtaken: int = 0
-    """The tokens of other prompts that were computed while this one waited."""
+    """The tokens of other prompts that were computed while this prompt waited."""
     stops: tuple[int, ...] = ()
     """Positions, ascending, at which a step of this sequence ends: states are copied there."""
     limit: int = NO_LIMIT
-    """No step goes beyond this position, because the rows of a picture there are missing."""
+    """No step goes beyond this position, because rows of a picture are missing from there on."""
     spans: tuple[tuple[int, int], ...] = ()
     """Positions, each [begin, end), within which no step ends."""
     draft: list[int] = field(default_factory=list)
-    """The guessed tokens to compute behind the last known one if a step has room for them."""
+    """The guessed tokens to compute after the last known token if a step has room for them."""
     last_step: int = 0
     """The number of the last step with this sequence."""
 
@@ -90,7 +93,7 @@ class Sequence(Struct, eq=False, kw_only=True):
         if self.packs:
             end = min(self.num_computed + min(max_rows, self.most_rows), self.num_known)
         elif self.num_computed >= self.prompt_tokens:
-            # Tokens that were decoded before are decoded again: a prefill would give other bits.
+            # Tokens that were decoded before a preemption are decoded again: a prefill would give other bits.
             end = self.num_computed + 1
         else:
             end = min(self.num_computed - self.num_computed % self.grid + self.grid, self.prompt_tokens)
@@ -101,11 +104,11 @@ class Sequence(Struct, eq=False, kw_only=True):
         return end
 
 
-S = TypeVar("S", bound=Sequence)
+S = TypeVar("S", bound=ScheduledReply)
 
 
 class Chunk(Struct, Generic[S], frozen=True):
-    """The tokens `start` … `end` of a sequence in one step. The last `num_drafted` of them are guesses."""
+    """The tokens [start, end) of a sequence in one step. The last `num_drafted` of them are guesses."""
 
     sequence: S
     start: int
@@ -124,21 +127,22 @@ class Scheduler(Generic[S]):
         self._max_rows = max_rows
         self.sequences: list[S] = []
         self._rows_of: dict[Hashable, int] = {}
-        """The prompt rows that each tenant had, of tenants that have prompts or had more rows than those."""
+        """The prompt rows of each tenant. Only tenants that have prompts, or that had more rows than these, are
+        counted."""
         self._num_steps = 0
         self._last_packed = 0
-        """The last step with sequences that pack."""
+        """The number of the last step with sequences that pack."""
         self._last_prompt = 0
-        """The last step with a prompt that does not pack."""
+        """The number of the last step with a prompt that does not pack."""
 
-    def add(self, sequence: S) -> None:
-        """Adds a sequence to the next steps, if it is not there."""
+    def add_sequence(self, sequence: S) -> None:
+        """Adds a sequence to the next steps, unless it is among them already."""
         assert sequence.num_left > 0, "there must be something to compute"
         if sequence not in self.sequences:
             self.sequences.append(sequence)
 
-    def remove(self, sequence: S) -> None:
-        """Removes a sequence from the next steps, if it is there."""
+    def remove_sequence(self, sequence: S) -> None:
+        """Removes a sequence from the next steps, if it is among them."""
         if sequence in self.sequences:
             self.sequences.remove(sequence)
 
@@ -151,10 +155,10 @@ class Scheduler(Generic[S]):
         return max(1.0, len(waiting) / max(1, len(replying)))
 
     def next_replies(self) -> list[S]:
-        """Returns the sequences that decode in the next step, if it packs: all, or those whose turn it is."""
+        """Returns the sequences that decode in the next packed step: all of them, or as many as fit, in turns."""
         packed = [sequence for sequence in self._present if sequence.packs]
         prompts = [sequence for sequence in packed if not sequence.is_decoding]
-        # If not all fit, they take turns too, and leave some rows to prompts.
+        # If not all of them fit, they take turns, and leave a quarter of the rows to prompts.
         max_replies = self._max_rows - self._max_rows // 4 if prompts else self._max_rows
         decoding = [sequence for sequence in packed if sequence.is_decoding]
         decoding.sort(key=lambda s: (s.last_step, s.arrived))
@@ -163,7 +167,8 @@ class Scheduler(Generic[S]):
     def schedule(self, max_prompt_rows: int | None = None) -> list[Chunk[S]]:
         """Returns the chunks of the next step, one for each sequence in it; [] if there is nothing to compute.
 
-        `max_prompt_rows` is the most rows of prompts beside sequences that decode, None for all that are left.
+        `max_prompt_rows` is the maximum number of prompt rows beside sequences that decode; None for all remaining
+        rows.
         """
         self._count_turns()
         alone = self._next_alone()
@@ -194,7 +199,7 @@ class Scheduler(Generic[S]):
     @property
     def _present(self) -> list[S]:
         """The sequences of the next step."""
-        return [sequence for sequence in self.sequences if not sequence.gives_way] or self.sequences
+        return [sequence for sequence in self.sequences if not sequence.is_background] or self.sequences
 
     def _count_turns(self) -> None:
         """Begins to count rows for new tenants with a prompt. A tenant neither saves up turns while it has no prompt,
@@ -214,15 +219,15 @@ class Scheduler(Generic[S]):
         return min(turns, key=self._last_turn, default=None)
 
     def _last_turn(self, alone: S) -> int:
-        """Returns the last step of a sequence that does not pack. All prompts count as one."""
+        """Returns the number of the last step of a sequence that does not pack. All prompts count as one."""
         return alone.last_step if alone.is_decoding else self._last_prompt
 
     def _packed(self, sequences: list[S], max_prompt_rows: int | None) -> list[Chunk[S]]:
         decoding = self.next_replies()
         prompts = [sequence for sequence in sequences if not sequence.is_decoding]
         step = [Chunk(sequence, sequence.num_computed, sequence.num_known) for sequence in decoding]
-        gives_way = all(sequence.gives_way for sequence in sequences)
-        room, has_end = (IDLE_ROWS if gives_way else self._max_rows) - len(step), False
+        is_background = all(sequence.is_background for sequence in sequences)
+        room, has_end = (IDLE_ROWS if is_background else self._max_rows) - len(step), False
         if step and prompts and max_prompt_rows is not None:
             room = min(room, max_prompt_rows)
         for sequence in self._by_turns(prompts):
@@ -233,9 +238,9 @@ class Scheduler(Generic[S]):
                 continue
             has_end = chunk.end == sequence.num_known
             step.append(chunk)
-            # A picture that is computed whole may take more.
+            # A picture is computed whole, so it may take more rows than the room.
             room = max(0, room - chunk.num_rows)
-        # Guesses take the rows that are left.
+        # Guesses take the remaining rows.
         for number, sequence in enumerate(decoding):
             num_drafted = min(len(sequence.draft), room)
             room -= num_drafted
@@ -256,24 +261,24 @@ class Pace:
     """Measures the steps of one engine, and limits the rows of prompts beside replies. For the engine's thread.
 
     A line is fitted to the recent steps with prompts: the fixed time of a step, and the time that each row adds. Now
-    and then a step has twice the rows, so that the two can be distinguished.
+    and then a step has twice the rows, so that the two times can be distinguished.
     """
 
     def __init__(self, target_s: float = TARGET_S) -> None:
-        """Makes a pace. `target_s` is the most seconds of a step with replies and prompts."""
+        """`target_s` is the maximum number of seconds of a step with replies and prompts."""
         self._target_s = target_s
         self._sums = [0.0] * 5
         """Sums over the recent steps: number, rows, seconds, squares of rows, products of rows and seconds."""
         self._num_mixed = 0
-        """The steps with prompts and replies since the last one with twice the rows."""
+        """The number of steps with prompts and replies since the last exceptional step."""
         self._max_rows = MAX_ROWS
-        """The most rows of the next step: at most twice the rows of the last one, in case the line is wrong."""
+        """The limit for the rows of the next step: twice the rows of the last step, in case the line is wrong."""
 
     def max_prompt_rows(self, crowd: float = 1.0) -> int | None:
-        """Returns the most rows of prompts in the next step if it has replies, None for any number.
+        """Returns the maximum number of prompt rows in the next step if it has replies; None for any number.
 
-        `crowd` is how many callers have prompts for each caller with replies, and at least 1. Each caller has an equal
-        share of the time where a step takes longer than the target.
+        `crowd` is the number of callers with prompts for each caller with replies, at least 1. Where a step takes
+        longer than the target, each caller has an equal share of the time.
         """
         number, rows, seconds, squares, products = self._sums
         if not number:
@@ -283,7 +288,7 @@ class Pace:
         spread = number * squares - rows * rows
         row_s = min(max((number * products - rows * seconds) / spread, 0.0), seconds / rows)
         fixed_s = (seconds - row_s * rows) / number
-        # Where the fixed time is long, prompts would wait for ever, and replies would gain little.
+        # With a long fixed time, the target alone would make prompts wait forever, and replies would gain little.
         for_prompts_s = max(self._target_s - fixed_s, crowd * fixed_s)
         max_rows = self._max_rows
         if row_s > for_prompts_s / max_rows:

@@ -1,4 +1,5 @@
-"""A model with what its requests share: the memory of sequences, the prefix cache, and the limits of a request."""
+"""A model with the parts that its requests share: the memory of sequences, the prefix cache, and the limits of a
+request."""
 
 from __future__ import annotations
 
@@ -16,29 +17,29 @@ import numpy as np
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.cached_request import save_idle
 from diskprefix.cache.encoded_pictures import EncodedPictures
-from diskprefix.engine.ahead_jobs import AheadJobs
-from diskprefix.engine.constrained_reply import ConstraintCompiler
+from diskprefix.engine.constraints.constrained_reply import ConstraintCompiler
 from diskprefix.engine.detokenize import TextStream, special_tokens
-from diskprefix.engine.draft_model import DraftModel, LoadedDraft
-from diskprefix.engine.drafting import ChainProposer
 from diskprefix.engine.gauges import EngineFigures
-from diskprefix.engine.guesser import Guesser
-from diskprefix.engine.layer_proposer import LayerProposer
-from diskprefix.engine.model_proposer import ModelProposer
-from diskprefix.engine.ngram import NgramProposer
-from diskprefix.engine.prompt_pictures import PromptPictures
+from diskprefix.engine.idle.ahead_jobs import AheadJobs
+from diskprefix.engine.pictures.prompt_pictures import PromptPictures
 from diskprefix.engine.request import GenerateRequest
 from diskprefix.engine.running_request import Reply, RunningRequest
 from diskprefix.engine.scheduler import MAX_ROWS, Chunk, Pace
-from diskprefix.engine.speculation import Speculation
-from diskprefix.engine.step_times import StepTimes
+from diskprefix.engine.speculation.choose_drafts import Speculation
+from diskprefix.engine.speculation.draft_model import DraftModel, LoadedDraft
+from diskprefix.engine.speculation.drafting import ChainProposer
+from diskprefix.engine.speculation.guesser import Guesser
+from diskprefix.engine.speculation.layer_proposer import LayerProposer
+from diskprefix.engine.speculation.model_proposer import ModelProposer
+from diskprefix.engine.speculation.ngram import NgramProposer
+from diskprefix.engine.speculation.step_times import StepTimes
 from diskprefix.errors import CacheError, ContextTooLong, InvalidRequest, ModelError, SettingsError
 from diskprefix.hooks import Recorder
 from diskprefix.kv.kept_blocks import KeptBlock
 from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.families.model_types import pictures_problem
+from diskprefix.model.families.decoder_options import pictures_problem
 from diskprefix.model.load.loader import LoadedModel
 from diskprefix.model.load.memory import kv_bytes, trim_heap
 from diskprefix.model.runtime import Rows, Runtime
@@ -54,12 +55,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("diskprefix")
 
 _UNLIMITED_POSITIONS = 1 << 20
-"""The limit of models whose config has none (recurrent ones)."""
+"""The number of positions of models whose config has no limit (recurrent models)."""
 _AHEAD_BYTES = 1 << 30
-"""The most KV memory that is allocated and touched before the first request, whose restore fresh pages would slow down.
-More would slow it down too: a large page then holds few tokens of a head, and a restore touches more than it fills."""
+"""The most KV memory that is allocated and touched before the first request, because fresh pages would slow down its
+restore. More memory would slow it down too: a huge page then holds few tokens of a head, and a restore touches more
+memory than it fills."""
 _TURN_TOKENS = 2048
-"""Memory is allocated for the longest saved prompt (of 1 000, of any model) and a turn after it."""
+"""Memory is allocated ahead for the longest saved prompt (among 1 000, of any model) and a turn of this many tokens
+after it."""
 _FLUSH_TIMEOUT_S = 30.0
 _SAVE_IDLE_S = 20.0
 _LAST_SAVE_S = 5.0
@@ -79,17 +82,17 @@ class ServedModel:
         draft: LoadedDraft | None = None,
     ) -> None:
         """Allocates KV memory. `close` closes `cache` and `recorder`. `identity` holds the fields of the fingerprint,
-        for `/props`. Raises `ModelError` for a model that transformers cannot run step by step, and the errors of torch
-        when memory runs out."""
+        for `/props`. Raises `ModelError` for a model that transformers cannot run step by step, `SettingsError` if KV
+        memory has no room for a block, and the errors of torch when memory runs out."""
         self.runtime = runtime
         self.config, self.dtype, self.device = loaded.config, loaded.dtype, loaded.device
         self.tokenizer: Any = loaded.tokenizer
         self.processor = loaded.processor
-        """The processor of images; None for a model of text only."""
+        """The processor of images; None for a text-only model."""
         self._read_encoder = loaded.encoder
         self.model_name = loaded.name
         self.origin = loaded.origin
-        """The folder or the `.gguf` file of the model, whose small files extras read."""
+        """The folder or the `.gguf` file of the model. Extras read its small files."""
         self.cache = cache
         self._check_pictures()
         self.figures = EngineFigures()
@@ -99,42 +102,23 @@ class ServedModel:
         self.packs = cache.layout.packs
         """True if one step can compute several sequences."""
         self.max_rows = MAX_ROWS
-        """The most rows of a step."""
+        """The maximum number of rows of a step."""
         self.pace = Pace()
         self.clock = time.perf_counter
         """The clock that measures steps."""
         self.fit = loaded.fit
         self._finish_load = loaded.finish
         self.in_memory = loaded.in_memory
-        """Done when all weights are in memory. No step is computed before."""
-        self._kv_limit = loaded.fit.kv_limit
-        if draft is not None and cache.settings.kv_memory is None:
-            self._kv_limit = min(self._kv_limit, draft.loaded.fit.kv_limit)
+        """A future that is done once all weights are in memory. No step is computed before."""
+        self._kv_limit = self._share_kv_memory(draft)
         self.pages = self._make_pages(cache, None if draft is None else draft.cache.layout)
-        self.model_positions = _max_positions(self.config)
-        """The positions that the model was made for, or fewer by --context."""
-        context, has = cache.settings.context, self.model_positions
-        if context is not None and context > has:
-            log.warning("[engine] --context %d is more than the %d positions of this model", context, has)
-        self._is_limited = context is not None and context < has
-        if context is not None:
-            self.model_positions = min(context, has)
-        longest = loaded.fit.context if cache.layout.unsupported else self.pages.longest(self.model_positions)
-        self.max_positions = min(longest, self.model_positions)
-        """The tokens of the longest sequence that is served: as many as the model has positions, and KV memory room."""
-        if self.max_positions < min(self.pages.pool.block_size, self.model_positions):
-            num_tokens, pool = min(_TURN_TOKENS, self.model_positions), self.pages.pool
-            raise SettingsError(
-                f"--kv-memory: {format_size(pool.limit_bytes)} has no room for a block of {pool.block_size} tokens; "
-                f"a context of {num_tokens:,} tokens takes {format_size(pool.sequence_bytes(num_tokens))}"
-            )
-        is_exact = cache.layout.exact_at == "token" and not cache.layout.unsupported
-        self.ahead = AheadJobs(cache.settings.ahead_s if is_exact else 0.0)
-        cache.on_forget.append(lambda: self.ahead.forget(cache.is_gone))
-        self.draft: DraftModel | None = None
-        if draft is not None:
-            pages = self._make_pages(draft.cache, cache.layout)
-            self.draft = DraftModel(draft.runtime, draft.cache, pages, _max_positions(draft.loaded.config), self.ahead)
+        self.model_positions = self._limit_positions()
+        """The number of positions of the model, or fewer with --context."""
+        self.max_positions = self._fit_positions()
+        """The length in tokens of the longest sequence that is served. The positions of the model and the room in KV
+        memory limit it."""
+        self.ahead = self._make_ahead()
+        self.draft = None if draft is None else self._make_draft(draft)
         self.speculation = self._make_speculation()
         self.startup_timings: dict[str, float] = {}
         """The seconds of each step of loading."""
@@ -142,11 +126,7 @@ class ServedModel:
         """The tokens that end a reply."""
         self._special_tokens = special_tokens(self.tokenizer)
         self.constraints = ConstraintCompiler(self.tokenizer, self.end_ids, runtime.vocab_size)
-        if self.max_positions < self.model_positions:
-            log.info(
-                *("[engine] the context is %d of %d tokens, %s", self.max_positions, self.model_positions),
-                self.positions_limit,
-            )
+        self._log_limit()
         if cache.layout.unsupported:
             self._require_uncached()
         else:
@@ -158,12 +138,12 @@ class ServedModel:
         return {**self._identity, "root": self.cache.root.hex()}
 
     def warm_up(self) -> None:
-        """Makes the plan of a step, and runs the code of a restore once. Both make the first request faster."""
+        """Prepares the runtime for steps, and runs the code of a restore once. Both make the first request faster."""
         if self.cache.layout.unsupported:
             return
         self.runtime.prepare()
         try:
-            sequence = self.pages.begin(None, np.zeros(self.cache.settings.block_size, np.int32))
+            sequence = self.pages.begin_sequence(None, np.zeros(self.cache.settings.block_size, np.int32))
             assert isinstance(sequence, KVSequence), "no other sequence has memory yet"
             for group in range(len(self.cache.layout.groups)):
                 sequence.prepare_restore(group, 0, self.cache.settings.block_size)
@@ -171,34 +151,34 @@ class ServedModel:
             log.warning("[engine] there is no memory for any request: %s", error)
             return
         self.cache.warm_up(sequence)
-        self.pages.end(sequence, keep=False)
+        self.pages.end_sequence(sequence, keep=False)
 
     def finish_load(self) -> None:
-        """Returns when all weights are in memory. Raises the errors of `begin_load`."""
+        """Waits until all weights are in memory. Raises the errors of `begin_load`."""
         self._finish_load()
         trim_heap()
 
-    def give_way(self) -> None:
-        """Ends the work done ahead of the first request, because it has come. For any thread."""
-        self.pages.give_way()
-        self.ahead.give_way()
+    def on_request(self) -> None:
+        """Stops work done ahead of requests, because a request has come. For any thread."""
+        self.pages.stop_populating()
+        self.ahead.pause()
         if self.draft is not None:
-            self.draft.pages.give_way()
+            self.draft.pages.stop_populating()
 
     def drop_gone(self) -> None:
-        """Forgets the state of sequences that have expired or were purged. For the engine's thread."""
+        """Drops kept state that has expired or was purged. For the engine's thread."""
         for cache, pages in self._caches():
-            pages.forget_expired(cache.namespaces.purged_at)
+            pages.forget_expired(cache.epochs.purges)
 
     def expires_in_s(self) -> float | None:
-        """Returns the seconds until `drop_gone` has something to forget, None if nothing expires."""
+        """Returns the seconds until `drop_gone` has something to drop, None if nothing expires."""
         expires_at = min(pages.kept.expires_at for _, pages in self._caches())
         return None if expires_at == math.inf else max(0.0, expires_at - time.monotonic())
 
     def save_idle(self, timeout_s: float = _SAVE_IDLE_S) -> None:
-        """Queues the state that only memory has of sequences that ended, the latest first, for at most `timeout_s`
-        seconds. State that has expired or was purged is left out. The engine's thread must have ended. Does not wait
-        for a disk that does not answer."""
+        """Queues for saving the state of ended sequences that only memory has, the latest first, for at most
+        `timeout_s` seconds. Leaves out state that has expired or was purged. The engine's thread must have ended. Does
+        not wait for a disk that does not answer."""
         if self.cache.store.reads.stalled is None:
             saving = threading.Thread(target=self._save_all_idle, args=(timeout_s,), name="save-idle", daemon=True)
             saving.start()
@@ -217,11 +197,12 @@ class ServedModel:
             try:
                 _save_idle(cache, pages, block)
             except Exception:
-                # Its next turn computes it again. The others must be saved, and the cache closed.
+                # The next turn of this conversation computes the state again. The other conversations must still be
+                # saved, and the cache closed.
                 log.exception("[disk-cache] a conversation that only memory had was not saved")
 
     def _caches(self) -> list[tuple[PrefixCache, PageCache]]:
-        """Returns the caches on disk and in memory of the model, and those of the draft model."""
+        """Returns the caches on disk and in memory of the model and of the draft model."""
         return [(self.cache, self.pages), *([] if self.draft is None else [(self.draft.cache, self.draft.pages)])]
 
     def close(self, timeout_s: float = _FLUSH_TIMEOUT_S) -> bool:
@@ -232,7 +213,8 @@ class ServedModel:
         return self.cache.close(timeout_s)
 
     def check_length(self, request: GenerateRequest) -> None:
-        """Raises `InvalidRequest` for an empty prompt, `ContextTooLong` for one that leaves no position."""
+        """Raises `InvalidRequest` for an empty prompt, and `ContextTooLong` for a prompt that leaves no position for a
+        reply."""
         num_tokens = len(request.prompt.token_ids)
         if not num_tokens:
             raise InvalidRequest("the prompt is empty")
@@ -242,16 +224,45 @@ class ServedModel:
                 "reply together"
             )
 
+    def _limit_positions(self) -> int:
+        """Returns the number of positions of the model, or fewer with --context."""
+        context, has = self.cache.settings.context, _max_positions(self.config)
+        if context is not None and context > has:
+            log.warning("[engine] --context %d is more than the %d positions of this model", context, has)
+        return has if context is None else min(context, has)
+
+    def _fit_positions(self) -> int:
+        """Returns the length in tokens of the longest sequence for which there is memory. Raises `SettingsError` if
+        there is none for a block."""
+        if self.cache.layout.unsupported:
+            longest = min(self.fit.context, self.model_positions)
+        else:
+            longest = min(self.pages.longest(self.model_positions), self.model_positions)
+        pool = self.pages.pool
+        if longest < min(pool.block_size, self.model_positions):
+            num_tokens = min(_TURN_TOKENS, self.model_positions)
+            raise SettingsError(
+                f"--kv-memory: {format_size(pool.limit_bytes)} has no room for a block of {pool.block_size} tokens; "
+                f"a context of {num_tokens:,} tokens takes {format_size(pool.sequence_bytes(num_tokens))}"
+            )
+        return longest
+
+    def _log_limit(self) -> None:
+        """Logs it if memory limits the length of a sequence."""
+        if (length := self.max_positions) < self.model_positions:
+            log.info("[engine] the context is %d of %d tokens, %s", length, self.model_positions, self.positions_limit)
+
     @property
     def positions_limit(self) -> str:
-        """A text for errors that says where `max_positions` comes from."""
+        """A text for errors that gives the reason for `max_positions`."""
         if self.max_positions == self.model_positions:
-            return "as --context says" if self._is_limited else "the positions of this model"
+            is_limited = self.model_positions < _max_positions(self.config)
+            return "as --context says" if is_limited else "the positions of this model"
         beside = "" if self.draft is None else " beside the draft model's"
         return f"the room in KV memory ({format_size(self.pages.pool.limit_bytes)}{beside}, see --kv-memory)"
 
     def reply_limit(self, request: GenerateRequest) -> int:
-        """Returns the most tokens of a reply."""
+        """Returns the maximum number of tokens of a reply."""
         room = self.max_positions - len(request.prompt.token_ids)
         return room if request.sampling.max_tokens is None else min(request.sampling.max_tokens, room)
 
@@ -269,7 +280,8 @@ class ServedModel:
         return self.speculation.guesser(len(request.prompt.token_ids) + self.reply_limit(request) - 1)
 
     def pictures_of(self, request: GenerateRequest) -> PromptPictures | None:
-        """Returns the pictures of a prompt, None if it has none. Raises `InvalidRequest` if the model takes none."""
+        """Returns the pictures of a prompt, None if it has none. Raises `InvalidRequest` if the model takes text
+        only."""
         if not request.prompt.pictures:
             return None
         if self.processor is None or self.processor.problem is not None:
@@ -277,7 +289,7 @@ class ServedModel:
         return PromptPictures.of(request.prompt, self.encoder, request.patience)
 
     def memory_stats(self) -> dict[str, int]:
-        """Returns `PageCache.stats`, with the bytes of the draft model's pages added."""
+        """Returns `PageCache.stats`. The limit and the used bytes include the draft model's pages."""
         stats = self.pages.stats()
         if self.draft is not None:
             others = self.draft.pages.stats()
@@ -286,7 +298,7 @@ class ServedModel:
 
     def check_memory(self) -> list[str]:
         """Returns the faults in the pages of the model and of the draft model, and logs them. For any thread: each
-        change of pages is complete under their lock."""
+        change of pages is complete when the lock of the pages is released."""
         wrong: list[str] = []
         for _, pages in self._caches():
             faults, stats = pages.check(), pages.stats()
@@ -308,11 +320,11 @@ class ServedModel:
         if len(decoding) == len(step):
             self.speculation.record_step(decoding, num_rows, sum(chunk.num_drafted for chunk in step), seconds)
 
-    def record(self, running: RunningRequest, report: CacheReport) -> None:
-        """Records a request that is over, with `--record`."""
+    def record_request(self, running: RunningRequest, report: CacheReport) -> None:
+        """Records an ended request if `--record` is on."""
         if self.recorder is None:
             return
-        # Nothing is published of a model whose state cannot be cached.
+        # A model whose state cannot be cached remembers a prompt once its reply has begun.
         is_uncached = self.cache.layout.unsupported
         self.recorder.record_request(
             running.request.prompt,
@@ -322,12 +334,12 @@ class ServedModel:
             when=time.time() - (time.perf_counter() - running.ticket.arrived_at),
             reply=running.cached.reply,
             prefill_ms=running.prefill_s * 1e3,
-            remembered=running.cached.is_published or bool(is_uncached and running.num_generated),
+            remembered=bool(running.num_generated) if is_uncached else running.cached.is_published,
         )
 
     @cached_property
     def encoder(self) -> VisionEncoder:
-        """The encoder of a model that takes pictures. It is read when the first one comes."""
+        """The encoder of a model that takes pictures. It is read when the first picture comes."""
         from diskprefix.model.vision_encoder import VisionEncoder
 
         processor, read = self.processor, self._read_encoder
@@ -341,14 +353,31 @@ class ServedModel:
         return EncodedPictures(self.cache, self.encoder.levels, self.encoder.hidden, self.encoder.dtype)
 
     def _check_pictures(self) -> None:
-        """Sets the problem of a processor whose model takes no pictures with the layout of its state."""
+        """Sets the processor's problem if the model cannot take pictures with the layout of its state."""
         if self.processor is not None and self.processor.problem is None:
             self.processor.problem = pictures_problem(self.config, self.cache.layout)
             if self.processor.problem is not None:
                 log.warning("this model is served for text only: %s", self.processor.problem)
 
+    def _share_kv_memory(self, draft: LoadedDraft | None) -> int:
+        """Returns the limit, in bytes, for the pages of the model and of the draft model."""
+        if draft is None or self.cache.settings.kv_memory is not None:
+            return self.fit.kv_limit
+        return min(self.fit.kv_limit, draft.loaded.fit.kv_limit)
+
+    def _make_ahead(self) -> AheadJobs:
+        cache = self.cache
+        is_exact = cache.layout.exact_at == "token" and not cache.layout.unsupported
+        jobs = AheadJobs(cache.settings.ahead_s if is_exact else 0.0)
+        cache.on_forget.append(lambda: jobs.drop_gone(cache.is_gone))
+        return jobs
+
+    def _make_draft(self, draft: LoadedDraft) -> DraftModel:
+        pages = self._make_pages(draft.cache, self.cache.layout)
+        return DraftModel(draft.runtime, draft.cache, pages, _max_positions(draft.loaded.config), self.ahead)
+
     def _make_speculation(self) -> Speculation:
-        """Raises `ModelError` if the model lacks the draft layer that the settings ask for."""
+        """Makes the proposers. Raises `ModelError` if the settings ask for a draft layer that the model lacks."""
         wanted, has_layer = self.cache.settings.speculative, self.cache.layout.has_draft_layer
         if wanted == "mtp" and not has_layer:
             raise ModelError(
@@ -364,11 +393,15 @@ class ServedModel:
         if has_layer:
             chains.append(LayerProposer(self.runtime, times, clock))
         speculation = Speculation(None if wanted == "mtp" else NgramProposer(), chains, times, clock)
-        log.info("[engine] speculative decoding: drafts from %s", ", ".join(one.what for one in speculation.proposers))
+        log.info(
+            "[engine] speculative decoding: drafts from %s",
+            ", ".join(proposer.what for proposer in speculation.proposers),
+        )
         return speculation
 
     def _make_pages(self, cache: PrefixCache, beside: Layout | None) -> PageCache:
-        """Makes the pages of a model. `beside` is the layout of another model that gets pages for as many tokens."""
+        """Makes the pages of a model. `beside` is the layout of another model that gets pages for the same number of
+        tokens."""
         layout = cache.layout
         share = 1.0 if beside is None else layout.bytes_per_token / (layout.bytes_per_token + beside.bytes_per_token)
         return PageCache(
@@ -389,7 +422,7 @@ class ServedModel:
         try:
             self.pages.make_ahead(_AHEAD_BYTES, min(longest + _TURN_TOKENS, self.max_positions))
         except ContextTooLong as error:
-            # Only a head start is lost. A request allocates the memory that it needs.
+            # Only time is lost: a request allocates the memory that it needs.
             log.info("[engine] no KV memory taken ahead: %s", error)
 
     def _require_uncached(self) -> None:
@@ -416,7 +449,7 @@ def _save_idle(cache: PrefixCache, pages: PageCache, block: KeptBlock) -> None:
             assert block.options is not None, "it is the end of a sequence"
             save_idle(cache, sequence, token_ids[: sequence.num_tokens], block.options, block.owner)
         finally:
-            pages.end(sequence, keep=False)
+            pages.end_sequence(sequence, keep=False)
 
 
 def _max_positions(config: PreTrainedConfig) -> int:
@@ -425,7 +458,7 @@ def _max_positions(config: PreTrainedConfig) -> int:
 
 
 _CALL_ENDS = ("<|call|>", "<|calls|>", "<|eom_id|>", "<|tool_response>")
-"""Tokens that end a reply with calls, of gpt-oss, Solar, Llama 3 and Gemma 4. Some models do not list them."""
+"""The tokens that end a reply with calls in gpt-oss, Solar, Llama 3 and Gemma 4. Some models do not list them."""
 
 
 def _end_ids(stops: Sequence[int], tokenizer: Any) -> frozenset[int]:

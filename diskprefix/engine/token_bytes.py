@@ -1,4 +1,4 @@
-"""The bytes of single tokens, which may be a part of a character."""
+"""The bytes of single tokens. They may be a part of a character."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _LETTERS = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + at): byte for a
 
 
 class TokenBytes:
-    """Returns the bytes of tokens of a tokenizer of the `tokenizers` library. Joined, the bytes of a text's tokens are
-    the text in UTF-8."""
+    """Returns the bytes of a token, for a tokenizer of the `tokenizers` library. The joined bytes of a text's tokens
+    are the text in UTF-8."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend

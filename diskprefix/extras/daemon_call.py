@@ -7,7 +7,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from http import HTTPStatus
 from typing import Any, TypeAlias
 from urllib.parse import SplitResult, urlsplit
@@ -30,6 +30,10 @@ _SILENCE_S = 120.0
 _POLL_S = 0.1
 _MAX_ANSWER_BYTES = 64 << 20
 """The limit for an answer, and for a line of a stream. Another program may listen at the address."""
+
+
+class ConnectionBroken(NotReady):
+    """The daemon has begun to answer, and the connection ended before the answer did."""
 
 
 class Answer(Struct, frozen=True):
@@ -58,7 +62,7 @@ Call: TypeAlias = Callable[[str, str, object], Answer]
 """Sends a request: method, path, and JSON body or None. Raises `NotReady` if there is no answer."""
 Stream: TypeAlias = Callable[[str, object], "AbstractContextManager[Iterator[Any]]"]
 """Posts a JSON body to a path. The context yields the events of the answer as they come; an error is the last event.
-Raises `NotReady` if there is no answer, or if the connection breaks."""
+Raises `NotReady` if there is no answer, and `ConnectionBroken` if the connection breaks."""
 
 
 def running_daemon(url: str, api_key: str | None, otherwise: str = "") -> Call:
@@ -68,7 +72,7 @@ def running_daemon(url: str, api_key: str | None, otherwise: str = "") -> Call:
 
     def call(method: str, path: str, body: object) -> Answer:
         with request(method, path, body) as response:
-            return Answer(response.status, _content(response))
+            return Answer(response.status, _content(response, url))
 
     return call
 
@@ -81,31 +85,65 @@ def streaming_daemon(url: str, api_key: str | None) -> Stream:
     @contextmanager
     def stream(path: str, body: object) -> Iterator[Iterator[Any]]:
         with request("POST", path, body) as response:
-            yield _events(response)
+            yield _events(response, url)
 
     return stream
 
 
-def _events(response: http.client.HTTPResponse) -> Iterator[Any]:
+def _events(response: http.client.HTTPResponse, url: str) -> Iterator[Any]:
     if response.status != HTTPStatus.OK:
-        yield {"error": {"message": Answer(response.status, _content(response)).message}}
+        yield {"error": {"message": Answer(response.status, _content(response, url)).message}}
         return
-    while line := response.readline(_MAX_ANSWER_BYTES + 1):
-        _require_small(line)
+    while line := _line(response, url):
         data = line.removeprefix(b"data: ").strip()
         if data == b"[DONE]":
             return
         if line.startswith(b"data: "):
-            yield (event := json.loads(data))
+            yield (event := _event(data, url))
             if "error" in event:
                 return
-    raise NotReady("the connection ended before the reply did")
+    raise ConnectionBroken("the connection ended before the reply did")
 
 
-def _content(response: http.client.HTTPResponse) -> bytes:
-    content = response.read(_MAX_ANSWER_BYTES + 1)
+def _line(response: http.client.HTTPResponse, url: str) -> bytes:
+    with _reading(url):
+        line = response.readline(_MAX_ANSWER_BYTES + 1)
+    _require_small(line)
+    return line
+
+
+def _event(data: bytes, url: str) -> dict[str, Any]:
+    try:
+        event = json.loads(data)
+    except ValueError:
+        event = None
+    if not isinstance(event, dict):
+        raise _no_diskprefix(url)
+    return event
+
+
+def _content(response: http.client.HTTPResponse, url: str) -> bytes:
+    with _reading(url):
+        content = response.read(_MAX_ANSWER_BYTES + 1)
     _require_small(content)
+    if response.length:
+        # The answer ended before all of its bytes came.
+        raise _broken(url, http.client.IncompleteRead(content, response.length))
     return content
+
+
+@contextmanager
+def _reading(url: str) -> Iterator[None]:
+    """Translates errors of the connection while an answer is read. It stands around the reads alone: an `OSError` of
+    the caller's own output is no broken connection."""
+    try:
+        yield
+    except (OSError, http.client.HTTPException) as error:
+        raise _broken(url, error) from error
+
+
+def _broken(url: str, error: Exception) -> ConnectionBroken:
+    return ConnectionBroken(f"the connection to {url} broke before the answer ended ({_reason(error)})")
 
 
 def _require_small(content: bytes) -> None:
@@ -129,8 +167,9 @@ def _requester(
     @contextmanager
     def request(method: str, path: str, body: object) -> Iterator[http.client.HTTPResponse]:
         data = None if body is None else json.dumps(body)
-        try:
-            with closing(kind(parts.hostname or "", parts.port, timeout=_CONNECT_S)) as connection:
+        with ExitStack() as stack:
+            try:
+                connection = stack.enter_context(closing(kind(parts.hostname or "", parts.port, timeout=_CONNECT_S)))
                 connection.connect()
                 connection.sock.settimeout(_CONNECT_S if path == "/health" else _SILENCE_S)
                 own = token_of_peer(connection.sock) if api_key is None else None
@@ -139,9 +178,10 @@ def _requester(
                     own = user_key(_peer_name(connection.sock, parts))
                 authorization = {"Authorization": f"Bearer {own}"} if own else {}
                 connection.request(method, parts.path + path, data, headers | authorization)
-                yield connection.getresponse()
-        except (OSError, UnicodeError, http.client.HTTPException) as error:
-            raise _no_daemon(url, error, otherwise) from error
+                response = connection.getresponse()
+            except (OSError, UnicodeError, http.client.HTTPException) as error:
+                raise _no_daemon(url, error, otherwise) from error
+            yield response
 
     return request
 
@@ -163,11 +203,18 @@ def _parts(url: str) -> SplitResult:
 
 
 def _no_daemon(url: str, error: Exception, otherwise: str = "") -> NotReady:
-    reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return NotReady(
-        f"no daemon answers at {url} ({shown(reason)}); start one with `diskprefix serve`, or give its "
+        f"no daemon answers at {url} ({_reason(error)}); start one with `diskprefix serve`, or give its "
         f"address with --url{otherwise}"
     )
+
+
+def _no_diskprefix(url: str) -> NotReady:
+    return NotReady(f"what answers at {url} is no diskprefix daemon; give the address of one with --url")
+
+
+def _reason(error: Exception) -> str:
+    return shown(getattr(error, "strerror", None) or str(error) or type(error).__name__)
 
 
 @contextmanager
@@ -221,5 +268,5 @@ def state_of(call: Call, url: str) -> dict[str, Any]:
     if status in ("stopping", "failed"):
         raise NotReady(f"the daemon at {url} serves no requests: its status is {status}")
     if status not in ("loading", "ok", "degraded"):
-        raise NotReady(f"what answers at {url} is no diskprefix daemon; give the address of one with --url")
+        raise _no_diskprefix(url)
     return dict(body)

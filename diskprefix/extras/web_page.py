@@ -77,12 +77,13 @@ def _document(page: WebPage, is_several: bool) -> tuple[bytes, str]:
     style = "".join(map(_read, page.styles))
     scripts = [*map(_read, page.libraries), "\n".join(["'use strict';", *map(_read, page.scripts)])]
     html = _read(_DASHBOARD / "frame.html")
+    if is_several:
+        # Before the scripts are inserted: the replacement must not change a script, or its hash would be wrong.
+        html = html.replace("<html ", "<html data-several ")
     parts = {"<!--title-->": page.title, "<!--link-->": page.link, "<!--content-->": _read(page.index)}
     written = "\n".join(f"<script>{script}</script>" for script in scripts)
     for place, text in (parts | {"/*style*/": style, "<!--scripts-->": written}).items():
         html = html.replace(place, text)
-    if is_several:
-        html = html.replace("<html ", "<html data-several ")
     hashes = " ".join(f"'{_hash(script)}'" for script in scripts)
     policy = (
         f"default-src 'none'; style-src '{_hash(style)}'; script-src {hashes}; connect-src 'self'; "

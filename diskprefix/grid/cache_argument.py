@@ -12,7 +12,7 @@ from typing import Any
 
 CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 _STATES = (*CACHE_ARGUMENTS, "state", "mems", "past_buckets_states")
-"""The last three are those of RWKV, XLNet and Reformer."""
+"""The last three are the names in RWKV, XLNet and Reformer."""
 
 
 def cache_argument(function: Callable[..., Any]) -> str | None:
@@ -28,10 +28,10 @@ def cache_in(inputs: Mapping[str, Any]) -> str | None:
 
 def renamed(inputs: Mapping[str, Any], function: Callable[..., Any]) -> dict[str, Any]:
     """Returns arguments with the cache under the one name that `function` has for it, unchanged if it has none."""
-    found, wanted = cache_in(inputs), cache_argument(function)
-    if found is None or wanted is None:
+    given, wanted = cache_in(inputs), cache_argument(function)
+    if given is None or wanted is None:
         return dict(inputs)
-    return {name: value for name, value in inputs.items() if name not in CACHE_ARGUMENTS} | {wanted: inputs[found]}
+    return {name: value for name, value in inputs.items() if name not in CACHE_ARGUMENTS} | {wanted: inputs[given]}
 
 
 def takes_state(inputs: Mapping[str, Any], function: Callable[..., Any]) -> bool:

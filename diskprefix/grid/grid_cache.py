@@ -26,7 +26,7 @@ class GridCache(DynamicCache):  # type: ignore[misc]
         self._added: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Adds rows to a layer, [1, heads, n, head_dim]. Returns all rows that these may look at."""
+        """Adds rows to a layer, [1, heads, n, head_dim]. Returns all rows that the new tokens may attend to."""
         self._added[layer_idx] = keys, values
         return super().update(keys, values, layer_idx, *args, **kwargs)
 
@@ -36,14 +36,14 @@ class GridCache(DynamicCache):  # type: ignore[misc]
         return layer.get_seq_length() if isinstance(layer, CacheLayerMixin) else self.num_tokens
 
     def save(self, sequence: KVSequence, run: Run) -> None:
-        """Writes what a step has added to the pages of a sequence. States are laid side by side, as `filled` has them:
-        a kernel may compute others with other last bits."""
+        """Writes the rows and states that a step computed to the pages of a sequence. States stay in this cache as
+        contiguous tensors, as after `filled`: from strided tensors a kernel may compute other last bits."""
         added, self._added, self.num_tokens = self._added, {}, run.end
         for table in sequence.tables:
             rows = torch.stack([_rows(added, spec.layer, spec.part)[0] for spec in table.group.specs])
             if rows.shape[2] != run.num_rows:
                 raise RuntimeError(f"the model adds {rows.shape[2]} of {run.num_rows} tokens to its cache")
-            table.put(run.start, rows.cpu().view(torch.uint8).numpy().view(array_dtype(table.group.dtype)))
+            table.write_rows(run.start, rows.cpu().view(torch.uint8).numpy().view(array_dtype(table.group.dtype)))
         for page, group in zip(sequence.states, sequence.layout.states, strict=True):
             states = torch.stack([self._state(spec.layer, spec.part, spec.index) for spec in group.specs])
             _tensor(page.tensor, group.dtype).copy_(states)
@@ -55,8 +55,8 @@ class GridCache(DynamicCache):  # type: ignore[misc]
             raise RuntimeError(f"the model leaves a state of layer {layer_idx} empty")
         if not states[index].is_contiguous():
             states[index] = states[index].contiguous()
-        found: torch.Tensor = states[index]
-        return found
+        state: torch.Tensor = states[index]
+        return state
 
 
 def _rows(added: dict[int, tuple[torch.Tensor, torch.Tensor]], layer_idx: int, part: str) -> torch.Tensor:
@@ -76,7 +76,7 @@ def filled(cache: DynamicCache, sequence: KVSequence, device: torch.device) -> D
     num_tokens, layers = sequence.num_tokens, sequence.layout.layers
     if not num_tokens:
         return cache
-    # Before the rows, as in a forward: the first of both decides what a layer with both notes of itself.
+    # States come before rows, as in a forward: in a layer with both, the first update decides how it is initialised.
     for page, group in zip(sequence.states, sequence.layout.states, strict=True):
         for of_state, state in zip(group.specs, _tensor(page.tensor, group.dtype).to(device), strict=True):
             update = cache.update_conv_state if of_state.part == "conv" else cache.update_recurrent_state

@@ -39,7 +39,7 @@ class GridRuntime:
         self._cache_argument = cache_argument(type(model).forward)
         self._cache: GridCache | None = None
         self._mark = object()
-        """The sequence whose state the cache has bears this mark."""
+        """The mark of the sequence whose state is in the cache."""
 
     @property
     def has_hidden(self) -> bool:
@@ -75,7 +75,7 @@ class GridRuntime:
         return TransformersState(self._model)
 
     def _cache_of(self, sequence: KVSequence) -> GridCache:
-        """Returns the cache of a sequence. Until the step has ended it is nobody's."""
+        """Returns the cache of a sequence. Until the step ends, the cache belongs to no sequence."""
         cache, self._cache = self._cache, None
         if cache is None or sequence.mark is not self._mark:
             # Two would take twice the memory.
@@ -102,8 +102,8 @@ class GridRuntime:
 
 @contextmanager
 def _repeatable_kernels() -> Iterator[None]:
-    """Gives a context without cuDNN's attention, which gives the only row of a step other bits from run to run (seen
-    with torch 2.11 on an H200). torch's other kernels repeat theirs."""
+    """Disables cuDNN's attention in a context: the bits of a step with one row differ from run to run (seen with torch
+    2.11 on an H200). torch's other kernels repeat their bits."""
     cuda: Any = torch.backends.cuda  # torch leaves them without types
     was_enabled = cuda.cudnn_sdp_enabled()
     cuda.enable_cudnn_sdp(False)
@@ -114,13 +114,13 @@ def _repeatable_kernels() -> Iterator[None]:
 
 
 @contextmanager
-def _handing_out(model: PreTrainedModel, found: list[torch.Tensor] | None) -> Iterator[None]:
-    """Gives a context whose forward adds its last hidden states, as the decoder gives them to the head, to a list."""
-    if found is None:
+def _handing_out(model: PreTrainedModel, hidden_states: list[torch.Tensor] | None) -> Iterator[None]:
+    """In the context, each forward appends its last hidden states, which are the head's input, to the list."""
+    if hidden_states is None:
         yield
         return
     assert model.base_model is not model, "a request for hidden states was refused before"
-    hook = model.base_model.register_forward_hook(lambda _module, _inputs, output: found.append(output[0][0]))
+    hook = model.base_model.register_forward_hook(lambda _module, _inputs, output: hidden_states.append(output[0][0]))
     try:
         yield
     finally:
@@ -128,5 +128,5 @@ def _handing_out(model: PreTrainedModel, found: list[torch.Tensor] | None) -> It
 
 
 def _as_array(rows: torch.Tensor) -> npt.NDArray[np.float32]:
-    found: npt.NDArray[np.float32] = rows.float().cpu().numpy()
-    return found
+    array: npt.NDArray[np.float32] = rows.float().cpu().numpy()
+    return array

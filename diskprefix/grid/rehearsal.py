@@ -1,5 +1,5 @@
-"""Checks a model that computes as transformers made it: a restored run must have the bits of an uninterrupted one, two
-steps must give what one pass gives, apart from rounding, and no token may depend on later ones."""
+"""Checks a model that runs transformers' own modules: a restored run must equal an uninterrupted run bit for bit, two
+steps must equal one pass apart from rounding, and no token may depend on later tokens."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ that never saw the first step. Rounding is smaller by orders of magnitude; a dro
 
 
 def rehearse(model: PreTrainedModel, identity: str = "") -> Layout:
-    """Returns the layout of a model that computes as transformers made it, after a rehearsed restore. For a model that
+    """Returns the layout of a model that runs transformers' own modules, after a rehearsed restore. For a model that
     cannot be cached, `unsupported` has the reasons.
 
-    The layout of one that succeeded is remembered for `identity`, the model's fingerprint, if it is given. Raises only
-    what torch raises when memory runs out.
+    After a success the layout is remembered under `identity`, the model's fingerprint, if it is given. Raises only
+    torch's out-of-memory errors.
     """
     key = hashlib.sha256(f"{computed_by(model)} {identity}".encode()).hexdigest() if identity else ""
     if (remembered := _remembered(key)) is not None:
         return remembered
     layout = read_layout(model)
-    found = layout if layout.unsupported else or_unsupported(model, lambda: _rehearsed(model, layout))
-    if key and not found.unsupported:
-        _passed.put(key, found.record())
-    return found
+    rehearsed = layout if layout.unsupported else or_unsupported(model, lambda: _rehearsed(model, layout))
+    if key and not rehearsed.unsupported:
+        _passed.put(key, rehearsed.as_record())
+    return rehearsed
 
 
 def _remembered(key: str) -> Layout | None:
@@ -67,8 +67,8 @@ def _rehearsed(model: PreTrainedModel, layout: Layout) -> Layout:
     the model ignores the earlier state when it adds several tokens to it, or if a token depends on later tokens."""
     name, token_ids = type(model).__name__, made_up_tokens(model, 1, 2 * _STEP + 1)
     steps, both = (_STEP, _STEP, 1), token_ids[:, : 2 * _STEP]
-    cold, found = (_run(model, layout, token_ids, steps, restored_at=end) for end in (0, _STEP))
-    if not torch.equal(found[1], cold[1]):
+    cold, restored = (_run(model, layout, token_ids, steps, restored_at=end) for end in (0, _STEP))
+    if not torch.equal(restored[1], cold[1]):
         raise Unsupported(f"{name} keeps state outside its cache")
     continued, alone = _run(model, layout, both, steps[:2]), _run(model, layout, both[:, _STEP:], [_STEP])
     if layout.states:
@@ -88,7 +88,7 @@ def _rehearsed(model: PreTrainedModel, layout: Layout) -> Layout:
 
 
 def _check_repeats(model: PreTrainedModel, layout: Layout) -> None:
-    """Raises `Unsupported` if rows behind a long context have other bits when they are computed again. Kernels of GPUs
+    """Raises `Unsupported` if rows after a long context have other bits when they are computed again. Kernels of GPUs
     that split a long context may add its parts in any order."""
     most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or _LONG_CONTEXT
     token_ids = made_up_tokens(model, 4, min(_LONG_CONTEXT, most))
@@ -99,10 +99,10 @@ def _check_repeats(model: PreTrainedModel, layout: Layout) -> None:
         raise Unsupported(f"kernels of {model.device.type} give the same rows other bits from run to run")
 
 
-def _error(found: torch.Tensor, right: torch.Tensor, wrong: torch.Tensor) -> float:
-    """Returns the distance of `found` from `right`, relative to that of `wrong`; 0 if `wrong` equals `right`."""
+def _error(computed: torch.Tensor, right: torch.Tensor, wrong: torch.Tensor) -> float:
+    """Returns the distance of `computed` from `right`, divided by that of `wrong`; 0 if `wrong` equals `right`."""
     scale = (wrong.float() - right.float()).abs().max()
-    return float((found.float() - right.float()).abs().max() / scale) if scale else 0.0
+    return float((computed.float() - right.float()).abs().max() / scale) if scale else 0.0
 
 
 def _first_recurrent(layout: Layout, state: bytes) -> torch.Tensor:
@@ -127,8 +127,8 @@ def _run(
     restored_at: int = 0,
 ) -> tuple[bytes, torch.Tensor]:
     """Returns the state of all tokens with the states at the end, and the last `num_logits` next-token logits of each
-    step, [logits, vocab]. After `restored_at` tokens it goes on in other memory, after another sequence: nothing but
-    that memory may decide what comes then."""
+    step, [logits, vocab]. After `restored_at` tokens, another sequence is computed, and this one continues from a copy
+    in other pages: only these pages may decide the rest."""
     pool, runtime = PagePool(layout, block_size=_BLOCK_SIZE), GridRuntime(model, layout)
     sequence, logits = sequence_with_room(pool, token_ids.shape[1]), []
     for part in torch.split(token_ids[0].cpu(), list(steps)):

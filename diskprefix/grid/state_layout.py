@@ -41,7 +41,7 @@ KINDS: dict[type[Any], LayerKind] = {
     LinearAttentionAndSlidingWindowAttentionLayer: "linear+sliding",
     DummyLayer: "none",
 }
-"""Exactly these classes: one that inherits from them may keep more."""
+"""Exactly these classes: a subclass may keep more state."""
 
 _Spec = TypeVar("_Spec", TensorSpec, StateSpec)
 _NUM_TOKENS = 4
@@ -54,7 +54,7 @@ class Unsupported(Exception):
 
 def read_layout(model: PreTrainedModel) -> Layout:
     """Returns the layout of the model's state after a forward of a few tokens. For a model that cannot be cached,
-    `unsupported` has the reasons. Raises only what torch raises when memory runs out."""
+    `unsupported` has the reasons. Raises only torch's out-of-memory errors."""
 
     def read() -> Layout:
         _check_outside(model)
@@ -64,13 +64,13 @@ def read_layout(model: PreTrainedModel) -> Layout:
 
 
 def or_unsupported(model: PreTrainedModel, find: Callable[[], Layout]) -> Layout:
-    """Returns the layout that `find` finds, or one that says why the model is not cached: it may raise `Unsupported`,
-    or anything that a model class of any age and author raises."""
+    """Returns the layout from `find`, or a layout with the reason why the model is not cached. `find` may raise
+    `Unsupported` or any other error, because model classes are of any age and author."""
     try:
         with torch.inference_mode():
             return find()
-    except Unsupported as found:
-        return unsupported(model, *found.args)
+    except Unsupported as refusal:
+        return unsupported(model, *refusal.args)
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -88,19 +88,19 @@ def _check_outside(model: PreTrainedModel) -> None:
     # One kind of RoPE for the whole model, or one for each kind of layer.
     ropes = [getattr(module, "rope_type", None) for module in model.modules()]
     kinds = {str(kind) for rope in ropes for kind in (rope.values() if isinstance(rope, dict) else [rope])}
-    # Dynamic frequencies depend on earlier runs. Those of longrope change for all positions when a sequence outgrows
-    # the original length.
-    found = sorted(f"{kind} RoPE" for kind in kinds if "dynamic" in kind or kind == "longrope")
+    # Dynamic frequencies depend on earlier runs. longrope's frequencies change for all positions when a sequence
+    # outgrows the original length.
+    reasons = sorted(f"{kind} RoPE" for kind in kinds if "dynamic" in kind or kind == "longrope")
     if cache_argument(type(model).forward) is None:
-        found.append(f"{name} takes no cache")
+        reasons.append(f"{name} takes no cache")
     elif not model._supports_default_dynamic_cache():
-        found.append(f"{name} has a cache of its own")
-    if found:
-        raise Unsupported(*found)
+        reasons.append(f"{name} has a cache of its own")
+    if reasons:
+        raise Unsupported(*reasons)
 
 
 def made_up_tokens(model: PreTrainedModel, seed: int, num_tokens: int) -> torch.Tensor:
-    """Returns random token ids of the model's vocabulary, shape [1, num_tokens], the same for the same seed."""
+    """Returns random token ids of the model's vocabulary, shape [1, num_tokens]. Equal seeds give equal tokens."""
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, vocab_size, (1, num_tokens), generator=generator).to(model.device)

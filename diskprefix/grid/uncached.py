@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 class TransformersState(UncachedState):
     """The state of a sequence in place of a `KVSequence`, for unsupported models. Calls the two hooks of a model class
-    for `generate`, so replies are those of `generate`."""
+    for `generate`, so replies equal `generate`'s."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model

@@ -1,8 +1,8 @@
-"""The blocks that memory keeps by name, and the logits at ends of prompts.
+"""The blocks that are kept in memory by name, and the logits at the ends of prompts.
 
 Blocks have the names of the store (`tokens.TokenPath`). Blocks that no sequence uses stay until their memory is needed.
-Then the least recently used block goes first. A use of a block is a use of all blocks before it too, as in the store
-(`store.eviction`), so a child goes before its parent.
+Then the least recently used block is removed first. A use of a block is also a use of all blocks before it, as in the
+store (`store.eviction`), so a child is removed before its parent.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from msgspec import Struct, field
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import Page, PagePool
 from diskprefix.kv.sequence import Owner
+from diskprefix.store.epochs import Purges
 from diskprefix.tokens import Logits, TokenIds, TokenPath, block_hash
 from diskprefix.values import CacheOptions
 
 _MAX_LOGITS = 64
 """The maximum number of prompts whose final logits are kept for exact repeats."""
 _SEARCH_INTERVAL_S = 1.0
-"""The time between two searches for expired blocks: a block that is in use expires later."""
+"""The time between two searches for expired blocks. They are repeated because a block that is in use expires later."""
 _MIN_RECLAIMED = 8
-"""The minimum number of pages that are made free at a time, because the search takes time."""
+"""At least this many pages are made free at a time, because the search takes time."""
 
 
 class KeptSums(NamedTuple):
@@ -40,8 +41,8 @@ class KeptSums(NamedTuple):
 
 
 class KeptBlock(Struct, eq=False):
-    """A block in memory, which is a user of its pages; groups without a page have None. The end of a sequence, behind
-    the last complete block, is a block with fewer tokens or none, and with the states there."""
+    """A block in memory, which is a user of its pages; groups without a page have None. The end of a sequence, after
+    the last complete block, is a block with fewer tokens or none, and with the states at that position."""
 
     owner: Owner
     name: bytes
@@ -50,7 +51,7 @@ class KeptBlock(Struct, eq=False):
     token_ids: TokenIds
     pages: list[Page | None]
     expires_at: float
-    """The time on the clock of `time.monotonic`."""
+    """The time, on the clock of `time.monotonic`, at which the block expires."""
     states: list[Page] = field(default_factory=list)
     options: CacheOptions | None = None
     """The options of the request, if the block is the end of a sequence that is saved when the process ends."""
@@ -71,11 +72,11 @@ class KeptBlocks:
     def __init__(self, layout: Layout, pool: PagePool) -> None:
         self._layout, self._pool, self._block_size = layout, pool, pool.block_size
         self._sums = KeptSums()
-        """The sums over all blocks. `sums` counts the blocks in `pool.changed` again."""
+        """The sums over all blocks, outdated for the blocks in `pool.changed`; `sums` updates them."""
         self.blocks: OrderedDict[tuple[Owner, bytes], KeptBlock] = OrderedDict()
-        """The least recently used first."""
+        """The blocks by owner and name, the least recently used first."""
         self._children: dict[tuple[Owner, bytes], list[KeptBlock]] = {}
-        """Blocks by the owner and the name of the block that they continue."""
+        """Blocks by their owner and the name of their parent."""
         self._private: dict[bytes, set[KeptBlock]] = {}
         """The blocks of requests that share nothing."""
         self._logits: OrderedDict[tuple[Owner, bytes], tuple[Logits, float]] = OrderedDict()
@@ -86,13 +87,14 @@ class KeptBlocks:
     # Look-up.
 
     def find(self, owner: Owner, name: bytes) -> KeptBlock | None:
-        """Returns the block with this name for prompts of `owner`; None if there is none or it has expired."""
+        """Returns the block with this name for prompts of `owner`, or None if no such block is kept or it has
+        expired."""
         now = time.monotonic()
         blocks = (self.blocks.get((source, name)) for source in owner.sources)
         return next((block for block in blocks if block is not None and block.expires_at > now), None)
 
     def children(self, owner: Owner, parent: bytes) -> list[KeptBlock]:
-        """Returns the blocks that continue a block, for prompts of `owner`."""
+        """Returns the blocks that continue block `parent`, for prompts of `owner`."""
         now = time.monotonic()
         return [
             block
@@ -112,7 +114,7 @@ class KeptBlocks:
         return blocks
 
     def logits(self, owner: Owner, name: bytes) -> Logits | None:
-        """Returns the next-token logits, shape [vocab], at the end of a prompt."""
+        """Returns the next-token logits, shape [vocab], at the end of a prompt; None if they are not kept."""
         entries = (self._logits.get((source, name)) for source in owner.sources)
         return next((entry[0] for entry in entries if entry is not None), None)
 
@@ -135,9 +137,9 @@ class KeptBlocks:
 
     # Changes.
 
-    def add(self, block: KeptBlock) -> None:
-        """Adds a block, which becomes a user of its pages. If the name is known, the known block gets the pages that it
-        lacks."""
+    def add_block(self, block: KeptBlock) -> None:
+        """Adds a block, which becomes a user of its pages. If a block with this name is kept already, that block gets
+        the pages that it lacks."""
         key = block.owner, block.name
         known = self.blocks.get(key)
         if known is None:
@@ -148,14 +150,14 @@ class KeptBlocks:
             if block.owner.private:
                 self._private.setdefault(block.owner.private, set()).add(block)
             return
-        self.use(block.owner, block.name, block.expires_at)
+        self.mark_used(block.owner, block.name, block.expires_at)
         known.options = block.options or known.options
         for number, page in enumerate(block.pages):
             if page is not None and known.pages[number] is None:
                 self._keep(known, [page])
                 known.pages[number] = page
 
-    def use(self, owner: Owner, name: bytes, expires_at: float) -> None:
+    def mark_used(self, owner: Owner, name: bytes, expires_at: float) -> None:
         """Records a use of a block, unless it is missing."""
         for key in ((source, name) for source in owner.sources):
             if key in self.blocks:
@@ -178,7 +180,7 @@ class KeptBlocks:
             del self._children[block.owner, block.parent]
         if block.owner.private:
             self._private[block.owner.private].remove(block)
-        self._release(block.all_pages())
+        self._release_pages(block.all_pages())
         self._pool.changed.discard(block)
         self._sums = self._sum(KeptSums(), block.counted)
 
@@ -201,24 +203,27 @@ class KeptBlocks:
             self.remove(block)
         self._logits.clear()
 
-    def remove_expired(self, purged_at: bytes | None) -> None:
-        """Removes what has expired, or is older than the last purge. The content of its pages is wiped once their last
-        users have ended."""
+    def remove_expired(self, purges: Purges) -> None:
+        """Removes blocks and logits that have expired, or whose tenant was purged since. The pages of these blocks are
+        wiped once their last users have ended."""
         now = time.monotonic()
+        owners = {block.owner for block in self.blocks.values()} | {owner for owner, _ in self._logits}
+        gone = {owner for owner in owners if purges.was_purged(owner.tenant, owner.last_purge)}
         for block in list(self.blocks.values()):
-            # The time counts from the end of the last use. Until then an expired block is not found.
+            # The time to live counts from the end of the last use, so a used block stays. Look-ups skip it if it has
+            # expired.
             is_used = any(page.users > page.num_holds + 1 for page in block.all_pages())
-            if (block.expires_at <= now and not is_used) or block.owner.purged_at != purged_at:
+            if (block.expires_at <= now and not is_used) or block.owner in gone:
                 make_secret(block.all_pages())
                 self.remove(block)
         for key, (_, expires_at) in list(self._logits.items()):
-            if key[0].purged_at != purged_at or expires_at <= now:
+            if key[0] in gone or expires_at <= now:
                 del self._logits[key]
         times = [*(block.expires_at for block in self.blocks.values()), *(at for _, at in self._logits.values())]
         self.expires_at = max(min(times, default=math.inf), now + _SEARCH_INTERVAL_S)
 
     def reclaim(self, num_pages: int) -> bool:
-        """Makes about so many idle pages of the least recently used blocks free. Returns False if there are none."""
+        """Frees about `num_pages` idle pages of the least recently used blocks. Returns False if no page is idle."""
         num_free, idle_pages = 0, list[tuple[KeptBlock, list[Page]]]()
         for block in self.blocks.values():
             idle_pages.append((block, self._idle(block)))
@@ -230,11 +235,11 @@ class KeptBlocks:
                 self.remove(block)
             elif idle:
                 block.pages = [None if page in idle else page for page in block.pages]
-                self._release(idle)
+                self._release_pages(idle)
         return num_free > 0
 
     def sums(self) -> KeptSums:
-        """Returns the sums over all blocks. Counts only blocks again whose pages got or lost a user."""
+        """Returns the sums over all blocks. Counts only those blocks again whose pages got or lost a user."""
         while self._pool.changed:
             block: KeptBlock = self._pool.changed.pop()
             before, block.counted = block.counted, self._count(block)
@@ -242,7 +247,7 @@ class KeptBlocks:
         return self._sums
 
     def check(self) -> list[str]:
-        """Returns the errors found: lists that differ, names against tokens, and the sums."""
+        """Checks that the lists agree, that names match tokens, and the sums. Returns the errors."""
         blocks, errors = list(self.blocks.values()), list[str]()
         listed = [block for children in self._children.values() for block in children]
         if len(listed) != len(blocks) or set(listed) != set(blocks):
@@ -264,10 +269,10 @@ class KeptBlocks:
             page.kept_in = block
             self._pool.hold([page])
 
-    def _release(self, pages: Iterable[Page]) -> None:
+    def _release_pages(self, pages: Iterable[Page]) -> None:
         """Ends the use of pages by their block."""
         for page in pages:
-            self._pool.release([page])
+            self._pool.release_pages([page])
             page.kept_in = None
 
     def _sum(self, more: KeptSums, less: KeptSums) -> KeptSums:
@@ -280,8 +285,8 @@ class KeptBlocks:
         return KeptSums(idle_bytes, sum(page.num_bytes for page in block.all_pages()), len(block.token_ids))
 
     def _idle(self, block: KeptBlock) -> list[Page]:
-        """Returns the pages of a block that can be made free: all of them, if nobody else uses one; else the unused
-        pages of windows, which the sequences that use the other pages have passed."""
+        """Returns the pages of a block that can be freed: all pages, if the block is the only user of each. Otherwise
+        the unused pages of groups with a window: the sequences that use the other pages have passed them."""
         pages, groups = block.all_pages(), self._layout.groups
         idle = [page for page in pages if page.users == 1]
         if len(idle) == len(pages):
@@ -290,7 +295,7 @@ class KeptBlocks:
 
 
 def make_secret(pages: Iterable[Page | None]) -> None:
-    """Has the content of pages wiped once their last users have ended."""
+    """Marks pages so that their content is wiped once their last users have ended."""
     for page in pages:
         if page is not None:
             page.is_secret = True

@@ -1,7 +1,7 @@
 """The tensors of a model's state, and their form in payloads.
 
 Per-token tensors (keys, values) can be cut into blocks anywhere. States (of convolutions and recurrences) exist at one
-position only, and are stored at checkpoints. Tensors of equal form make one *group*, which is copied at once.
+position only, and are stored at checkpoints. Tensors of equal form are one *group*, which is copied at once.
 `grid.state_layout` finds the layout of a model.
 """
 
@@ -22,7 +22,7 @@ LayerKind: TypeAlias = Literal["full", "sliding", "linear", "linear+full", "line
 nothing."""
 ExactAt: TypeAlias = Literal["token", "grid"]
 """The exactness of a model. `token`: the bits of a token's state do not depend on how the prompt is cut into steps.
-`grid`: all steps must be steps of one grid."""
+`grid`: the bits are equal only if all steps are steps of one grid."""
 
 
 class LayerSpec(Struct, frozen=True):
@@ -38,9 +38,9 @@ class LayerSpec(Struct, frozen=True):
 class TensorSpec(Struct, frozen=True):
     """The per-token state of one layer: shape [1, heads, tokens, head_dim] in the model's run.
 
-    `part` is keys, values, latent or hidden. A latent has its rotary key behind it. Only a draft layer has hidden: the
-    hidden states of the layer before it, behind the norm. A layer looks at no more than `window` tokens, the current
-    one included.
+    `part` is keys, values, latent or hidden. The row of a latent ends with its rotary key. Only a draft layer has
+    `hidden`: the hidden states of the layer before it, after the norm. A layer attends to at most `window` tokens,
+    including the current one.
     """
 
     layer: int
@@ -148,10 +148,10 @@ class StateGroup(Struct, frozen=True):
 
 
 class Layout(Struct, frozen=True, dict=True):
-    """The layout of one model's state. `unsupported` lists the reasons why it cannot be cached.
+    """The layout of one model's state. `unsupported` lists the reasons why the state cannot be cached.
 
-    `options` are the arguments out of `position_ids` and `logits_to_keep` that its forward takes. `packs`: one forward
-    computes several sequences, each with the bits that it has alone.
+    `options` are those of the arguments `position_ids` and `logits_to_keep` that the model's forward takes. `packs`:
+    one forward can compute several sequences, each with the same bits as alone.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -183,7 +183,7 @@ class Layout(Struct, frozen=True, dict=True):
         return "token" if self.exact_at == "token" else "sliceable"
 
     def loaded_bytes(self, num_tokens: int) -> int:
-        """Returns the bytes that a restore of `num_tokens` tokens loads: of layers with a window, only the window."""
+        """Returns the bytes that a restore of `num_tokens` tokens loads; layers with a window load only the window."""
         loaded = (g.bytes_per_token * (num_tokens - min(g.first_needed(num_tokens), num_tokens)) for g in self.groups)
         return sum(loaded) + self.state_bytes
 
@@ -209,8 +209,8 @@ class Layout(Struct, frozen=True, dict=True):
         )
         return text.text()
 
-    def record(self) -> dict[str, Any]:
-        """Returns all fields as JSON values, from which `of_record` makes the layout again."""
+    def as_record(self) -> dict[str, Any]:
+        """Returns all fields as JSON values. `of_record` is the inverse."""
         record: dict[str, Any] = to_builtins(self)
         return record
 
@@ -230,7 +230,8 @@ def _fields(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Returns whether `error` of Python, torch or a driver says that no memory is left, on any device."""
-    # cuBLAS, cuDNN and the like allocate memory of their own, and torch raises a plain RuntimeError when that fails.
+    # cuBLAS, cuDNN and similar libraries allocate their own memory, and torch raises a plain RuntimeError when that
+    # fails.
     phrases = ("OutOfMemoryError", "can't allocate memory", "out of memory", "_ALLOC_FAILED")
     text = f"{type(error).__name__} {error}" if isinstance(error, RuntimeError) else ""
     return isinstance(error, MemoryError) or any(phrase in text for phrase in phrases)

@@ -1,8 +1,8 @@
 """The memory of sequences, which share the pages of equal prefixes.
 
 A prompt begins with the pages of its longest prefix in memory: pages of blocks that are kept by name (`kept_blocks`),
-and of sequences that run. A complete block gets its name as soon as it is computed or restored. The end of a sequence
-is kept as a child of the last complete block.
+and of running sequences. A complete block gets its name as soon as it is computed or restored. The end of a sequence is
+kept as a child of the last complete block.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from diskprefix.kv.pages import PagePool
 from diskprefix.kv.prefix_match import PrefixMatch, PrefixMatcher, SharedPrefix, end_name
 from diskprefix.kv.sequence import KVSequence, Owner, Prefix
 from diskprefix.kv.sizes import STEP_TOKENS, longest_within
+from diskprefix.store.epochs import Purges
 from diskprefix.tokens import LEAST_TOKENS, Logits, TokenIds, TokenPath, floor_to_grid
 from diskprefix.units import format_size
 from diskprefix.values import CacheOptions
@@ -28,7 +29,7 @@ from diskprefix.values import CacheOptions
 
 class PrefixWait(NamedTuple):
     """A prompt waits for a `sequence` of `owner`, which will have the state of the prompt's first `num_tokens` tokens.
-    The wait is over when the block with the name `block` is complete; None if there is no such block."""
+    The wait ends when the block with the name `block` is complete. `block` is None if no block ends the wait."""
 
     sequence: KVSequence
     owner: Owner
@@ -37,7 +38,7 @@ class PrefixWait(NamedTuple):
 
 
 class MemoryWait(NamedTuple):
-    """A prompt waits for memory that others use: the sizes when there was too little."""
+    """A prompt waits for memory that others use. Has the sizes at the time when there was too little."""
 
     used_bytes: int
     idle_bytes: int
@@ -46,14 +47,14 @@ class MemoryWait(NamedTuple):
 
 
 def memory_held() -> NotReady:
-    """Returns the error of a request that lacks the memory of reads or writes that hang."""
+    """Returns the error of a request whose memory is held by reads or writes that hang."""
     return NotReady("the KV memory that is missing is being read or written, and the disk does not answer")
 
 
 class PageCache:
-    """The pages of one model, by sequence and by name, within `limit_bytes` and the bytes that `free_bytes` finds free.
-    `block_size` is in tokens. Without `keeps`, pages that no sequence uses are freed at once. For the
-    engine's thread; `name_restored` and `give_way` are for any thread."""
+    """The pages of one model, by sequence and by name, within `limit_bytes` and the free memory (in bytes) that
+    `free_bytes` returns. `block_size` is in tokens. Without `keeps`, pages that no sequence uses are freed at once. For
+    the engine's thread; `name_restored` and `stop_populating` are for any thread."""
 
     def __init__(
         self,
@@ -71,38 +72,39 @@ class PageCache:
         self.running: dict[KVSequence, SharedPrefix] = {}
         self._matcher = PrefixMatcher(layout, block_size, self.kept, self.running)
         self.disk_hangs = False
-        """The disk does not answer: reads may hold pages for ever."""
+        """The disk does not answer: reads may hold pages forever."""
         self._abandoned: set[KVSequence] = set()
-        """Sequences that do not run any more, but to whose pages a read that hangs may still write."""
+        """Sequences that no longer run, but a read that hangs may still write to their pages."""
         self._block_size = block_size
         self._keeps = keeps
-        self._purged_at: bytes | None = b""
-        """The last known purge; empty before the first call of `forget_expired`."""
+        self._purges: Purges | None = None
+        """The purges at the last call of `forget_expired`."""
         self._is_idle = True
-        """True until the first request: pages are made ahead."""
+        """True until the first request: until then, pages are populated ahead."""
 
     def longest(self, max_tokens: int) -> int:
         """Returns the length of the longest sequence, at most `max_tokens`, that fits alone."""
         return longest_within(self.pool.limit_bytes, self.pool.sequence_bytes, max_tokens, self._block_size)
 
     def make_ahead(self, num_bytes: int, max_tokens: int) -> None:
-        """Makes pages for at most so many bytes and tokens on a thread of its own, until `give_way`."""
+        """Populates pages for at most `num_bytes` and `max_tokens` on its own thread, until `stop_populating`."""
         affordable = min(num_bytes, self.pool.room_bytes // 2) // max(self.layout.bytes_per_token, 1)
         self.pool.make_ahead(min(max_tokens, affordable), lambda: self._is_idle)
 
-    def give_way(self) -> None:
-        """Stops making pages ahead, because the first request has come. While a page is made, the process cannot map
-        memory, which a tokenizer does hundreds of times."""
+    def stop_populating(self) -> None:
+        """Stops populating pages ahead, because the first request has come. While a page is populated, the process
+        cannot map memory, and a tokenizer maps memory hundreds of times."""
         self._is_idle = False
 
     # A sequence begins.
 
     def match_prefix(self, owner: Owner, path: TokenPath, *, computes_last: bool = False) -> PrefixMatch:
-        """Returns the longest prefix of a prompt that a sequence can begin with. For `computes_last` see `begin`."""
+        """Returns the longest prefix of a prompt that a sequence can begin with. For `computes_last` see
+        `begin_sequence`."""
         with self.pool.lock:
             return self._matcher.match(owner, path, computes_last=computes_last)
 
-    def begin(
+    def begin_sequence(
         self,
         owner: Owner | None,
         token_ids: TokenIds,
@@ -111,12 +113,12 @@ class PageCache:
         expires_at: float = math.inf,
         is_shared: bool = True,
     ) -> KVSequence | PrefixWait | MemoryWait:
-        """Returns a sequence with room for a prompt, which begins with the longest prefix in memory. Returns a
-        `PrefixWait` if a running sequence is about to have a longer prefix, and a `MemoryWait` if others must end
-        first. Only prompts of the same `owner` begin with pages of the sequence, and none if it has no owner or is not
-        `is_shared`. With `computes_last`, the last token is left to compute in any case. For `expires_at` see
-        `SharedPrefix`. Raises `ContextTooLong` if the prompt never fits, and `NotReady` if a read that hangs holds the
-        memory for it."""
+        """Returns a sequence with room for a prompt. The sequence begins with the longest prefix of the prompt in
+        memory. Returns a `PrefixWait` if a running sequence will soon have a longer prefix, and a `MemoryWait` if other
+        sequences must end first. Only prompts of the same `owner` may share pages of the sequence; no prompt may if
+        `owner` is None or `is_shared` is False. With `computes_last`, the last token remains to be computed in any
+        case. For `expires_at` see `SharedPrefix`. Raises `ContextTooLong` if the prompt can never fit, and `NotReady`
+        if a read that hangs holds the memory for it."""
         pool, needed = self.pool, self.pool.sequence_bytes(len(token_ids))
         if needed > pool.limit_bytes:
             raise ContextTooLong(
@@ -124,17 +126,13 @@ class PageCache:
                 f"{format_size(pool.limit_bytes)}; use a shorter prompt or raise --kv-memory"
             )
         with pool.lock:
-            match, path = PrefixMatch(), TokenPath(0, b"", token_ids, self._block_size)
-            if owner is not None:
+            if owner is None:
+                match, path = PrefixMatch(), TokenPath(0, b"", token_ids, self._block_size)
+            else:
                 path = owner.path(token_ids, self._block_size)
                 match = self.match_prefix(owner, path, computes_last=computes_last)
-            if match.awaited is not None and match.later >= match.prefix.num_tokens + LEAST_TOKENS:
-                awaited_owner = self.running[match.awaited].owner
-                assert awaited_owner is not None, "nobody waits for a sequence that is not shared"
-                # Before this block has a name, the prompt shares too few tokens.
-                number = (match.later - LEAST_TOKENS) // self._block_size + 1
-                block = path.parent(number) if number <= path.num_blocks else None
-                return PrefixWait(match.awaited, awaited_owner, match.later, block)
+            if (wait := self._prefix_wait(match, path)) is not None:
+                return wait
             if match.prefix.num_tokens < LEAST_TOKENS:
                 match = PrefixMatch()
             shared = {page for of_group in match.prefix.pages for page in of_group if page is not None}
@@ -143,7 +141,7 @@ class PageCache:
                 return self._memory_wait()
             sequence = self._start_sequence(match.prefix, len(token_ids))
             if sequence is None and owner is not None and match.prefix.num_tokens:
-                # There is no memory for copies of its last page and of its states.
+                # There is no memory for copies of the prefix's last page and states.
                 stop = floor_to_grid(match.prefix.num_tokens, self._block_size)
                 match = (
                     PrefixMatch()
@@ -152,29 +150,45 @@ class PageCache:
                 )
                 sequence = self._start_sequence(match.prefix, len(token_ids))
             if sequence is None:
-                is_held = any(hold.pages for hold in pool.holds)
-                if self.running or (is_held and not self.disk_hangs):
-                    return self._memory_wait()
-                raise memory_held() if self._abandoned or is_held else pool.too_long(len(token_ids))
+                return self._wait_or_fail(len(token_ids))
             num_ready = match.prefix.num_tokens
             logits = match.logits if num_ready == len(token_ids) else None
             num_named = num_ready // self._block_size
             shares = SharedPrefix(owner if is_shared else None, path, expires_at, num_ready, num_named, logits)
             self.running[sequence] = shares
-            self._use(shares)
+            self._mark_used(shares)
             return sequence
 
     def must_wait(self, wait: PrefixWait | MemoryWait) -> bool:
-        """Returns False if `begin` may return something else than this `wait`."""
+        """Returns False if `begin_sequence` might now return something other than `wait`."""
         with self.pool.lock:
             if isinstance(wait, MemoryWait):
-                # The free memory of the machine changes all the time. Only more of it helps.
+                # The free memory of the machine changes all the time. Only an increase ends the wait.
                 now = self._memory_wait()
                 return bool(self.running) and now[:-1] == wait[:-1] and now.room_bytes <= wait.room_bytes
             shares = self.running.get(wait.sequence)
             if shares is None or shares.owner != wait.owner or (wait.owner, wait.block) in self.kept.blocks:
                 return False
             return shares.num_ready + LEAST_TOKENS <= wait.num_tokens
+
+    def _prefix_wait(self, match: PrefixMatch, path: TokenPath) -> PrefixWait | None:
+        """Returns a wait for the sequence that will have a much longer prefix of a prompt; None if there is none."""
+        if match.awaited is None or match.later < match.prefix.num_tokens + LEAST_TOKENS:
+            return None
+        owner = self.running[match.awaited].owner
+        assert owner is not None, "nobody waits for a sequence that is not shared"
+        # Before this block has a name, the prompt shares too few tokens.
+        number = (match.later - LEAST_TOKENS) // self._block_size + 1
+        block = path.parent(number) if number <= path.num_blocks else None
+        return PrefixWait(match.awaited, owner, match.later, block)
+
+    def _wait_or_fail(self, num_tokens: int) -> MemoryWait:
+        """Returns a wait for the memory that a prompt of `num_tokens` lacks. Raises `ContextTooLong` if nobody will
+        give it back, and `NotReady` if a read or write that hangs has it."""
+        is_held = any(hold.pages for hold in self.pool.holds)
+        if self.running or (is_held and not self.disk_hangs):
+            return self._memory_wait()
+        raise memory_held() if self._abandoned or is_held else self.pool.too_long(num_tokens)
 
     def _memory_wait(self) -> MemoryWait:
         pool = self.pool
@@ -187,23 +201,27 @@ class PageCache:
         try:
             sequence = KVSequence(self.pool)
             first_step = min(num_tokens, prefix.num_tokens + STEP_TOKENS)
-            if sequence.begin_with(prefix) and sequence.take_pages(num_tokens) and sequence.make_room(first_step):
+            if (
+                sequence.begin_with(prefix)
+                and sequence.take_prompt_pages(num_tokens)
+                and sequence.take_pages_to(first_step)
+            ):
                 return sequence
             sequence.close()
         except ContextTooLong:
-            # There is not even memory for its states.
+            # There is not even memory for the states.
             pass
         finally:
-            self.pool.release(prefix_pages)
+            self.pool.release_pages(prefix_pages)
         return None
 
     # Others find its state.
 
     def set_ready(self, sequence: KVSequence, num_tokens: int, token_ids: Callable[[], TokenIds] | None = None) -> None:
-        """Has others find the first `num_tokens` tokens of a sequence, whose state is computed and right. Complete
-        blocks get their names. `token_ids` returns all tokens of the sequence; it is called when a block behind the
-        prompt is complete. With a model on the grid, others find only the prompt. During a fetch, which may shorten the
-        sequence, `num_tokens` is 0."""
+        """Lets other prompts share the first `num_tokens` tokens of a sequence. Their state must be computed and right.
+        Complete blocks get their names. `token_ids` returns all tokens of the sequence; it is called when a block after
+        the prompt is complete. With a model on the grid, only tokens of the prompt are shared. `num_tokens` is 0 during
+        a fetch, because a fetch may shorten the sequence."""
         shares, size = self.running[sequence], self._block_size
         shares.num_ready = num_tokens
         if shares.owner is None or num_tokens // size <= shares.num_named:
@@ -222,16 +240,16 @@ class PageCache:
                 self._name(sequence, shares, number, number + 1)
 
     def keep_logits(self, sequence: KVSequence, logits: Logits) -> None:
-        """Keeps the next-token logits, shape [vocab], of a sequence that has its prompt and nothing more."""
+        """Keeps the next-token logits, shape [vocab], of a sequence that has exactly its prompt."""
         shares = self.running[sequence]
         if shares.owner is not None and np.isfinite(logits).all():
             with self.pool.lock:
                 self.kept.keep_logits(shares.owner, end_name(shares.path), logits, shares.expires_at)
 
     def keep_prompt(self, sequence: KVSequence) -> None:
-        """Keeps a copy of the states of a sequence that has its prompt and nothing more, for the other replies of the
-        request: the next step changes states in place. Without memory for a copy, each reply computes the prompt."""
-        if not self.layout.states or not _settle(sequence):
+        """Keeps a copy of the states of a sequence that has exactly its prompt, for the other replies of the request:
+        the next step changes states in place. If there is no memory for a copy, each reply computes the prompt."""
+        if not self.layout.states or not _complete_undrafted(sequence):
             return
         with self.pool.lock:
             shares, copied = self.running[sequence], self._start_sequence(sequence.prefix(), 0)
@@ -239,7 +257,7 @@ class PageCache:
                 self._keep_end(copied, shares, shares.path)
                 copied.close()
 
-    def end(
+    def end_sequence(
         self,
         sequence: KVSequence,
         *,
@@ -248,10 +266,10 @@ class PageCache:
         expires_at: float | None = None,
         options: CacheOptions | None = None,
     ) -> None:
-        """Ends a sequence. With `keep`, others may begin with its state later, also with the state behind `num_ready`
-        if `token_ids`, the tokens of the sequence, are given. This state expires at `expires_at`. `options` of the
-        request are given if the state is to be saved when the process ends."""
-        keep = keep and _settle(sequence)
+        """Ends a sequence. With `keep`, later prompts may share its state. If the sequence's tokens, `token_ids`, are
+        given, they may also share the state after `num_ready`. The state expires at `expires_at`. `options` of the
+        request are given if the state must be saved when the process ends."""
+        keep = keep and _complete_undrafted(sequence)
         with self.pool.lock:
             shares = self.running.pop(sequence, None)
             self._abandoned.discard(sequence)
@@ -266,18 +284,19 @@ class PageCache:
                 shares.num_named = max(shares.num_named, path.num_blocks)
                 self._keep_end(sequence, shares, path, options)
             if shares is not None:
-                self._use(shares)
+                self._mark_used(shares)
             sequence.close()
             if not self._keeps:
                 self.forget_idle()
 
     def abandon(self, sequence: KVSequence) -> None:
-        """Takes a sequence out of the running ones, so that nobody waits for it. Its pages stay until `end`."""
+        """Removes a sequence from the running ones, so that no prompt waits for it. Its pages stay until
+        `end_sequence`."""
         with self.pool.lock:
-            self._use(self.running.pop(sequence))
+            self._mark_used(self.running.pop(sequence))
             self._abandoned.add(sequence)
 
-    def forget(self, sequence: KVSequence) -> None:
+    def forget_names(self, sequence: KVSequence) -> None:
         """Forgets the names of a sequence that failed, because its state may be the reason."""
         with self.pool.lock:
             shares = self.running[sequence]
@@ -295,19 +314,20 @@ class PageCache:
         with self.pool.lock:
             self.kept.remove_unused({page for sequence in self._sequences for page in sequence.pages()})
 
-    def forget_expired(self, purged_at: bytes | None) -> None:
-        """Forgets what has expired, or is older than the last purge, at `purged_at`. The content of its pages is wiped
-        once their last users have ended."""
-        is_purged, self._purged_at = self._purged_at not in (purged_at, b""), purged_at
+    def forget_expired(self, purges: Purges) -> None:
+        """Removes blocks and logits that have expired, or whose tenant was purged since. Their pages are wiped once the
+        last users have ended."""
+        is_purged, self._purges = self._purges not in (None, purges), purges
         if not is_purged and time.monotonic() < self.kept.expires_at:
             return
         with self.pool.lock:
-            self.kept.remove_expired(purged_at)
+            self.kept.remove_expired(purges)
             if is_purged:
                 for sequence in self._sequences:
                     shares = self.running.get(sequence)
                     # A sequence without an owner may have begun with purged pages.
-                    if shares is None or shares.owner is None or shares.owner.purged_at != purged_at:
+                    owner = None if shares is None else shares.owner
+                    if owner is None or purges.was_purged(owner.tenant, owner.last_purge):
                         sequence.make_secret()
                         if shares is not None:
                             shares.owner = None
@@ -316,8 +336,8 @@ class PageCache:
                 self.pool.wipe()
 
     def resume(self, block: KeptBlock) -> KVSequence | None:
-        """Returns a sequence with the state at the end of a kept block, for a model on the grid up to the last complete
-        block. Returns None if that state is no longer there."""
+        """Returns a sequence with the state at the end of a kept block. For a model on the grid, the sequence may end
+        at the last complete block. Returns None if the state is no longer in memory."""
         with self.pool.lock:
             if (token_ids := self.kept.token_ids_of(block)) is None:
                 return None
@@ -330,7 +350,7 @@ class PageCache:
             return sequence
 
     def stats(self) -> dict[str, int]:
-        """Returns sizes in bytes, the number of running sequences, and the tokens of blocks that none of them uses."""
+        """Returns sizes in bytes, the number of running sequences, and the tokens of blocks that no sequence uses."""
         with self.pool.lock:
             sums = self.kept.sums()
             return {
@@ -342,7 +362,7 @@ class PageCache:
             }
 
     def sequences(self) -> list[dict[str, Any]]:
-        """Returns the tokens and bytes of running sequences, and then of those that ended, the latest first."""
+        """Returns the tokens and bytes of the running sequences, then of the ended sequences, the latest first."""
         with self.pool.lock:
             running = [(shares.num_ready, True) for shares in self.running.values()]
             counts = [*running, *((block.end, False) for block in self.kept.sequence_ends())]
@@ -350,7 +370,8 @@ class PageCache:
             return [{"tokens": count, "num_bytes": of_bytes(count), "busy": is_busy} for count, is_busy in counts]
 
     def check(self) -> list[str]:
-        """Returns the errors found: users against lists, names against tokens, free pages, and the sums."""
+        """Checks the users of pages against lists, names against tokens, free pages, and the sums. Returns the
+        errors."""
         with self.pool.lock:
             of_blocks = (page for block in self.kept.blocks.values() for page in block.all_pages())
             of_sequences = (page for sequence in self._sequences for page in sequence.pages())
@@ -360,30 +381,30 @@ class PageCache:
     def _sequences(self) -> set[KVSequence]:
         return self.running.keys() | self._abandoned
 
-    def _use(self, shares: SharedPrefix) -> None:
-        """Records a use of all blocks of a sequence, from the last one on: a block that goes before its children would
-        leave them in memory, where nobody finds them."""
+    def _mark_used(self, shares: SharedPrefix) -> None:
+        """Records a use of all blocks of a sequence, the last block first. Otherwise a block might be removed before
+        its children, which would stay in memory where no prompt finds them."""
         if shares.owner is not None:
             for name in reversed(shares.path.block_names[: shares.num_named]):
-                self.kept.use(shares.owner, name, shares.expires_at)
+                self.kept.mark_used(shares.owner, name, shares.expires_at)
 
     def _name(self, sequence: KVSequence, shares: SharedPrefix, first: int, stop: int) -> None:
         size, path = self._block_size, shares.path
         with self.pool.lock:
-            # A purge takes the owner away.
+            # A purge sets the owner to None.
             if (owner := shares.owner) is not None:
                 for number in range(first, stop):
                     start, parent, name = number * size, path.parent(number), path.parent(number + 1)
-                    # A view of an array keeps all of it.
+                    # A view would keep the whole array in memory.
                     token_ids, pages = path.token_ids[start : start + size].copy(), sequence.block(number)
-                    self.kept.add(KeptBlock(owner, name, parent, start, token_ids, pages, shares.expires_at))
+                    self.kept.add_block(KeptBlock(owner, name, parent, start, token_ids, pages, shares.expires_at))
 
     def _keep_end(
         self, sequence: KVSequence, shares: SharedPrefix, path: TokenPath, options: CacheOptions | None = None
     ) -> None:
         owner, token_ids, start = shares.owner, path.token_ids, path.num_blocks * self._block_size
         if owner is None or not len(token_ids) or (self.layout.states and sequence.num_tokens != len(token_ids)):
-            # No sequence can begin there.
+            # No sequence can begin at this position.
             return
         parent = path.parent(path.num_blocks)
         if start == len(token_ids) and not self.layout.states:
@@ -392,21 +413,23 @@ class PageCache:
             return
         pages = sequence.block(path.num_blocks) if start < len(token_ids) else []
         name, rest = end_name(path), token_ids[start:].copy()
-        self.kept.add(KeptBlock(owner, name, parent, start, rest, pages, shares.expires_at, sequence.states, options))
+        self.kept.add_block(
+            KeptBlock(owner, name, parent, start, rest, pages, shares.expires_at, sequence.states, options)
+        )
 
     def _idle_bytes(self) -> int:
         spares = sum(page.num_bytes for sequence in self.running for page in sequence.idle_spares)
         return self.kept.sums().idle_bytes + spares
 
     def _reclaim(self, num_pages: int) -> bool:
-        """Makes about so many idle pages free: of kept blocks, or else of guesses."""
+        """Frees about `num_pages` idle pages of kept blocks, or otherwise the idle spares of a sequence."""
         return self.kept.reclaim(num_pages) or any(sequence.drop_spares() for sequence in self.running)
 
 
-def _settle(sequence: KVSequence) -> bool:
-    """Runs `KVSequence.settle`. Returns False if memory runs out."""
+def _complete_undrafted(sequence: KVSequence) -> bool:
+    """Runs `KVSequence.complete_undrafted`. Returns False if memory runs out."""
     try:
-        sequence.settle()
+        sequence.complete_undrafted()
     except Exception as error:
         if not is_out_of_memory(error):
             raise

@@ -25,14 +25,14 @@ class PageTable(Struct, eq=False):
     """The address of each page, for operators; 0 for a missing page."""
 
     def set(self, number: int, page: Page | None) -> None:
-        """Puts a page in its place."""
+        """Sets page `number` of the sequence."""
         self.pages += [None] * (number + 1 - len(self.pages))
         self.addresses.extend([0] * (number + 1 - len(self.addresses)))
         self.pages[number] = page
         self.addresses[number] = 0 if page is None else page.address
 
     def unwritable(self, first: int, stop: int) -> list[int]:
-        """Returns the numbers of pages from `first` to `stop` that are missing, or that others use too."""
+        """Returns the numbers of the pages in [first, stop) that are missing or have other users too."""
         pages = self.pages
         return [n for n in range(first, stop) if n >= len(pages) or (page := pages[n]) is None or page.users > 1]
 
@@ -43,11 +43,11 @@ class PageTable(Struct, eq=False):
 
     @property
     def complete_from(self) -> int:
-        """The position from which on no token is missing."""
+        """The first position from which on no token is missing."""
         return self.first * self.block_size
 
-    def put(self, position: int, rows: Array) -> None:
-        """Writes rows of all tensors, [tensors, heads, n, head_dim], from a position on."""
+    def write_rows(self, position: int, rows: Array) -> None:
+        """Writes rows of all tensors, shape [tensors, heads, n, head_dim], to the tokens from `position` on."""
         for page, at, done, count in self.parts(position, position + rows.shape[2]):
             page.tensor[:, :, at : at + count] = rows[:, :, done : done + count]
 
@@ -57,8 +57,8 @@ class PageTable(Struct, eq=False):
         return np.concatenate([page.tensor[:, :, at : at + count] for page, at, _, count in parts], axis=2)
 
     def parts(self, position: int, stop: int) -> Iterator[tuple[Page, int, int, int]]:
-        """Yields the pages of the tokens from `position` to `stop`: where they begin in the page, how many came before
-        and how many they are."""
+        """Yields the pages of the tokens from `position` to `stop`. With each page: the index of its first of these
+        tokens in the page, the number of tokens in the pages before, and the number of these tokens in this page."""
         done = 0
         while position + done < stop:
             number, at = divmod(position + done, self.block_size)

@@ -1,7 +1,8 @@
-"""Pages: the memory of blocks. A page holds one block of one group of tensors, byte for byte as the block's payload.
+"""Pages: the memory of blocks. A page holds one block of one group of tensors, with the same bytes as the block's
+payload.
 
 Sequences with equal prefixes, blocks that are kept by name (`kv.kept_blocks`) and payloads that wait to be written
-share pages. Each of them counts as a user. Nobody writes to a page with several users.
+share pages. Each of them counts as a user. A page with several users is not written to.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from diskprefix.kv.layout import Layout
 from diskprefix.kv.numbers import Array, array_dtype
 from diskprefix.kv.sizes import num_pages
 from diskprefix.kv.transfer import give_back, populate
+from diskprefix.store.codec.codec import Piece
 from diskprefix.store.codec.planes import Bytes
-from diskprefix.store.pieces import Cut
 from diskprefix.units import format_size
 
 _SLAB_BYTES = 64 << 20
@@ -37,16 +38,16 @@ class Page(Struct, eq=False):
     group: int
     tensor: Array
     address: int
-    """The address of its memory, for operators and the kernel."""
+    """The address of the page's memory, for operators and the kernel."""
     num_rows: int
-    """The number of rows as in payloads: a row is one head of one tensor, or a part of a state."""
+    """The number of rows, which are the rows of payloads: a row is one head of one tensor, or a part of a state."""
     rows: Bytes
-    """The bytes, [num_rows, bytes]."""
+    """The content of the page as bytes, shape [num_rows, bytes]."""
     users: int = 0
     num_holds: int = 0
-    """The number of users that are holds."""
+    """The number of users that are holds (`Captured`)."""
     is_secret: bool = False
-    """The content was purged, and must be wiped once the last user has ended."""
+    """The content was purged and must be wiped once the last user has ended."""
     kept_in: object = None
     """The block that keeps the page by name (`kv.kept_blocks`)."""
 
@@ -55,16 +56,17 @@ class Page(Struct, eq=False):
         return self.tensor.nbytes
 
     def payload(self, rows: slice = slice(None), row_bytes: int | None = None) -> memoryview:
-        """Returns the first `row_bytes` bytes of each of these rows: the memory itself, or a copy if there are gaps
+        """Returns the first `row_bytes` bytes of each of these rows: a view of the memory, or a copy if there are gaps
         between the rows."""
         return np.ascontiguousarray(self.rows[rows, :row_bytes]).reshape(-1).data
 
 
 class PagePool:
-    """The pages of one model, within `limit_bytes` and the bytes that `free_bytes` finds free. For any thread.
+    """The pages of one model, within `limit_bytes` and the free memory (in bytes) that `free_bytes` returns. For any
+    thread.
 
-    `reclaim` is called when no page is left: it makes about so many pages free, or returns False. `idle_bytes` returns
-    how many bytes it can make free.
+    `reclaim` is called with a number of pages when no page is free: it frees about that many, or returns False.
+    `idle_bytes` returns the bytes that it could free.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class PagePool:
         self.on_free: Callable[[], None] = lambda: None
         """Called on any thread when a hold was released."""
         self.holds: set[Captured] = set()
-        """The users of pages beside sequences and kept blocks."""
+        """The users of pages other than sequences and kept blocks."""
         self.changed: set[Any] = set()
         """The kept blocks whose pages got or lost a user. `KeptBlocks.sums` counts them again."""
         self._free_bytes = free_bytes
@@ -98,13 +100,13 @@ class PagePool:
         self.page_bytes = [math.prod(shape) * dtype.itemsize for shape, dtype in self._forms]
         """The size of a page, by group."""
         self._free: list[list[Page]] = [[] for _ in self._forms]
-        """Pages without users that were used before, which are faster to fill."""
+        """Pages without users that were used before. They are faster to fill than blank pages."""
         self._blank: list[list[Page]] = [[] for _ in self._forms]
         """Pages whose memory was given back to the kernel."""
         self._unused: list[Iterator[Page]] = [iter(()) for _ in self._forms]
-        """The pages of the last slab that were never taken. Their objects are made when they are taken."""
+        """The pages of the last slab that were never taken. Each `Page` is made when it is taken."""
         self.taken_bytes = 0
-        """The bytes of all pages but the blank and the unused ones."""
+        """The bytes of all pages except the blank and the unused ones."""
 
     @property
     def used_bytes(self) -> int:
@@ -118,7 +120,7 @@ class PagePool:
         return max(0, min(self.limit_bytes - self.used_bytes, self._free_bytes() + unused_bytes))
 
     def sequence_bytes(self, num_tokens: int) -> int:
-        """Returns the maximum size of a sequence of so many tokens."""
+        """Returns the maximum size in bytes of a sequence of `num_tokens`."""
         sizes = zip(self.layout.groups, self.page_bytes, strict=False)
         return self.layout.state_bytes + sum(
             num_pages(num_tokens, self.block_size, group.window) * size for group, size in sizes
@@ -131,22 +133,23 @@ class PagePool:
             "with more memory"
         )
 
-    def take(self, groups: Sequence[int]) -> list[Page] | None:
-        """Returns a page for each of these groups, with one user and any content; None if there are too few."""
+    def take_pages(self, groups: Sequence[int]) -> list[Page] | None:
+        """Returns one page for each of these groups, with one user and undefined content; None if there are too few
+        pages."""
         taken: list[Page] = []
         if not groups:
             return taken
         with self.lock:
-            # Memory that is taken but not written to yet still counts as free there.
+            # Memory that was taken but not written to yet still counts as free in `free_bytes`.
             limit_bytes = min(self.limit_bytes, self.taken_bytes + self._free_bytes())
             excess = self.used_bytes + sum(self.page_bytes[group] for group in groups) - limit_bytes
             if excess > 0 and excess > self.idle_bytes():
-                # No page is reclaimed in vain.
+                # Reclaiming pages would not be enough, so none are reclaimed.
                 return None
             for group in groups:
                 page = self._take_page(group, limit_bytes, len(groups) - len(taken))
                 if page is None:
-                    self.release(taken)
+                    self.release_pages(taken)
                     return None
                 page.users = 1
                 taken.append(page)
@@ -160,7 +163,7 @@ class PagePool:
                 if page.kept_in is not None:
                     self.changed.add(page.kept_in)
 
-    def release(self, pages: Iterable[Page | None]) -> None:
+    def release_pages(self, pages: Iterable[Page | None]) -> None:
         """Removes a user from each page. A page without users becomes free."""
         with self.lock:
             for page in filter(None, pages):
@@ -174,7 +177,8 @@ class PagePool:
                         self._give_back(self._free[page.group])
 
     def wipe(self) -> None:
-        """Wipes free pages, whose content may have been purged, and gives their memory back."""
+        """Wipes all free pages, because their content may have been purged, and gives their memory back to the
+        kernel."""
         with self.lock:
             for pages in self._free:
                 # Bound: each round gives a page back.
@@ -183,18 +187,19 @@ class PagePool:
                     self._give_back(pages)
 
     def make_ahead(self, num_tokens: int, is_wanted: Callable[[], bool]) -> None:
-        """Has the kernel make the memory of a sequence of so many tokens, on a thread of its own and while `is_wanted`
+        """Has the kernel populate the memory of a sequence of `num_tokens`, on a new thread and while `is_wanted`
         returns True: fresh memory would slow down the first restore."""
         counts = (num_pages(num_tokens, self.block_size, group.window) for group in self.layout.groups)
-        taken = self.take([number for number, count in enumerate(counts) for _ in range(count)])
+        taken = self.take_pages([number for number, count in enumerate(counts) for _ in range(count)])
         if taken:
-            self.release(taken)
+            self.release_pages(taken)
             # The last page is taken first.
             made = [(page.address, page.num_bytes) for page in reversed(taken)], is_wanted
             threading.Thread(target=populate, args=made, name="kv-memory", daemon=True).start()
 
     def check(self, users: Iterable[Page | None]) -> list[str]:
-        """Returns the errors found. `users` are the pages of all sequences and kept blocks."""
+        """Checks the numbers of users, the free pages and the sums. Returns the errors. `users` are the pages of all
+        sequences and kept blocks."""
         with self.lock:
             counts = Counter(filter(None, users))
             counts.update(page for hold in self.holds for page in hold.pages)
@@ -208,7 +213,7 @@ class PagePool:
             return errors
 
     def _take_page(self, group: int, limit_bytes: int, num_missing: int) -> Page | None:
-        # Bound: each round gives a free page back, or frees kept ones.
+        # Bound: each round gives a free page back, or frees kept pages.
         while not self._free[group]:
             size = self.page_bytes[group]
             if self.taken_bytes + size <= limit_bytes and (page := self._make_blank(group)) is not None:
@@ -222,7 +227,7 @@ class PagePool:
         return self._free[group].pop()
 
     def _make_blank(self, group: int) -> Page | None:
-        """Returns a page that takes no memory yet; None if the kernel refuses memory for a slab."""
+        """Returns a page that occupies no memory yet; None if the kernel refuses memory for a slab."""
         if self._blank[group]:
             return self._blank[group].pop()
         page = next(self._unused[group], None)
@@ -242,7 +247,8 @@ class PagePool:
         return page
 
     def _give_back(self, free: list[Page]) -> None:
-        """Gives the memory of the last of some free pages back. The content is lost."""
+        """Takes the last page from a list of free pages and gives its memory back to the kernel. The content is
+        lost."""
         page = free.pop()
         self.taken_bytes -= page.num_bytes
         page.is_secret = False
@@ -252,12 +258,12 @@ class PagePool:
 
 class Captured(Sequence[memoryview]):
     """The payload of a node in its `pages`, by group. It is a user of these pages until `release`, so they do not
-    change. The pieces are the rows of the pages, cut to the node's tokens, and then `logits`. A piece is read when it
-    is indexed. For any thread."""
+    change. The pieces are the rows of the pages, cut to the node's tokens, followed by `logits`. A piece is read when
+    it is indexed. For any thread."""
 
-    def __init__(self, pool: PagePool, pages: Mapping[int, Page], cuts: Sequence[Cut], logits: memoryview) -> None:
+    def __init__(self, pool: PagePool, pages: Mapping[int, Page], pieces: Sequence[Piece], logits: memoryview) -> None:
         self.pages = list(pages.values())
-        self._pool, self._by_group, self._cuts, self._logits = pool, pages, cuts, logits
+        self._pool, self._by_group, self._pieces, self._logits = pool, pages, pieces, logits
         with pool.lock:
             pool.hold(self.pages)
             pool.holds.add(self)
@@ -265,15 +271,16 @@ class Captured(Sequence[memoryview]):
                 page.num_holds += 1
 
     def __len__(self) -> int:
-        return len(self._cuts)
+        return len(self._pieces)
 
     def __getitem__(self, index: Any) -> Any:
-        cut = self._cuts[index]
-        page, rows = self._by_group.get(cut.group), slice(cut.first_row, cut.first_row + cut.piece.num_rows)
-        return self._logits if page is None else page.payload(rows, cut.piece.row_bytes)
+        piece = self._pieces[index]
+        page = self._by_group.get(piece.group)
+        return self._logits if page is None else page.payload(piece.rows, piece.row_bytes)
 
     def frees(self) -> bool:
-        """Returns whether some page has no users but holds and, if a block keeps it, its name."""
+        """Returns whether a release can free a page: a page has no users except holds and the block that keeps it by
+        name."""
         return any(page.users <= page.num_holds + (page.kept_in is not None) for page in self.pages)
 
     def release(self) -> None:
@@ -284,13 +291,13 @@ class Captured(Sequence[memoryview]):
                 self._pool.holds.remove(self)
                 for page in self.pages:
                     page.num_holds -= 1
-                self._pool.release(self.pages)
+                self._pool.release_pages(self.pages)
         if is_held:
             self._pool.on_free()
 
 
 def zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Returns zeros that begin with a page of the kernel. Raises `MemoryError`."""
+    """Returns an array of zeros that begins at a page of the kernel. Raises `MemoryError`."""
     # numpy asks the kernel for huge pages: without them, a restore loses a quarter of its speed. The kernel fills pages
     # with zeros when they are first written.
     num_bytes = math.prod(shape) * dtype.itemsize

@@ -1,4 +1,4 @@
-"""Finding the longest prefix of a prompt among the blocks that are kept by name and the sequences that run."""
+"""Finds the longest prefix of a prompt among the blocks that are kept by name and the running sequences."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from diskprefix.tokens import Logits, TokenIds, TokenPath, block_hash, common_pr
 
 
 class SharedPrefix(Struct, eq=False):
-    """The part of a running sequence that others may begin with."""
+    """The part of a running sequence that other prompts may share."""
 
     owner: Owner | None
-    """The owner whose prompts may begin with it; None for no others."""
+    """Only prompts of this owner may share the state; None: no prompt may."""
     path: TokenPath
     """The first tokens whose state is, or will be, the state that a prefill computes."""
     expires_at: float
     """The time on the clock of `time.monotonic` at which the state expires."""
     num_ready: int = 0
-    """The number of tokens that others may begin with. 0 during a fetch, because a damaged block may shorten the
+    """The number of tokens that other prompts may share. 0 during a fetch, because a damaged block may shorten the
     sequence."""
     num_named: int = 0
     """The number of blocks that are kept by name."""
@@ -53,7 +53,7 @@ class PrefixMatcher:
 
     def match(self, owner: Owner, prompt: TokenPath, *, computes_last: bool = False) -> PrefixMatch:
         """Returns the longest prefix of a prompt that a sequence can begin with. With `computes_last`, the last token
-        is left to compute."""
+        remains to be computed."""
         size, state_kind, token_ids = self._block_size, self.layout.state_kind, prompt.token_ids
         path = self._kept.first_blocks(owner, prompt)
         logits = None if computes_last else self._kept.logits(owner, end_name(prompt))
@@ -64,7 +64,7 @@ class PrefixMatcher:
             return PrefixMatch(prefix, prefix.num_tokens, logits=logits)
         num_common, last_pages, later, awaited = self._partial_block(owner, path, token_ids)
         if state_kind != "token" and logits is not None and len(token_ids) % size:
-            # On the grid, only an equal prompt has computed these last tokens in one step.
+            # With a model on the grid, only an equal prompt has computed these last tokens in one step.
             equal = self._last_block(owner, prompt)
             last_pages, limit = (last_pages, limit - 1) if equal is None else (equal, limit)
         for point in (len(path) * size + num_common, *range(len(path) * size, 0, -size)):
@@ -84,8 +84,9 @@ class PrefixMatcher:
     def _partial_block(
         self, owner: Owner, path: Sequence[KeptBlock], token_ids: TokenIds
     ) -> tuple[int, Sequence[Page | None], int, KVSequence | None]:
-        """Returns, for the block behind the path of a prompt: the number of its first tokens in memory, and the pages
-        with them; and the number of the prompt's tokens that a running sequence will have, and this sequence."""
+        """Returns, for the block after the path of a prompt, the number of its first tokens that are in memory, and the
+        pages that hold them. Also returns the number of the prompt's tokens that a running sequence will have, and that
+        sequence."""
         parent, start = path[-1].name if path else owner.root, len(path) * self._block_size
         rest, later, awaited = token_ids[start:], 0, None
         candidates: list[tuple[int, Sequence[Page | None]]] = [
@@ -103,7 +104,7 @@ class PrefixMatcher:
         return num_common, pages, later, awaited
 
     def _last_block(self, owner: Owner, prompt: TokenPath) -> Sequence[Page | None] | None:
-        """Returns the pages of the last block, which is not full, of an equal prompt; None if there is none."""
+        """Returns the pages of the last, partial block of an equal prompt; None if there is no equal prompt."""
         token_ids = prompt.token_ids
         if (block := self._kept.find(owner, end_name(prompt))) is not None:
             return block.pages
@@ -114,8 +115,8 @@ class PrefixMatcher:
         return None
 
     def _match_states(self, owner: Owner, path: Sequence[KeptBlock], token_ids: TokenIds, limit: int) -> Prefix:
-        """Returns the longest prefix, of at most `limit` tokens, at whose end there are states. A model on the grid
-        continues from the end of a block, or from the end of the prompt, whose logits are there."""
+        """Returns the longest prefix of at most `limit` tokens with states at its end. A model on the grid continues
+        only from the end of a block, or from the end of the prompt if its logits are kept."""
         is_exact = self.layout.exact_at == "token"
         for num_blocks in range(len(path), -1, -1):
             parent, start = path[num_blocks - 1].name if num_blocks else owner.root, num_blocks * self._block_size
@@ -137,8 +138,8 @@ class PrefixMatcher:
     def _pages(
         self, path: Sequence[KeptBlock], last_pages: Sequence[Page | None], stop: int
     ) -> list[list[Page | None]] | None:
-        """Returns the pages of the first `stop` tokens, by group; None if some are missing. `last_pages` are the
-        pages of the block behind the path."""
+        """Returns the pages of the first `stop` tokens, by group; None if some are missing. `last_pages` are the pages
+        of the block after the path."""
         num_pages, by_group = -(-stop // self._block_size), list[list[Page | None]]()
         blocks = [*(block.pages for block in path), last_pages]
         for number, group in enumerate(self.layout.groups):

@@ -13,24 +13,25 @@ from diskprefix.kv.page_table import PageTable
 from diskprefix.kv.pages import Captured, Page, PagePool
 from diskprefix.kv.sizes import MAX_TAKEN_BACK
 from diskprefix.kv.step import Run
+from diskprefix.store.codec.codec import Piece
 from diskprefix.store.codec.planes import Bytes
-from diskprefix.store.pieces import Cut
 from diskprefix.tokens import Logits, TokenIds, TokenPath
 
 
 class Owner(NamedTuple):
-    """The owner of state that prompts may share: the root and the secret of the tenant's names, and the time of the
-    store's last purge, so that no later prompt finds purged state. A request that shares nothing has an owner of its
-    own, with a key as `private`: its replies begin with state of this owner or of the tenant."""
+    """The owner of state that prompts may share: the root and the secret of the tenant's names, and the tenant with the
+    id of its last purge (see `Purges`), so that no later prompt finds purged state. A request that shares nothing has
+    its own owner, with a key as `private`: its replies may begin with state of this owner or of the tenant."""
 
     root: bytes
     secret: int
-    purged_at: bytes | None
+    tenant: str = ""
+    last_purge: bytes = b""
     private: bytes = b""
 
     @property
     def sources(self) -> tuple[Owner, ...]:
-        """The owners with whose state prompts of this owner may begin."""
+        """The owners whose state prompts of this owner may begin with."""
         return (self, self._replace(private=b"")) if self.private else (self,)
 
     def path(self, token_ids: TokenIds, block_size: int) -> TokenPath:
@@ -60,18 +61,18 @@ class KVSequence:
         self.tables = [PageTable(group, pool.block_size) for group in self.layout.groups]
         self.num_tokens = 0
         self.num_drafted = 0
-        """The number of tokens for which a draft layer has its state."""
+        """The number of tokens for which the draft layer's state is computed."""
         self.undrafted: list[int] = []
-        """The ids of the tokens behind these, for which `complete` computes that state."""
+        """The ids of the tokens after the first `num_drafted`. `complete` computes the draft layer's state for them."""
         self.mark: object = None
-        """Set by a runtime that has a copy of the state. None after any change but that by a step."""
+        """Set by a runtime that has a copy of the state. Any change except a step sets it to None."""
         self.complete: Callable[[Sequence[KVSequence]], None] | None = None
         self._is_secret = False
-        states = pool.take([len(self.tables) + number for number in range(len(self.layout.states))])
+        states = pool.take_pages([len(self.tables) + number for number in range(len(self.layout.states))])
         if states is None:
             raise pool.too_long(1)
         self.states = states
-        """Pages of the states behind the last token."""
+        """Pages of the states after the last token."""
         self._spares: list[Page] = []
         """As many pages as `states`, or none. From a step with guesses to `take_back`, they keep the states before the
         step."""
@@ -91,11 +92,11 @@ class KVSequence:
         return max((table.complete_from for table in self.tables), default=0)
 
     def pages(self) -> list[Page | None]:
-        """Returns all pages of which the sequence is a user."""
+        """Returns all pages that the sequence uses."""
         return [*(page for table in self.tables for page in table.pages), *self.states, *self._spares]
 
     def slides(self, num_tokens: int) -> bool:
-        """Returns whether a window has passed tokens, or will before the sequence has so many tokens."""
+        """Returns whether a window has passed tokens, or will pass some before the sequence has `num_tokens`."""
         return self.complete_from > 0 or any(table.group.first_needed(num_tokens) > 0 for table in self.tables)
 
     def begin_step(self, num_rows: int, spans: tuple[tuple[int, int], ...] = (), num_guesses: int = 0) -> Run:
@@ -103,7 +104,7 @@ class KVSequence:
         states, this needs spares. Raises `ContextTooLong` if there is no memory."""
         keeps_states = num_guesses > 0 and bool(self.states) and self.take_spares()
         run = Run(self.num_tokens, num_rows, spans, [] if keeps_states else None)
-        if not self.make_room(run.end):
+        if not self.take_pages_to(run.end):
             raise self.pool.too_long(run.end)
         if keeps_states:
             self._swap_states()
@@ -111,12 +112,12 @@ class KVSequence:
         return run
 
     def end_step(self, run: Run) -> None:
-        """Counts the tokens of a step, whose state is there."""
+        """Counts the tokens of a step. Their state must be computed."""
         self.num_tokens = run.end
 
-    def make_room(self, stop: int) -> bool:
-        """Makes room for tokens up to `stop`. Gives pages back that a window has passed. Returns False, and takes no
-        page, if there are too few."""
+    def take_pages_to(self, stop: int) -> bool:
+        """Takes pages for the tokens before `stop`. Gives pages back that a window has passed. Returns False, and takes
+        no page, if there are too few."""
         start, size = self.num_tokens, self.pool.block_size
         for table in self.tables:
             # The last tokens may be taken back.
@@ -124,16 +125,16 @@ class KVSequence:
         ranges = [(n, max(start // size, table.first), -(-stop // size)) for n, table in enumerate(self.tables)]
         return self._take_ranges(ranges)
 
-    def take_pages(self, num_tokens: int) -> bool:
-        """Takes the pages for a prompt of so many tokens, without those of windows. Returns False, and takes none, if
-        there are too few."""
+    def take_prompt_pages(self, num_tokens: int) -> bool:
+        """Takes the pages for a prompt of `num_tokens`, in the groups without a window. Returns False, and takes none,
+        if there are too few."""
         first, stop = (-(-count // self.pool.block_size) for count in (self.num_tokens, num_tokens))
         whole = [number for number, table in enumerate(self.tables) if table.group.window is None]
         return self._take_ranges([(number, first, stop) for number in whole])
 
     def reserve(self, num_tokens: int) -> None:
-        """Calls `take_pages`. Raises `ContextTooLong` if there are too few pages."""
-        if not self.take_pages(num_tokens):
+        """Calls `take_prompt_pages`. Raises `ContextTooLong` if there are too few pages."""
+        if not self.take_prompt_pages(num_tokens):
             raise self.pool.too_long(num_tokens)
 
     def begin_with(self, prefix: Prefix) -> bool:
@@ -147,24 +148,25 @@ class KVSequence:
             state.tensor[:] = source.tensor
         self.truncate(prefix.num_tokens)
         # The last page is copied, because it is written to.
-        return self.make_room(prefix.num_tokens + 1)
+        return self.take_pages_to(prefix.num_tokens + 1)
 
     def prefix(self) -> Prefix:
-        """Returns the state of all its tokens."""
+        """Returns the state of all tokens of the sequence."""
         stop = -(-self.num_tokens // self.pool.block_size)
         return Prefix(self.num_tokens, [table.pages[:stop] for table in self.tables], self.states)
 
     def continues_at(self, num_tokens: int) -> bool:
-        """Returns whether the windows of a token behind so many tokens are complete."""
+        """Returns whether the sequence still has every token that the next token after `num_tokens` attends to."""
         return all(table.complete_from <= table.group.first_needed(num_tokens) for table in self.tables)
 
     def truncate(self, num_tokens: int) -> None:
-        """Sets the number of tokens. Their state must be there, with the states behind the last of them."""
+        """Sets the number of tokens. Their state must be in the pages, and `states` must be the states after the last
+        of them."""
         self.mark = None
         if not num_tokens:
             with self.pool.lock:
                 for table in (table for table in self.tables if table.first):
-                    self.pool.release(table.pages)
+                    self.pool.release_pages(table.pages)
                     table.clear()
         if num_tokens > self.num_drafted + len(self.undrafted):
             # These tokens were restored.
@@ -173,8 +175,8 @@ class KVSequence:
         self.num_drafted = num_tokens - len(self.undrafted)
         self.num_tokens = num_tokens
 
-    def settle(self) -> None:
-        """Completes the state of a draft layer, before others read the sequence."""
+    def complete_undrafted(self) -> None:
+        """Completes the draft layer's state before others read the sequence."""
         if self.undrafted:
             assert self.complete is not None, "with undrafted tokens comes the function that computes their state"
             self.complete([self])
@@ -191,15 +193,15 @@ class KVSequence:
             else:
                 for replay in run.replays or ():
                     replay(num_tokens - run.start)
-        # Not earlier, because other threads take idle spares.
+        # Not earlier, because other threads may drop idle spares.
         self._needs_spares = False
         self.truncate(num_tokens)
 
     def take_spares(self) -> bool:
-        """Takes spares, if there are states, for a step with guesses. Returns False without memory for them."""
+        """Takes spares for a step with guesses, if there are states. Returns False if there is no memory for them."""
         with self.pool.lock:
             if not self._spares:
-                self._spares = self.pool.take([page.group for page in self.states]) or []
+                self._spares = self.pool.take_pages([page.group for page in self.states]) or []
             self._needs_spares = bool(self._spares)
             return self._needs_spares or not self.states
 
@@ -219,14 +221,14 @@ class KVSequence:
             idle = self.idle_spares
             for page in idle:
                 page.is_secret |= self._is_secret
-            self.pool.release(idle)
+            self.pool.release_pages(idle)
             if idle:
                 self._spares = []
             return bool(idle)
 
     def prepare_restore(self, group: int, start: int, stop: int) -> None:
-        """Takes the pages of a group for a restore of the tokens from `start` to `stop` that the sequence lacks. Raises
-        `MemoryError` if there are too few."""
+        """Takes the pages of a group for a restore of those tokens from `start` to `stop` that the sequence lacks.
+        Raises `MemoryError` if there are too few."""
         table, size = self.tables[group], self.pool.block_size
         if not self._take_ranges([(group, max(self.num_tokens, start) // size, -(-stop // size))]):
             raise MemoryError("there is no KV memory for a restore")
@@ -235,7 +237,7 @@ class KVSequence:
             self._drop_before(table, start // size)
 
     def fill(self, position: int, num_tokens: int, group: int, rows: slice, write: Callable[[Bytes], None]) -> None:
-        """Has `write` fill rows of a group, see `cache.tiers.tier.BlockSink`. The tokens are all of one page. `write`
+        """Calls `write` to fill rows of a group; see `cache.tiers.tier.Fill`. All tokens are in one page. `write`
         gets bytes of shape [rows, row_bytes], each row contiguous."""
         if group >= len(self.tables):
             page, part = self.states[group - len(self.tables)], slice(None)
@@ -254,24 +256,24 @@ class KVSequence:
         """Returns the logits in a tail's payload, shape [vocab]. `payload` must not change afterwards."""
         return converted(payload.reshape(-1).view(array_dtype(self.layout.logits_dtype)), "float32")
 
-    def capture(self, position: int, cuts: Sequence[Cut], logits: Logits | None = None) -> Captured | None:
+    def capture(self, position: int, pieces: Sequence[Piece], logits: Logits | None = None) -> Captured | None:
         """Returns the payload of a node that begins at `position`: the pages of its tokens, copies of the states now,
         and `logits`, shape [vocab]. Returns None if there are no pages for the copies."""
         first = len(self.tables)
-        groups = sorted({cut.group for cut in cuts if cut.group < first + len(self.states)})
+        groups = sorted({piece.group for piece in pieces if piece.group < first + len(self.states)})
         block = self.block(position // self.pool.block_size)
         pages = {group: page for group in groups if group < first and (page := block[group]) is not None}
         at_end = memoryview(b"") if logits is None else self.logits_bytes(logits)
         with self.pool.lock:
-            copies = self.pool.take([group for group in groups if group >= first])
+            copies = self.pool.take_pages([group for group in groups if group >= first])
             if copies is None:
                 return None
             try:
                 pages |= {copied.group: copied for copied in copies}
                 assert len(pages) == len(groups), "tokens that left the window are not read"
-                captured = Captured(self.pool, pages, cuts, at_end)
+                captured = Captured(self.pool, pages, pieces, at_end)
             finally:
-                self.pool.release(copies)
+                self.pool.release_pages(copies)
         try:
             for copied in copies:
                 copied.tensor[:] = self.states[copied.group - first].tensor
@@ -282,7 +284,8 @@ class KVSequence:
         return captured
 
     def content(self, start: int = 0, stop: int | None = None) -> bytes:
-        """Returns a copy of the state of the tokens from `start` to `stop`, and of the states, for comparisons."""
+        """Returns the bytes of the per-token tensors for the tokens from `start` to `stop`, and of the states, for
+        comparisons."""
         size, stop, parts = self.pool.block_size, self.num_tokens if stop is None else stop, list[Array]()
         for table in self.tables if start < stop else ():
             pages = [page for page in table.pages[start // size : -(-stop // size)] if page is not None]
@@ -294,11 +297,12 @@ class KVSequence:
         return b"".join(part.tobytes() for part in parts)
 
     def logits_bytes(self, logits: Logits) -> memoryview:
-        """Returns next-token logits, shape [vocab], as in a tail's payload."""
+        """Returns next-token logits, shape [vocab], in the form of a tail's payload."""
         return converted(logits, self.layout.logits_dtype).copy().view(np.uint8).data
 
     def make_secret(self) -> None:
-        """Has all pages, also those taken later, wiped once their last users have ended: the content was purged."""
+        """Marks all pages, including pages taken later, to be wiped once their last users have ended: the content was
+        purged."""
         self._is_secret = True
         for page in self.pages():
             if page is not None:
@@ -308,25 +312,25 @@ class KVSequence:
         """Gives all pages back. The sequence cannot be used any more."""
         if self._is_secret:
             self.make_secret()
-        self.pool.release(self.pages())
+        self.pool.release_pages(self.pages())
         vars(self).clear()
 
     def _take_ranges(self, ranges: Sequence[tuple[int, int, int]]) -> bool:
-        """Makes the pages of these groups, from a first number to a stop, writable: takes the missing ones, and copies
-        of pages with other users. Returns False, and takes none, if there are too few."""
+        """Makes pages writable: takes missing pages, and copies pages with other users. Each range has a group, the
+        number of its first page, and a stop. Returns False, and takes none, if there are too few."""
         size, start = self.pool.block_size, self.num_tokens
         wanted = [(group, n) for group, first, stop in ranges for n in self.tables[group].unwritable(first, stop)]
         if not wanted:
             return True
         with self.pool.lock:
-            taken = self.pool.take([group for group, _ in wanted])
+            taken = self.pool.take_pages([group for group, _ in wanted])
             for page, (group, number) in zip(taken or (), wanted, strict=taken is not None):
                 table = self.tables[group]
                 shared = table.pages[number] if number < len(table.pages) else None
                 if shared is not None and (at := start - number * size) > 0:
                     page.tensor[:, :, :at] = shared.tensor[:, :, :at]
                 table.set(number, page)
-                self.pool.release([shared])
+                self.pool.release_pages([shared])
         return taken is not None
 
     def _drop_before(self, table: PageTable, first: int) -> None:
@@ -334,7 +338,7 @@ class KVSequence:
             for number in range(table.first, min(first, len(table.pages))):
                 if (page := table.pages[number]) is not None:
                     page.is_secret |= self._is_secret
-                self.pool.release([page])
+                self.pool.release_pages([page])
                 table.set(number, None)
         table.first = max(table.first, first)
 

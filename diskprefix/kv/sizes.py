@@ -1,4 +1,4 @@
-"""The memory that sequences of so many tokens take. It is estimated before a model is loaded."""
+"""The memory that a sequence takes, by its number of tokens. It is estimated before a model is loaded."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from bisect import bisect_right
 from collections.abc import Callable
 
 STEP_TOKENS = 256
-"""The rows of a step. A window has the pages from the first row of a step to the last one."""
+"""The rows of a step. A window keeps pages for all rows of a step."""
 
 MAX_TAKEN_BACK = 64
 """The maximum number of last tokens that may be taken back. A window keeps their pages."""
 
 
-EIGHTS, EIGHTS_BYTES = 32, 34
+Q8_BLOCK, Q8_BLOCK_BYTES = 32, 34
 """The numbers in one item of q8, and its bytes."""
 
 
 def num_pages(num_tokens: int, block_size: int, window: int | None = None) -> int:
-    """Returns the maximum number of pages of one group that a sequence of so many tokens has. Pages that a window has
-    passed are given back."""
+    """Returns the maximum number of pages of one group for a sequence of `num_tokens`. Pages that a window has passed
+    are given back."""
     pages = -(-num_tokens // block_size)
     return pages if window is None else min(pages, (window + MAX_TAKEN_BACK + STEP_TOKENS - 2) // block_size + 2)
 
 
 def longest_within(num_bytes: int, bytes_for: Callable[[int], int], max_tokens: int, step: int) -> int:
-    """Returns the length of the longest sequence that fits in so many bytes: a multiple of `step`, or `max_tokens`.
-    `bytes_for` returns the bytes of a sequence of so many tokens."""
+    """Returns the length in tokens of the longest sequence that fits in `num_bytes`: a multiple of `step`, or
+    `max_tokens`; 0 if none fits. `bytes_for` returns the bytes of a sequence of a given length."""
     lengths = [*range(step, max_tokens, step), max_tokens]
     num_fitting: int = bisect_right(lengths, num_bytes, key=bytes_for)
     return lengths[num_fitting - 1] if num_fitting else 0

@@ -11,11 +11,11 @@ from itertools import chain
 
 @dataclass(frozen=True)
 class Run:
-    """A run of consecutive tokens of one sequence in a step: positions `start` … `start + num_rows`. `spans` are the
-    positions [begin, end) of the pictures in it, in order, for models whose pictures see themselves whole. A run may
-    begin within a picture but not end in it, as the first tokens of a picture see its last ones. `replays` is for a
-    step with guesses in a sequence with states: each recurrence adds a function that computes its state behind the
-    first so many rows again.
+    """A run of consecutive tokens of one sequence in a step: positions [start, start + num_rows). `spans` are the
+    positions [begin, end) of the pictures in the run, in order, for models in which all tokens of a picture attend to
+    each other. A run may begin within a picture but not end in it, because the first tokens of a picture attend to its
+    last ones. `replays` is for a step with guesses in a sequence with states: each recurrence adds a function of n that
+    computes its state after the first n rows of the run again.
     """
 
     start: int

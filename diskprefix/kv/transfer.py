@@ -8,18 +8,18 @@ from collections.abc import Callable, Iterable
 
 _MADV_DONTNEED = 4
 _MADV_POPULATE_WRITE = 23
-"""Linux 5.14. Older kernels return EINVAL, and make the pages when they are written."""
+"""Linux 5.14. Older kernels return EINVAL, and populate pages when they are first written."""
 _POPULATED_BYTES = 2 << 20
-"""The bytes that are made at a time: one huge page. Meanwhile the process cannot map other memory."""
+"""The bytes that are populated at a time: one huge page. Meanwhile the process cannot map other memory."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def populate(memory: Iterable[tuple[int, int]], is_wanted: Callable[[], bool] = lambda: True) -> None:
-    """Has the kernel make the pages of memory, given as addresses with numbers of bytes, while `is_wanted` returns
-    True. The content stays. For any thread, also while others use the memory."""
+    """Has the kernel populate memory, given as pairs of address and number of bytes, while `is_wanted` returns True.
+    The content does not change. For any thread, also while others use the memory."""
     for start, num_bytes in memory:
         first, stop = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, start + num_bytes
-        # Bound: each part has a byte or more.
+        # Bound: each part has at least one byte.
         while first < stop and is_wanted():
             part = min(_POPULATED_BYTES - first % _POPULATED_BYTES, stop - first)
             if _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(part), _MADV_POPULATE_WRITE):
@@ -33,8 +33,8 @@ def give_back(start: int, num_bytes: int) -> None:
     stop = (start + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
     is_given = first < stop and not _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(stop - first), _MADV_DONTNEED)
     if not is_given:
-        # The kernel refuses to take memory that is locked, for example.
+        # The kernel refuses, for example, if the memory is locked.
         first = stop = start + num_bytes
-    # The first and the last page of the kernel may be shared with a neighbour, and stay.
+    # The kernel pages at both ends may be shared with neighbours, so they are not given back but zeroed.
     ctypes.memset(start, 0, first - start)
     ctypes.memset(stop, 0, start + num_bytes - stop)

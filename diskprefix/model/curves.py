@@ -20,6 +20,7 @@ def _once(function: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndarray]
 
 
 _exp, _tanh, _erf = _once(np.exp), _once(np.tanh), _once(np.vectorize(math.erf, otypes=[float]))
+_expm1 = _once(np.expm1)
 _log_of_one_and_exp = _once(lambda x: np.log1p(np.exp(x)))
 
 
@@ -33,8 +34,13 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
 
 def _gelu_tanh(x: np.ndarray) -> np.ndarray:
     inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * (x * x * x))
-    found: np.ndarray = np.float32(0.5) * x * (1 + _tanh(inner))
-    return found
+    values: np.ndarray = np.float32(0.5) * x * (1 + _tanh(inner))
+    return values
+
+
+def _expm1_excess(x: np.ndarray) -> np.ndarray:
+    """Returns by how much exp(x) - 1 exceeds x, for numbers below zero; 0 for others. The part of xIELU."""
+    return np.where(x > 0, np.float32(0), _expm1(np.minimum(x, np.float32(-1e-6))) - x)
 
 
 _FUNCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -45,6 +51,7 @@ _FUNCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "relu": _relu,
     "squared_relu": lambda x: _relu(x) ** 2,
     "sigmoid": _sigmoid,
+    "expm1_excess": _expm1_excess,
     "tanh": _tanh,
     "softplus": lambda x: np.where(x > 20, x, _log_of_one_and_exp(x)),
 }

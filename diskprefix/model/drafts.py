@@ -1,8 +1,8 @@
-"""The layer of a model that predicts the token after the next one (MTP), over the memory of sequences.
+"""The draft layer of a model, which predicts the token after the next one (MTP), over the memory of sequences.
 
-Its input for a token is the model's last hidden state of the token before, and the token's embedding. So its keys and
-values depend on the prefix alone, as those of any layer, and each step computes them for its tokens. What it predicts
-is a guess: its logits are computed only when a guess is wanted, and those of rare tokens are not.
+Its input for a token is the token's embedding and the model's last hidden state of the previous token. So its keys and
+values depend on the prefix only, as in any layer, and each step computes them for its tokens. Its logits are
+computed only when a draft token is wanted, and not for rare tokens.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from diskprefix.kv.step import Run
 from diskprefix.model.config import DecoderConfig
 from diskprefix.model.families.draft_decoder import draft
 from diskprefix.model.operands import PlannedRun
-from diskprefix.model.plan import ComputePlan
+from diskprefix.model.plan_runner import PlanRunner
 from diskprefix.model.slots import Slots
 from diskprefix.native.compute_threads import num_threads
 
-_MOST_BEHIND = 32
-"""The most tokens that the layer's memory may lack."""
+_MOST_MISSING = 32
+"""The largest number of tokens that the memory of the draft layer may lack."""
 
 
 class DraftRow(Struct, frozen=True, eq=False):
-    """A token to guess the next one of. It is at `position`, right behind the tokens of `state` or behind those that
-    were guessed. `hidden` is what `draft` returned for the token before, None for that of the model."""
+    """A token whose next token is to be drafted. It is at `position`: right after the tokens of `state`, or after
+    draft tokens. `hidden` is the hidden state that `draft` returned for the previous token, None for the model's."""
 
     state: KVSequence
     token_id: int
@@ -38,7 +38,7 @@ class DraftRow(Struct, frozen=True, eq=False):
 
 
 class _Part(NamedTuple):
-    """The tokens of one sequence in a step, and the hidden states of the tokens before them, uint8 [rows, bytes]."""
+    """The tokens of one sequence in a step, and the hidden state of the token before each, uint8 [rows, bytes]."""
 
     sequence: KVSequence
     run: Run
@@ -47,38 +47,41 @@ class _Part(NamedTuple):
 
 
 class DraftLayer:
-    """The draft layer of a model. `begin` returns an empty plan for so many rows at least, and the model's weights.
-    Hidden states are bytes in the type of the plan, uint8 [.., bytes]."""
+    """The draft layer of a model. `begin(num_rows)` returns the runner of an empty plan of at least `num_rows` rows,
+    and the model's weights. Hidden states are bytes in the type of the plan, uint8 [.., bytes]."""
 
-    def __init__(self, config: DecoderConfig, begin: Callable[[int], tuple[ComputePlan, Slots]]) -> None:
+    def __init__(self, config: DecoderConfig, begin: Callable[[int], tuple[PlanRunner, Slots]]) -> None:
         assert config.draft_layer is not None
         self._config, self._begin = config, begin
         self._memory = config.draft_layer.places["hidden"]
         self._make(0)
 
     def _make(self, num_rows: int) -> None:
-        self.plan, slots = self._begin(num_rows)
-        self._before, guessed = draft(self.plan, self._config, slots)
+        self.runner, slots = self._begin(num_rows)
+        self._before, guessed = draft(self.runner.plan, self._config, slots)
         self._guessed = [*chain(*guessed)]
 
     def draft(self, rows: Sequence[DraftRow]) -> tuple[list[tuple[int, float]], np.ndarray]:
-        """Returns for each row the likeliest next token with its probability among those that are guessed, which is not
-        finite if the layer computed nothing finite, and the hidden states for rows that go on from there. Each row
-        needs memory (`KVSequence.make_room`), and a sequence of its own, whose memory of the layer is completed in the
-        same step. The lengths of the sequences stay: the next step writes there."""
+        """Returns the likeliest next token of each row, with its probability among the tokens that may be drafted, and
+        the hidden states for the rows that continue from there.
+
+        A probability is not finite if the layer's scores are not. Each row needs memory (`KVSequence.take_pages_to`)
+        and its own sequence. The same step completes the sequence's memory of the draft layer. The length of a sequence
+        does not change: its next step overwrites these rows.
+        """
         parts = list[_Part]()
         for row in rows:
-            behind = row.state.undrafted if row.hidden is None else []
-            run = Run(row.position - len(behind), len(behind) + 1)
+            missing = row.state.undrafted if row.hidden is None else []
+            run = Run(row.position - len(missing), len(missing) + 1)
             before = self._hidden_before(row.state, run) if row.hidden is None else row.hidden[None]
-            parts.append(_Part(row.state, run, [*behind, row.token_id], before))
+            parts.append(_Part(row.state, run, [*missing, row.token_id], before))
         self._compute(parts, num_logits=1)
         for row in rows:
             if row.hidden is None:
                 _count_complete(row.state)
-        scores = self.plan.copied(self.plan.logits, len(rows)).view(np.float32)
+        scores = self.runner.copied(self.runner.plan.logits, len(rows)).view(np.float32)
         guesses = [(self._guessed[place], chance) for place, chance in likeliest(scores)]
-        return guesses, self.plan.copied(self.plan.hidden, len(rows))
+        return guesses, self.runner.copied(self.runner.plan.hidden, len(rows))
 
     def keep_up(
         self,
@@ -89,10 +92,10 @@ class DraftLayer:
         *,
         may_lag: bool,
     ) -> None:
-        """Puts the hidden states of a step's rows into memory. `token_ids` are int64 [rows].
+        """Stores the hidden states of a step's rows. `token_ids` are int64 [rows].
 
-        The memory of the draft layer is completed, too, or with `may_lag` later: many tokens at once take hardly longer
-        than one. Blocks that are complete have it, because others read them.
+        Then completes the memory of the draft layer. With `may_lag` this may wait for later tokens, because many tokens
+        take hardly longer than one, but a full block is always complete, because other sequences read it.
         """
         first = 0
         for sequence, run in zip(sequences, runs, strict=True):
@@ -102,13 +105,13 @@ class DraftLayer:
             sequence.num_drafted = run.start - len(sequence.undrafted)
             sequence.undrafted += token_ids[first - run.num_rows : first].tolist()
             sequence.complete = self.complete
-            size, num_behind = sequence.pool.block_size, len(sequence.undrafted)
-            may_lag = may_lag and num_behind < _MOST_BEHIND and run.end // size == sequence.num_drafted // size
+            size, num_missing = sequence.pool.block_size, len(sequence.undrafted)
+            may_lag = may_lag and num_missing < _MOST_MISSING and run.end // size == sequence.num_drafted // size
         if not may_lag:
             self.complete(sequences)
 
     def complete(self, sequences: Sequence[KVSequence]) -> None:
-        """Completes the memory of the draft layer: only its keys and values are computed."""
+        """Completes the memory of the draft layer. Computes only its keys and values."""
         runs = [Run(sequence.num_drafted, len(sequence.undrafted)) for sequence in sequences]
         self._compute(
             [
@@ -121,12 +124,12 @@ class DraftLayer:
             _count_complete(sequence)
 
     def _compute(self, parts: Sequence[_Part], *, num_logits: int) -> None:
-        """Computes a step, in which the last rows of each sequence get logits."""
+        """Computes a step. The last `num_logits` rows of each sequence get logits."""
         num_rows = sum(part.run.num_rows for part in parts)
-        if num_rows > self.plan.max_rows:
+        if num_rows > self.runner.plan.max_rows:
             self._make(num_rows)
-        self.plan.put(self._before, np.concatenate([part.before for part in parts]))
-        self.plan.run(
+        self.runner.put(self._before, np.concatenate([part.before for part in parts]))
+        self.runner.run(
             [_planned(part.sequence, part.run, num_logits) for part in parts],
             np.array([token for part in parts for token in part.token_ids], np.int64),
             np.concatenate([np.arange(part.run.start, part.run.end) for part in parts])[None],
@@ -134,7 +137,8 @@ class DraftLayer:
         )
 
     def _hidden_before(self, sequence: KVSequence, run: Run) -> np.ndarray:
-        """Returns the model's last hidden state of the token before each one of a run; zeros before the first token."""
+        """Returns the model's last hidden state of the token before each token of a run; zeros before the first
+        token."""
         none = np.zeros((0 if run.start else 1, self._memory.dim * self._memory.item_bytes), np.uint8)
         return np.concatenate([none, *self._hidden_of(sequence, max(0, run.start - 1), run.end - 1)])
 
@@ -148,7 +152,7 @@ class DraftLayer:
 
 def _planned(sequence: KVSequence, run: Run, num_logits: int) -> PlannedRun:
     for table in sequence.tables:
-        assert table.complete_from <= table.group.first_needed(run.start), "a window has what may lag"
+        assert table.complete_from <= table.group.first_needed(run.start), "windows keep the rows that may lag"
         assert run.end <= len(table.pages) * table.block_size, "the sequence has memory for the rows"
     addresses = [table.addresses.buffer_info()[0] for table in sequence.tables]
     return PlannedRun(run.start, run.num_rows, num_logits, addresses, run.flat_spans)
@@ -160,8 +164,8 @@ def _count_complete(sequence: KVSequence) -> None:
 
 
 def likeliest(scores: np.ndarray) -> list[tuple[int, float]]:
-    """Returns the place of the highest of each row of scores, float32 [rows, tokens], and its probability, which is not
-    finite if the scores are not."""
+    """Returns the index of the highest score of each row, float32 [rows, tokens], and its probability. A probability is
+    not finite if the scores are not."""
     places = scores.argmax(axis=-1)
     with np.errstate(invalid="ignore"):
         chances = 1 / np.exp(scores - scores.max(axis=-1, keepdims=True)).sum(axis=-1)

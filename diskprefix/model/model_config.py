@@ -1,6 +1,6 @@
-"""The configuration of a model that has a plan, with the names and the defaults of transformers.
+"""The configuration of a model that has a plan, with transformers' names and defaults.
 
-The options of each type are in `families/type_table.py`. What follows from other options is in
+The options of each type are in `families/type_table.py`. Options that follow from others are set by
 `families/derived_options.py` and `families/rotary_options.py`. Nothing here imports transformers.
 """
 
@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from diskprefix.errors import ModelError
+from diskprefix.model.families.declared import read_undeclared
 from diskprefix.model.families.derived_options import OLDER_LAYERS, derive
 from diskprefix.model.families.rotary_options import set_rotary
 from diskprefix.model.families.type_table import (
@@ -20,7 +21,6 @@ from diskprefix.model.families.type_table import (
     levels_of,
     options_of,
     other_names,
-    read_undeclared,
     text_of,
 )
 from diskprefix.printable import first_line, shown
@@ -40,23 +40,26 @@ _KINDS_OF_LAYERS = {
 
 
 class ModelConfig:
-    """A configuration of a decoder, or of a model with encoders and the `text_config` of its decoder. Its attributes
-    are the options that its type declares, those that follow from them, and those of `type_table.read_undeclared`.
-    transformers' code reads no others, so a plan must not see them either: only `to_dict` returns them."""
+    """A configuration of a decoder, or of a model with encoders and the `text_config` of its decoder.
+
+    Its attributes are the options that its type declares, options that follow from them, and the options of
+    `declared.read_undeclared`. transformers' code reads no others, so a plan must not see them either: only `to_dict`
+    returns them.
+    """
 
     model_type: str
     layer_types: list[str]
     num_hidden_layers: int
     tie_word_embeddings: bool
     context: int | None = None
-    """The longest sequence that is served (`--context`), None for all positions of the model. It decides which factors
-    positions have that have some for long and for short texts."""
+    """The longest sequence that is served (`--context`), None for all positions of the model. Rotary embeddings with
+    factors for long and for short texts choose by it."""
     _names: Sequence[str] = ()
-    """The options of a decoder, without those that always follow from others."""
+    """The options of a decoder, except options that always follow from others."""
     _undeclared: Mapping[str, Any] = {}
-    """What else the configuration of a decoder says."""
+    """The other keys of a decoder's configuration."""
     _given: Mapping[str, Any] | None = None
-    """What a model with encoders was given."""
+    """The configuration of a model with encoders, as it was given."""
 
     def __init__(self, values: Mapping[str, Any], per_layer: Mapping[int, Mapping[str, Any]]) -> None:
         self.__dict__.update((name, value) for name, value in values.items() if not hasattr(ModelConfig, name))
@@ -64,8 +67,8 @@ class ModelConfig:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> ModelConfig:
-        """Returns the configuration of a model from what a `config.json` says. Raises `ModelError` for options of other
-        types, and for ones that exclude each other."""
+        """Returns the configuration of a model from the content of a `config.json`. Raises `ModelError` for options of
+        wrong types, and for options that exclude each other."""
         kind = given["model_type"]
         of_text = text_within(given)
         if text := text_of(kind, of_text.get("model_type")):
@@ -79,20 +82,20 @@ class ModelConfig:
             _check_types(kind, own)
             derive(kind, own, extra)
             set_rotary(kind, base_of(kind), own, extra)
-            per_layer = {int(number): found for number, found in (extra.pop("per_layer_config", None) or {}).items()}
+            per_layer = {int(number): config for number, config in (extra.pop("per_layer_config", None) or {}).items()}
             values = {name: extra[name] for name in read_undeclared(kind) if name in extra}
             values |= {"model_type": kind, **own}
             values |= {alias: values[name] for alias, name in aliases.items() if name in values}
             _check_layers(values)
         except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
             raise ModelError(f"the options of the {kind} model do not fit together: {first_line(error)}") from error
-        found = cls(values, per_layer)
-        found._names, found._undeclared = [*named], {name: extra[name] for name in extra.keys() - values.keys()}
-        return found
+        config = cls(values, per_layer)
+        config._names, config._undeclared = [*named], {name: extra[name] for name in extra.keys() - values.keys()}
+        return config
 
     @classmethod
     def _whole(cls, given: Mapping[str, Any], text: ModelConfig) -> ModelConfig:
-        """Returns the configuration of a model with encoders, of which nothing is derived."""
+        """Returns the configuration of a model with encoders. Derives no options of the encoders."""
         kind = given["model_type"]
         aliases, levels = other_names(kind), "deepstack_visual_indexes"
         named = {aliases.get(name, name): value for name, value in given.items()}
@@ -102,41 +105,41 @@ class ModelConfig:
             values["tie_word_embeddings"] = True
         values |= {alias: values[name] for alias, name in aliases.items() if name in values}
         vision = {**(given.get("vision_config") or {})}
-        # The encoders of other types have no levels, whatever is said of them.
+        # Encoders of other types have no levels, whatever the configuration says.
         vision[levels] = vision.get(levels, levels_of(kind)) if levels_of(kind) else ()
         parts = {
             "text_config": text,
             "vision_config": SimpleNamespace(**vision),
             "architectures": given.get("architectures"),
         }
-        found = cls({"model_type": kind, **values, **parts}, {})
-        found._given = given
-        return found
+        whole = cls({"model_type": kind, **values, **parts}, {})
+        whole._given = given
+        return whole
 
     def get_text_config(self, decoder: bool = True) -> ModelConfig:  # noqa: ARG002 (as transformers' have it)
-        """Returns the part about text."""
-        found = self.__dict__.get("text_config")
-        return found if isinstance(found, ModelConfig) else self
+        """Returns the configuration of the text decoder."""
+        text = self.__dict__.get("text_config")
+        return text if isinstance(text, ModelConfig) else self
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns what a `config.json` would say."""
+        """Returns the content of a `config.json` for this model."""
         if self._given is not None:
             return {**self._given, "text_config": self.get_text_config().to_dict()}
         said = {name: getattr(self, name) for name in self._names if hasattr(self, name)}
-        found = {"model_type": self.model_type} | deepcopy({**self._undeclared, **said})
+        values = {"model_type": self.model_type} | deepcopy({**self._undeclared, **said})
         if self._per_layer:
-            found["per_layer_config"] = {number: {**found} for number, found in self._per_layer.items()}
-        return found
+            values["per_layer_config"] = {number: {**values} for number, values in self._per_layer.items()}
+        return values
 
     @property
     def is_heterogeneous(self) -> bool:
-        """True if layers may have options of their own."""
+        """True if some options differ between layers."""
         return bool(self._per_layer)
 
     @property
     def per_layer_attributes(self) -> set[str]:
-        """The options that layers have of their own."""
-        return {name for found in self._per_layer.values() for name in found}
+        """The names of options that differ between layers."""
+        return {name for options in self._per_layer.values() for name in options}
 
     @property
     def per_layer_config(self) -> LayerConfigs:
@@ -145,9 +148,10 @@ class ModelConfig:
 
 
 def text_within(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the options of the text of a model with encoders: those of older configurations stand among its own."""
-    if (found := given.get("text_config")) or not has_trait(given["model_type"], "flat"):
-        return found or {}
+    """Returns the options of the text decoder of a model with encoders. In older configurations, they are among the
+    options of the whole model."""
+    if (text := given.get("text_config")) or not has_trait(given["model_type"], "flat"):
+        return text or {}
     names = {*options_of(text_of(given["model_type"], None)), "rope_scaling", "rope_theta"}
     return {name: value for name, value in given.items() if name in names}
 
@@ -160,26 +164,27 @@ class LayerConfigs:
 
     def __getitem__(self, layer: int | str) -> ModelConfig:
         number = self._config.layer_types.index(layer) if isinstance(layer, str) else layer
-        found = copy(self._config)
-        found.__dict__.update(self._per_layer.get(number, {}))
-        return found
+        config = copy(self._config)
+        config.__dict__.update(self._per_layer.get(number, {}))
+        return config
 
 
 def _check_types(kind: str, own: Mapping[str, Any]) -> None:
-    """Raises `ModelError` for an option of another type."""
+    """Raises `ModelError` for an option of a wrong type."""
     for name, (letters, _) in options_of(kind).items():
         value, is_bool = own[name], isinstance(own[name], bool)
-        if not any(isinstance(value, _TYPES[one][0]) and (not is_bool or one == "b") for one in letters):
-            expected = " or ".join(_TYPES[one][1] for one in letters)
+        if not any(isinstance(value, _TYPES[letter][0]) and (not is_bool or letter == "b") for letter in letters):
+            expected = " or ".join(_TYPES[letter][1] for letter in letters)
             raise ModelError(f"the configuration's {name} is {shown(repr(value))}, not {expected}")
 
 
 def _check_layers(values: dict[str, Any]) -> None:
-    """Calls the kinds of layers as today. Raises `ModelError` if one is not known, or if not each layer has one."""
+    """Sets the current names of the kinds of layers. Raises `ModelError` for an unknown kind, or a wrong number of
+    kinds."""
     count, kinds = values["num_hidden_layers"], values.get("layer_types")
     if kinds is None:
         return
-    values["layer_types"] = kinds = [OLDER_LAYERS.get(one, one) for one in kinds]
+    values["layer_types"] = kinds = [OLDER_LAYERS.get(kind, kind) for kind in kinds]
     if unknown := {*kinds} - _KINDS_OF_LAYERS:
         raise ModelError(f"the configuration has layers of a kind that is not known: {shown(min(unknown))}")
     for name in ("layer_types", "mlp_layer_types"):

@@ -24,7 +24,7 @@ class Weight(Struct, frozen=True, eq=False):
     kept: Any
 
     def part(self, first: int, end: int) -> Weight:
-        """Returns the rows from `first` to `end`."""
+        """Returns rows `first` to `end - 1`."""
         return Weight(self.address + first * self.kept[0].nbytes, (end - first, *self.shape[1:]), self.kept)
 
 
@@ -43,12 +43,13 @@ class DenseMatrix(Struct, frozen=True, eq=False):
         return self.weight.shape[1]
 
     def part(self, first: int, end: int) -> DenseMatrix:
-        """Returns the matrix of the rows from `first` to `end`, in the same memory."""
+        """Returns the matrix of rows `first` to `end - 1`, in the same memory."""
         return DenseMatrix(self.weight.part(first, end), None if self.bias is None else self.bias.part(first, end))
 
 
 class RowRuns(Struct, frozen=True):
-    """Rows of a matrix, or numbers of its results: `count` runs of `width`, `stride` apart, from `first` on."""
+    """Rows of a matrix, or numbers of its results: `count` runs of `width`, `stride` apart. The first begins at
+    `first`."""
 
     first: int
     count: int
@@ -70,7 +71,7 @@ class RowRuns(Struct, frozen=True):
 
 
 class JoinedMatrix(Struct, frozen=True, eq=False):
-    """A matrix whose rows are those of several `parts`, at the places `runs`: each part has a form of its own."""
+    """A matrix that consists of the rows of several `parts`, at the places `runs`. Each part has its own form."""
 
     parts: Sequence[Matrix | DenseMatrix]
     runs: Sequence[RowRuns]
@@ -96,27 +97,27 @@ class PackedExperts(Struct, frozen=True, eq=False):
 
 
 class DenseExperts(Struct, frozen=True, eq=False):
-    """Experts whose matrices lie side by side: `first` [experts, inner or 2 × inner, width], and `last` [experts,
-    width, inner]; turned ones have the last two exchanged. Rows of gate and up lie behind each other, or turn about.
-    Biases are float32 [experts, rows of the matrix]."""
+    """Experts with contiguous matrices: `first` [experts, inner or 2 × inner, width], and `last` [experts, width,
+    inner]. With `is_transposed` the last two dimensions are swapped. The rows of up follow the rows of gate, or
+    alternate with them (`is_interleaved`). Biases are float32 [experts, rows of the matrix]."""
 
     first: Weight
     last: Weight
     biases: Sequence[Weight] | None = None
     has_up: bool = True
-    is_turned: bool = False
-    turns_about: bool = False
+    is_transposed: bool = False
+    is_interleaved: bool = False
 
 
 class HeadMatrices(Struct, frozen=True, eq=False):
-    """A matrix for each head, `inner` numbers to `outer`, in the type of the plan, `stride` numbers apart. It has lines
-    of `outer` numbers, or if it is turned of `inner`."""
+    """A matrix [inner, outer] for each head, with `is_transposed` [outer, inner], in the type of the plan. Matrices are
+    `stride` numbers apart."""
 
     address: int
     heads: int
     inner: int
     outer: int
-    is_turned: bool
+    is_transposed: bool
     stride: int
     kept: Any
 
@@ -184,38 +185,43 @@ class RotaryAngles(NamedTuple):
 
     cosines: Buffer
     sines: Buffer
-    is_paired: int
+    pairing: calls.Pairing
     first: int
 
 
 class Rotary(Struct, frozen=True, eq=False):
-    """The rotary positions of heads. `frequencies`, float32 [half], turn numbers i and half + i from number `first` of
-    a head on; if `is_paired` is 1 neighbours, if it is 2 neighbours that are parted into halves then. `axes`: which
-    dimension of a position each frequency has, int64 [half]; None if all have the first."""
+    """The rotary embedding of heads, with `frequencies`, float32 [half].
+
+    By its `pairing`, frequency i rotates elements `first + i` and `first + half + i` of a head (`HALVES`),
+    or elements `first + 2i` and `first + 2i + 1` (`INTERLEAVED`), which may be moved into halves afterwards
+    (`INTERLEAVED_TO_HALVES`). `axes` has the dimension of positions that each frequency uses, int64 [half]; None if all
+    use the first.
+    """
 
     frequencies: np.ndarray
     factor: float = 1.0
-    is_paired: int = 0
+    pairing: calls.Pairing = calls.Pairing.HALVES
     first: int = 0
     axes: np.ndarray | None = None
 
 
 class WeightedNorm(Struct, frozen=True):
-    """A norm of rows or heads. `kind` is of `calls`. Weights are [width]; as many biases are behind those of a
-    layer norm. Heads may have weights of their own, one behind the other."""
+    """A norm of rows or heads. `kind` is one of `calls`. `weight` is [width], in a layer norm [2 × width], with biases
+    after the weights. The weights of heads, if each has its own, are concatenated."""
 
     weight: Weight
     kind: int
     epsilon: float
 
-    def has(self, heads: int, width: int) -> bool:
-        """Returns whether there are weights for so many heads."""
+    def fits(self, heads: int, width: int) -> bool:
+        """Returns whether these are the weights of `heads` heads of `width` numbers."""
         return self.weight.shape == (heads * width * (2 if self.kind == calls.LAYER else 1),)
 
 
 class Location(Struct, frozen=True):
-    """The rows of one layer in the pages of a table, of `heads` with `dim` numbers: bytes before them, and items of
-    `item_bytes` from head to head and from token to token. An item is a number, or `of_item` numbers of 8 bits."""
+    """The rows of one layer in the pages of a table: `heads` heads of `dim` numbers for each token. They begin at byte
+    `offset` of a page. Strides count items of `item_bytes` bytes. An item is a number, or `of_item` numbers of 8
+    bits."""
 
     table: int
     offset: int
@@ -226,12 +232,12 @@ class Location(Struct, frozen=True):
     token_stride: int
     of_item: int = 1
 
-    def behind(self, count: int) -> Location:
-        """Returns the rows from number `count` of each on."""
+    def after(self, count: int) -> Location:
+        """Returns the rows without the first `count` numbers of each head."""
         return replace(self, offset=self.offset + count // self.of_item * self.item_bytes, dim=self.dim - count)
 
     def has_room(self, heads: int, dim: int, item_bytes: int) -> bool:
-        """Returns whether its rows have these heads, with so many numbers at least. Operators do not check it."""
+        """Returns whether its rows have these heads, with at least `dim` numbers. Operators do not check it."""
         return self.heads == heads and (self.of_item > 1 or self.item_bytes == item_bytes) and dim <= self.dim
 
     @property
@@ -240,7 +246,7 @@ class Location(Struct, frozen=True):
 
 
 class StateLocation(Struct, frozen=True):
-    """A state of one layer in the pages of a group of states: bytes before it, and its form."""
+    """A state of one layer in the pages of a group of states: its offset in bytes, and its form."""
 
     group: int
     offset: int
@@ -257,10 +263,10 @@ class StateLocation(Struct, frozen=True):
 
 
 class PlannedRun(Struct, frozen=True):
-    """Consecutive tokens of one sequence: their first position, their number, that of the last ones, which get logits,
-    the addresses of the page addresses of each table, and the spans of pictures. `befores` and `states` are the
-    addresses of the pages of states before the step and behind it. `kept` has room for what `replay` needs,
-    `kept_bytes` a row."""
+    """Consecutive tokens of one sequence. `start` is the position of the first one. The last `num_logits` of
+    `num_rows` rows get logits. `tables` has the address of each table's page addresses, `spans` the pictures. `befores`
+    and `states` are the addresses of the pages of states before and after the step. `kept` has room for what `replay`
+    needs, `kept_bytes` for each row."""
 
     start: int
     num_rows: int
@@ -273,8 +279,8 @@ class PlannedRun(Struct, frozen=True):
 
 
 class EncodedRows(Struct, frozen=True, eq=False):
-    """Rows of pictures in a step: their numbers, int64 [count], and what the encoder gives for them, [levels, count,
-    width] in the type of the plan, whose address is `first`. `kept` keeps its memory."""
+    """Rows of pictures in a step: their numbers, int64 [count], and the encoder's output for them, [levels, count,
+    width] in the type of the plan, at the address `first`. `kept` keeps its memory."""
 
     numbers: np.ndarray
     first: int

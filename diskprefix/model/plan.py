@@ -1,18 +1,17 @@
 """A step of a model, written down: operator calls in order, over weights and buffers at fixed addresses.
 
-A family (`model.families`) makes the plan of a model once. `ComputePlan.run` computes a step in one call, without
-Python between the operators. What an operator computes for a row depends on that row and the memory of its sequence.
+A family (`model.families`) writes the plan of a model once, and `plan_runner` computes steps by it. What an operator
+computes for a row depends on that row and the memory of its sequence. A call with other sizes than its operands have is
+refused with `ValueError`, because operators check none.
 """
 
 from __future__ import annotations
 
 import ctypes
-import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
-from typing import Any, Literal, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,14 +21,12 @@ from diskprefix.model.operands import (
     Buffer,
     DenseExperts,
     DenseMatrix,
-    EncodedRows,
     ExpertRoutes,
     Gating,
     HeadMatrices,
     JoinedMatrix,
     Location,
     PackedExperts,
-    PlannedRun,
     Rotary,
     RotaryAngles,
     Router,
@@ -37,151 +34,293 @@ from diskprefix.model.operands import (
     Weight,
     WeightedNorm,
 )
+from diskprefix.model.plan_memory import PlanMemory, StepInputs
 from diskprefix.native import address_of, calls
-from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix
 
-_ALIGNMENT = 64
 _ITEM_BYTES = {calls.FLOAT32: 4, calls.BFLOAT16: 2}
 _MAX_ROTARY = 1024
 """`MAX_ROTARY` of `native/source/rows.h`."""
-_MAX_AXES = 3
-"""The most dimensions of a position: pictures have three."""
 _LENGTH_EPSILON = 1e-6
 """That of transformers' `l2norm`."""
-_Part: TypeAlias = Literal["all", "without logits", "states"]
+
+
+class OperatorCall(NamedTuple):
+    """A call of an operator. `kept` are the weights and tables that it reads."""
+
+    kind: int
+    is_of_logits: bool
+    call: ctypes.Structure
+    kept: tuple[Any, ...]
 
 
 class ComputePlan:
-    """The operator calls of a step. One thread at a time makes or runs it."""
+    """The operations of a step of at most `max_rows` tokens."""
 
     hidden: Buffer
-    """The hidden states behind the last norm."""
+    """The hidden states after the last norm."""
     logits: Buffer
-    made_of: list[tuple[ctypes.Structure, tuple[Any, ...]]]
-    """Each call in order, with the weights and tables that it reads."""
+    operations: list[OperatorCall]
+    """All, in order."""
+    state_operations: list[OperatorCall]
+    """Those over states."""
+    picture_calls: list[Any]
+    """The calls that put in the rows of pictures, by level."""
     layers: list[range]
-    """The numbers of the calls of each layer."""
+    """The numbers of the operations of each layer."""
+    kept_bytes: int
+    """The bytes that operations over states keep of a row, to compute the states again."""
 
-    def __init__(self, operators: Operators, dtype: int, max_rows: int, vocab_size: int, page_tokens: int) -> None:
+    def __init__(self, dtype: int, max_rows: int, vocab_size: int) -> None:
         self.dtype, self.max_rows, self.vocab_size = dtype, max_rows, vocab_size
-        self._operators, self._page_tokens = operators, page_tokens
-        self.made_of, self.layers = [], []
-        self._calls: list[tuple[int, bool, ctypes.Structure]] = []
-        self.buffers: dict[int, np.ndarray] = {}
-        self._free: dict[int, list[int]] = {}
-        self._kept: list[Any] = []
-        self._scratch: list[tuple[int, int]] | None = None
-        self._ids_below = dict[int, np.ndarray]()
-        """The step's tokens for tables of so many rows."""
-        self._logit_rows = self._numbers(max_rows)
-        self._positions = self._numbers(_MAX_AXES * max_rows).reshape(_MAX_AXES, max_rows)
-        self._num_positions = sys.maxsize
-        self._of_pictures: list[calls.ScatterCall] = []
-        self._of_states: list[tuple[int, bool, ctypes.Structure]] = []
-        self._made = dict[_Part, tuple[Any, calls.Operations]]()
+        self.operations, self.state_operations, self.picture_calls, self.layers = [], [], [], []
+        self.inputs, self._memory = StepInputs(max_rows, vocab_size), PlanMemory()
         self.kept_bytes = 0
 
     @property
     def item_bytes(self) -> int:
         return _ITEM_BYTES[self.dtype]
 
-    # -- making -----------------------------------------------------------------------------------------------------
+    @property
+    def buffers(self) -> dict[int, np.ndarray]:
+        """The buffers by address, uint8 [bytes]."""
+        return self._memory.buffers
+
+    # -- buffers and calls --------------------------------------------------------------------------------------------
 
     @contextmanager
     def scratch(self) -> Iterator[None]:
-        """Gives a context for a layer: its buffers are used again behind it."""
-        self._scratch, first = [], len(self._calls)
-        try:
+        """Gives a context for a layer, whose buffers later layers use again."""
+        first = len(self.operations)
+        with self._memory.scratch():
             yield
-        finally:
-            for num_bytes, address in self._scratch:
-                self._free.setdefault(num_bytes, []).append(address)
-            self._scratch = None
-            self.layers.append(range(first, len(self._calls)))
+        self.layers.append(range(first, len(self.operations)))
 
     def rows(self, width: int, *, is_of_logits: bool = False, item_bytes: int = 0) -> Buffer:
-        """Returns a buffer."""
+        """Returns a new buffer."""
         item_bytes = item_bytes or self.item_bytes
-        return Buffer(self._memory(self.max_rows * width * item_bytes), width, width, item_bytes, is_of_logits)
+        return Buffer(self._memory.take(self.max_rows * width * item_bytes), width, width, item_bytes, is_of_logits)
+
+    def _call(
+        self, kind: int, *, result: Buffer | int | None = None, keeps: Sequence[Any] = (), **operands: Any
+    ) -> Buffer:
+        """Adds a call, and returns its result: the buffer `result`, a new one of this width, or without a result the
+        first buffer of the operands, which is changed in place.
+
+        An operand is set as the field of its name. A buffer is its address; its stride is set where the call has a
+        field for it, and without one its numbers must lie side by side. Weights, norms and arrays are set as their
+        addresses, and are kept, as are the objects in `keeps`. By default, `dtype` is the plan's and `width` the first
+        buffer's. Raises `ValueError` if only some of the buffers are limited to rows that get logits.
+        """
+        call, kept = calls.CALLS[kind](), list[Any]()
+        buffers = [operand for operand in operands.values() if isinstance(operand, Buffer)]
+        if isinstance(result, int):
+            result = self.rows(result, is_of_logits=buffers[0].is_of_logits)
+        if result is not None:
+            buffers.append(result)
+            operands["out"] = result
+        if hasattr(call, "dtype"):
+            operands.setdefault("dtype", self.dtype)
+        if hasattr(call, "width"):
+            operands.setdefault("width", buffers[0].width)
+        for name, operand in operands.items():
+            assert hasattr(call, name), f"{type(call).__name__} has no {name}"
+            if isinstance(operand, Buffer):
+                _set_buffer(call, name, operand)
+            elif isinstance(operand, list):
+                getattr(call, name)[: len(operand)] = operand
+            elif isinstance(operand, int | float | ctypes.Structure):
+                setattr(call, name, operand)
+            else:
+                kept.append(operand)
+                _set_weights(call, name, operand)
+        of_logits = {buffer.is_of_logits for buffer in buffers}
+        _require(len(of_logits) == 1, "rows of other tokens")
+        self.operations.append(OperatorCall(kind, of_logits.pop(), call, (*kept, *keeps)))
+        return buffers[0] if result is None else result
+
+    # -- rows and their numbers ---------------------------------------------------------------------------------------
 
     def widened(self, rows: Buffer) -> Buffer:
         """Returns the rows in float32."""
         if rows.item_bytes == 4:
             return rows
-        self._require(rows.width == rows.stride, "numbers that do not lie side by side")
         out = self.rows(rows.width, is_of_logits=rows.is_of_logits, item_bytes=4)
-        self._add(calls.WIDEN, out, calls.WideningCall(width=rows.width, rows=rows.address, out=out.address))
-        return out
+        return self._call(calls.WIDEN, rows=rows, result=out)
 
     def narrowed(self, rows: Buffer) -> Buffer:
         """Returns the rows in the type of the plan."""
         if rows.item_bytes == self.item_bytes:
             return rows
-        self._require(rows.width == rows.stride, "numbers that do not lie side by side")
-        out = self.rows(rows.width, is_of_logits=rows.is_of_logits)
-        self._add(calls.WIDEN, out, calls.WideningCall(narrows=1, width=rows.width, rows=rows.address, out=out.address))
-        return out
+        return self._call(calls.WIDEN, rows=rows, narrows=True, result=rows.width)
 
     def embeddings(self, table: Matrix | DenseMatrix) -> Buffer:
-        """Returns the rows of a table that the step's tokens have: the first one for tokens that it lacks."""
-        num_ids = min(table.rows, self.vocab_size)
-        ids = self._ids_below[num_ids] = self._ids_below.get(num_ids, self._numbers(self.max_rows))
-        out = self.rows(table.columns)
+        """Looks up the step's tokens in a table. Tokens beyond its end get row 0."""
+        ids = self.inputs.ids_below(min(table.rows, self.vocab_size))
         if isinstance(table, Matrix):
-            call = calls.LookupCall(ids=address_of(ids), matrix=table.address, out=out.address)
-            self._add(calls.LOOK_UP, out, call, table)
-        else:
-            self._pick(table.weight.address, ids, out, table.weight)
-        return out
+            return self._call(calls.LOOK_UP, ids=address_of(ids), matrix=table, result=self.rows(table.columns))
+        return self._pick(table.weight.address, ids, self.rows(table.columns), table.weight)
 
     def of_positions(self, table: Matrix | DenseMatrix, offset: int) -> Buffer:
-        """Returns the rows of a table that the step's positions have, from row `offset` on."""
-        self._require(isinstance(table, DenseMatrix), "a table of quants for positions")
+        """Looks up the step's positions in a table. Row `offset` belongs to position 0."""
+        _require(isinstance(table, DenseMatrix), "a table of quants for positions")
         assert isinstance(table, DenseMatrix)
-        self._num_positions = table.rows - offset
-        out = self.rows(table.columns)
+        self.inputs.num_positions = table.rows - offset
         start = table.weight.address + offset * table.columns * self.item_bytes
-        self._pick(start, self._positions, out, table.weight)
-        return out
+        return self._pick(start, self.inputs.positions, self.rows(table.columns), table.weight)
 
-    def that_get_logits(self, rows: Buffer) -> Buffer:
-        """Returns those of the rows that get logits."""
+    def select_logit_rows(self, rows: Buffer) -> Buffer:
+        """Returns the rows that get logits."""
         if rows.is_of_logits:
             return rows
-        self._require(rows.width == rows.stride, "numbers that do not lie side by side")
+        _require(rows.width == rows.stride, "numbers that do not lie side by side")
         out = self.rows(rows.width, is_of_logits=True, item_bytes=rows.item_bytes)
-        self._pick(rows.address, self._logit_rows, out)
-        return out
+        return self._pick(rows.address, self.inputs.logit_rows, out)
 
-    def _pick(self, source: int, numbers: np.ndarray, out: Buffer, *kept: Any) -> None:
-        call = calls.PickCall(
-            row_bytes=out.width * out.item_bytes, rows=source, numbers=address_of(numbers), out=out.address
+    def _pick(self, table: int, numbers: np.ndarray, out: Buffer, *keeps: Any) -> Buffer:
+        """Picks the rows of these numbers from the rows at the address `table`."""
+        row_bytes = out.width * out.item_bytes
+        return self._call(
+            calls.PICK, rows=table, numbers=address_of(numbers), row_bytes=row_bytes, result=out, keeps=keeps
         )
-        self._add(calls.PICK, out, call, *kept)
+
+    def pictures(self, rows: Buffer, level: int = 0) -> None:
+        """Replaces the rows of pictures by the encoder's rows, or adds the encoder's rows of a further level."""
+        _require(level == len(self.picture_calls), "levels of pictures in order")
+        self._call(calls.SCATTER, rows=rows, adds=level > 0)
+        self.picture_calls.append(self.operations[-1].call)
 
     def norm(self, rows: Buffer, norm: WeightedNorm) -> Buffer:
         """Returns the norm of each row."""
         rows = self.narrowed(rows)
-        out = self.rows(rows.width, is_of_logits=rows.is_of_logits)
-        self._require(
-            rows.width == rows.stride and norm.has(1, rows.width),
-            f"a norm of {norm.weight.shape[0]} numbers, of rows of {rows.width}",
-        )
-        call = calls.NormCall(
-            dtype=self.dtype, kind=norm.kind, width=rows.width, rows=rows.address, weight=norm.weight.address,
-            out=out.address, epsilon=norm.epsilon,
+        _require(norm.fits(1, rows.width), f"a norm of {norm.weight.shape[0]} numbers, of rows of {rows.width}")
+        return self._call(calls.NORM, rows=rows, weight=norm, result=rows.width)
+
+    def gated(self, gate: Buffer, up: Buffer | None, function: str, factor: float = 1.0, *, kept: Any = None) -> Buffer:
+        """Returns factor × function(gate / factor) × up; without `up`, factor × function(gate / factor). In a gate with
+        fewer numbers than `up`, each number is used for several of `up`."""
+        width = gate.width if up is None else up.width
+        _require(width % gate.width == 0, "a gate of other rows")
+        table = curve(function, factor) if self.dtype == calls.BFLOAT16 else None
+        return self._call(
+            calls.GATE, gate=gate, up=up or 0, width=width, each=width // gate.width,
+            function=calls.FUNCTIONS[function], factor=factor, curve=table, result=width, keeps=[kept],
         )  # fmt: skip
-        self._add(calls.NORM, out, call, norm)
+
+    def scale_by_position(self, rows: Buffer, offset: int, period: int, factor: float) -> None:
+        """Multiplies rows in place by 1 + factor × log(1 + floor((position + offset) / period))."""
+        _require(period > 0 and not rows.is_of_logits, "rows without positions")
+        positions = address_of(self.inputs.positions)
+        self._call(calls.SCALE_BY_POSITION, rows=rows, positions=positions, offset=offset, period=period, factor=factor)
+
+    def add(self, rows: Buffer, other: Buffer, factor: float = 1.0) -> None:
+        """Adds other × factor to rows. A factor that is not 1 rounds the product."""
+        self._sum(rows, rows, other, factor)
+
+    def scale(self, rows: Buffer, factor: float) -> None:
+        """Multiplies rows in place."""
+        if factor != 1:
+            self._sum(rows, None, rows, factor)
+
+    def scaled(self, rows: Buffer, factor: float) -> Buffer:
+        """Returns rows × factor, and leaves the rows as they are."""
+        if factor == 1:
+            return rows
+        out = self.rows(rows.width, is_of_logits=rows.is_of_logits)
+        self._sum(out, None, rows, factor)
         return out
+
+    def weighed(self, rows: Buffer, weight: Weight) -> Buffer:
+        """Returns rows × weight, [width], number by number."""
+        _require(weight.shape == (rows.width,), "weights of other rows")
+        # A stride of 0: each row is multiplied by the same numbers.
+        return self.gated(rows, self._repeated(weight, rows), "identity", kept=weight)
+
+    def _repeated(self, weight: Weight, rows: Buffer) -> Buffer:
+        return Buffer(weight.address, rows.width, 0, self.item_bytes, rows.is_of_logits)
+
+    def _sum(self, out: Buffer, first: Buffer | None, second: Buffer, factor: float) -> None:
+        """Sets `out` to first + second × factor."""
+        second = self.widened(second) if out.item_bytes == 4 else second
+        _require(out.width == second.width, "a sum of other rows")
+        self._call(calls.SUM, dtype=_dtype_of(out), first=first or 0, second=second, factor=factor, result=out)
+
+    def mix(
+        self, base: Buffer, rows: Sequence[Buffer], factors: Buffer, *, offset: float = 0.0, out: Buffer | None = None
+    ) -> Buffer:
+        """Returns base + Σ (factor + offset) × rows, with a factor of each row for each of `rows`."""
+        _require(len(rows) == factors.width <= calls.MAX_STREAMS, "streams of others")
+        streams = [*rows, base if out is None else out]
+        _require(all(stream.width == stream.stride == base.width for stream in streams), "streams of other rows")
+        return self._call(
+            calls.MIX, base=base, rows=[stream.address for stream in rows], count=len(rows), factors=factors,
+            offset=offset, result=out or base.width,
+        )  # fmt: skip
+
+    def match_rms(self, rows: Buffer, like: Buffer) -> None:
+        """Scales each row, in place, to the root mean square of the same row of `like`."""
+        _require(rows.width == like.width, "levels of other rows")
+        self._call(calls.MATCH_RMS, rows=rows, like=like)
+
+    def sparsify_gate(self, rows: Buffer, deviations: float) -> None:
+        """Subtracts mean + deviations × standard deviation of each row from its numbers, in place. Negative numbers
+        become 0."""
+        self._call(calls.SPARSIFY_GATE, rows=rows, deviations=deviations)
+
+    # -- copies: parts of rows side by side ---------------------------------------------------------------------------
+
+    def copy(self, rows: Buffer) -> Buffer:
+        """Returns the rows in a new buffer."""
+        return self._copy(rows, 1, rows.width, self._like(rows), rows.width, rows.width)
+
+    def concat_columns(self, *parts: Buffer) -> Buffer:
+        """Returns a buffer with these rows side by side."""
+        out, first = self.rows(sum(part.width for part in parts), is_of_logits=parts[0].is_of_logits), 0
+        for part in parts:
+            self._copy(part, 1, part.width, out.part(first, part.width), part.width, part.width)
+            first += part.width
+        return out
+
+    def split_heads(self, rows: Buffer, heads: int, *widths: int) -> Buffer:
+        """Splits each head into parts of these widths. Returns rows with the first parts of all heads, then the
+        second parts, and so on."""
+        of_head = sum(widths)
+        _require(rows.width == heads * of_head, "heads of other rows")
+        out, first = self._like(rows), 0
+        for width in widths:
+            part = out.part(heads * first, heads * width)
+            self._copy(rows.part(first, width), heads, of_head, part, width, width)
+            first += width
+        return out
+
+    def per_group(self, rows: Buffer, groups: int, first: int, width: int) -> Buffer:
+        """Returns numbers `first` to `first + width - 1` of each of the equal groups of a row."""
+        if groups == 1:
+            return rows.part(first, width)
+        out = self.rows(groups * width)
+        _require(rows.width % groups == 0 and first + width <= rows.width // groups, "groups of other rows")
+        return self._copy(rows.part(first, width), groups, rows.width // groups, out, width, width)
+
+    def _like(self, rows: Buffer) -> Buffer:
+        return self.rows(rows.width, is_of_logits=rows.is_of_logits)
+
+    def _copy(self, source: Buffer, heads: int, of_head: int, out: Buffer, to_head: int, count: int) -> Buffer:
+        """Copies the first `count` numbers of each head. Heads are `of_head` and `to_head` numbers apart."""
+        size = self.item_bytes
+        return self._call(
+            calls.COPY, source=source, num_heads=heads, head_bytes=of_head * size, num_bytes=count * size,
+            out_head_bytes=to_head * size, result=out,
+        )  # fmt: skip
+
+    # -- products -----------------------------------------------------------------------------------------------------
 
     def product(self, rows: Buffer, matrix: AnyMatrix) -> Buffer:
         """Returns the product of each row with a matrix."""
         return self.products(rows, matrix)[0]
 
     def products(self, rows: Buffer, *matrices: AnyMatrix) -> list[Buffer]:
-        """Returns the products of each row with several matrices: those of packed ones are computed together. The
-        results of a joined matrix's parts are put in order."""
+        """Returns the products of each row with several matrices. Those of packed matrices are computed together. The
+        results of the parts of a joined matrix are put in order."""
         outs = self._products(rows, [part for matrix in matrices for part in _parts(matrix)])
         return [self._joined(matrix, [outs.pop(0) for _ in _parts(matrix)]) for matrix in matrices]
 
@@ -197,93 +336,76 @@ class ComputePlan:
     def _products(self, rows: Buffer, matrices: Sequence[Matrix | DenseMatrix]) -> list[Buffer]:
         for matrix in matrices:
             size = matrix.rows, matrix.columns
-            self._require(matrix.columns == rows.width == rows.stride, f"a product of {size} and rows of {rows.width}")
+            _require(matrix.columns == rows.width, f"a product of {size} and rows of {rows.width}")
         outs = [
             self.rows(matrix.rows, is_of_logits=rows.is_of_logits, item_bytes=rows.item_bytes) for matrix in matrices
         ]
         together = [(matrix, out) for matrix, out in zip(matrices, outs, strict=True) if isinstance(matrix, Matrix)]
         for first in range(0, len(together), calls.MAX_MATRICES):
             part = together[first : first + calls.MAX_MATRICES]
-            call = calls.ProductCall(num_matrices=len(part), rows=rows.address)
-            for number, (packed, out) in enumerate(part):
-                call.matrices[number], call.outs[number] = packed.address, out.address
-            self._add(calls.PRODUCT, rows, call, part)
+            self._call(
+                calls.PRODUCT, rows=rows, num_matrices=len(part), matrices=[matrix.address for matrix, _ in part],
+                outs=[out.address for _, out in part], keeps=[part],
+            )  # fmt: skip
         for matrix, out in zip(matrices, outs, strict=True):
             if isinstance(matrix, DenseMatrix):
                 self._dense(rows, matrix, out)
         return outs
 
     def _dense(self, rows: Buffer, matrix: DenseMatrix, out: Buffer) -> None:
-        call = calls.DenseProductCall(
-            dtype=self._dtype_of(rows), is_turned=1, num_heads=1, inner=matrix.columns, outer=matrix.rows,
-            rows=rows.address, row_stride=rows.stride, matrices=matrix.weight.address, line_stride=matrix.columns,
-            bias=0 if matrix.bias is None else matrix.bias.address, out=out.address, out_row_stride=out.stride,
+        _require(rows.width == rows.stride, "numbers that do not lie side by side")
+        self._call(
+            calls.DENSE, dtype=_dtype_of(rows), rows=rows, num_heads=1, inner=matrix.columns, outer=matrix.rows,
+            matrices=matrix.weight.address, is_transposed=True, line_stride=matrix.columns,
+            bias=matrix.bias.address if matrix.bias else 0, result=out, keeps=[matrix],
         )  # fmt: skip
-        self._add(calls.DENSE, rows, call, matrix)
 
-    def of_groups(self, rows: Buffer, groups: int, first: int, width: int) -> Buffer:
-        """Returns `width` numbers, from number `first` on, of each of the equal groups of a row."""
-        if groups == 1:
-            return rows.part(first, width)
-        out = self.rows(groups * width)
-        self._require(rows.width % groups == 0 and first + width <= rows.width // groups, "groups of other rows")
-        self._copy(rows.part(first, width), groups, rows.width // groups, out, width, width)
-        return out
-
-    def heads_times(self, rows: Buffer, matrices: HeadMatrices | Sequence[Matrix], behind: int = 0) -> Buffer:
-        """Returns the first numbers of each head times its matrix, and its last `behind` numbers as they are:
-        [heads × (inner + behind)] becomes [heads × (outer + behind)]."""
+    def heads_times(self, rows: Buffer, matrices: HeadMatrices | Sequence[Matrix], rest: int = 0) -> Buffer:
+        """Multiplies the first numbers of each head by its matrix, and copies its last `rest` numbers:
+        [heads × (inner + rest)] becomes [heads × (outer + rest)]."""
         if isinstance(matrices, HeadMatrices):
             heads, inner, outer = matrices.heads, matrices.inner, matrices.outer
         else:
             heads, (inner, outer) = len(matrices), (matrices[0].columns, matrices[0].rows)
-        of_head, to_head = inner + behind, outer + behind
-        self._require(rows.width == heads * of_head, "heads of other rows")
-        out = self.rows(heads * to_head, is_of_logits=rows.is_of_logits)
-        where = {
-            "num_heads": heads, "rows": rows.address, "head_stride": of_head, "row_stride": rows.stride,
-            "out": out.address, "out_head_stride": to_head, "out_row_stride": out.stride,
-        }  # fmt: skip
+        of_head, to_head = inner + rest, outer + rest
+        _require(rows.width == heads * of_head, "heads of other rows")
+        where: dict[str, Any] = {"rows": rows, "num_heads": heads, "head_stride": of_head, "out_head_stride": to_head}
         if isinstance(matrices, HeadMatrices):
-            dense = calls.DenseProductCall(
-                dtype=self.dtype, is_turned=matrices.is_turned, inner=inner, outer=outer, matrices=matrices.address,
-                matrix_stride=matrices.stride, line_stride=inner if matrices.is_turned else outer, **where,
+            out = self._call(
+                calls.DENSE, **where, inner=inner, outer=outer, matrices=matrices, matrix_stride=matrices.stride,
+                is_transposed=matrices.is_transposed, line_stride=inner if matrices.is_transposed else outer,
+                result=heads * to_head,
             )  # fmt: skip
-            self._add(calls.DENSE, rows, dense, matrices)
         else:
-            addresses = array("Q", [one.address for one in matrices])
-            packed = calls.HeadProductCall(matrices=addresses.buffer_info()[0], **where)
-            self._add(calls.HEAD_PRODUCT, rows, packed, matrices, addresses)
-        if behind:
-            self._copy(rows.part(inner, behind), heads, of_head, out.part(outer, behind), to_head, behind)
+            addresses = array("Q", [matrix.address for matrix in matrices])
+            out = self._call(
+                calls.HEAD_PRODUCT, **where, matrices=addresses.buffer_info()[0], result=heads * to_head,
+                keeps=[matrices, addresses],
+            )  # fmt: skip
+        if rest:
+            self._copy(rows.part(inner, rest), heads, of_head, out.part(outer, rest), to_head, rest)
         return out
 
-    def copy(self, rows: Buffer) -> Buffer:
-        """Returns the same rows in a buffer of their own."""
-        out = self.rows(rows.width, is_of_logits=rows.is_of_logits)
-        self._copy(rows, 1, rows.width, out, rows.width, rows.width)
-        return out
+    # -- attention ----------------------------------------------------------------------------------------------------
 
     def angles(self, rotary: Rotary) -> RotaryAngles:
         """Returns the angles of the step's positions."""
         half = len(rotary.frequencies)
         cosines, sines = self.rows(half), self.rows(half)
-        frequencies = np.ascontiguousarray(rotary.frequencies, np.float32)
         axes = None if rotary.axes is None else np.ascontiguousarray(rotary.axes, np.int64)
-        call = calls.AnglesCall(
-            dtype=self.dtype, half=half, axis_stride=self.max_rows, positions=address_of(self._positions),
-            frequencies=address_of(frequencies), axes=address_of(axes), factor=rotary.factor,
-            cosines=cosines.address, sines=sines.address,
+        self._call(
+            calls.ANGLES, cosines=cosines, sines=sines, half=half, factor=rotary.factor,
+            positions=address_of(self.inputs.positions), axis_stride=self.max_rows,
+            frequencies=np.ascontiguousarray(rotary.frequencies, np.float32), axes=axes,
         )  # fmt: skip
-        self._add(calls.ANGLES, cosines, call, frequencies, axes)
-        return RotaryAngles(cosines, sines, rotary.is_paired, rotary.first)
+        return RotaryAngles(cosines, sines, rotary.pairing, rotary.first)
 
     def angles_of_logits(self, angles: RotaryAngles) -> RotaryAngles:
         """Returns the angles of the rows that get logits."""
-        cosines, sines = self.that_get_logits(angles.cosines), self.that_get_logits(angles.sines)
+        cosines, sines = self.select_logit_rows(angles.cosines), self.select_logit_rows(angles.sines)
         return angles._replace(cosines=cosines, sines=sines)
 
-    def heads(
+    def norm_rotate_store(
         self,
         rows: Buffer,
         dim: int,
@@ -292,26 +414,21 @@ class ComputePlan:
         angles: RotaryAngles | None = None,
         to: Location | None = None,
     ) -> None:
-        """Changes rows of heads in place: each head gets its norm and is turned. Then it goes to memory `to`."""
-        num_heads = rows.width // dim
-        self._require(rows.width % dim == 0, "heads of other rows")
-        call = calls.HeadsCall(
-            dtype=self.dtype, num_heads=num_heads, dim=dim, row_stride=rows.stride, rows=rows.address, table=-1
-        )
+        """Normalises each head of the rows, rotates it by the angles, in place, and stores it at `to`."""
+        num_heads, given = rows.width // dim, dict[str, Any]()
+        _require(rows.width % dim == 0, "heads of other rows")
         if norm is not None:
-            self._require(norm.has(1, dim) or norm.has(num_heads, dim), "a norm of other heads")
-            call.norm_stride = 0 if norm.has(1, dim) else norm.weight.shape[0] // num_heads
-            call.norm, call.norm_kind, call.epsilon = norm.weight.address, norm.kind, norm.epsilon
+            _require(norm.fits(1, dim) or norm.fits(num_heads, dim), "a norm of other heads")
+            given["norm_stride"] = 0 if norm.fits(1, dim) else norm.weight.shape[0] // num_heads
         if angles is not None:
             half = angles.cosines.width
-            self._require(angles.first + 2 * half <= dim and 2 * half <= _MAX_ROTARY, "angles of others")
-            self._require(angles.cosines.is_of_logits == rows.is_of_logits, "angles of other rows")
-            call.cosines, call.sines, call.half = angles.cosines.address, angles.sines.address, half
-            call.is_paired, call.rotary_first = angles.is_paired, angles.first
+            _require(angles.first + 2 * half <= dim and 2 * half <= _MAX_ROTARY, "angles of others")
+            given |= {"cosines": angles.cosines, "sines": angles.sines, "half": half}
+            given |= {"pairing": angles.pairing, "rotary_first": angles.first}
         if to is not None:
-            self._require(to.has_room(call.num_heads, dim, self.item_bytes), "memory of another form")
-            call.table, call.to = to.table, to.call
-        self._add(calls.HEADS, rows, call, norm)
+            _require(to.has_room(num_heads, dim, self.item_bytes), "memory of another form")
+        place = {"table": -1} if to is None else {"table": to.table, "to": to.call}
+        self._call(calls.NORM_ROTATE_STORE, rows=rows, num_heads=num_heads, dim=dim, norm=norm, **given, **place)
 
     def attention(
         self,
@@ -329,204 +446,89 @@ class ComputePlan:
         sinks: Weight | None = None,
         sees_pictures: bool = False,
     ) -> Buffer:
-        """Returns what each row of queries attends to: its own token and those before it, the last `window` of them, or
-        those of its chunk. With `sees_pictures` a token of a picture sees all of the picture. `sinks` is float32."""
+        """Returns the attention of each row of queries to its own token and the tokens before it: at most `window`
+        tokens, or only the tokens of its chunk. With `sees_pictures` a token of a picture sees all of the picture.
+        `sinks` is float32."""
         num_heads = query.width // key_dim
         sizes = (keys, key_dim), (values, value_dim)
         has_room = all(memory.has_room(num_kv_heads, dim, self.item_bytes) for memory, dim in sizes)
-        self._require(num_heads % num_kv_heads == 0, "attention of other heads")
-        self._require(has_room, "memory of another form")
-        out = self.rows(num_heads * value_dim, is_of_logits=query.is_of_logits)
-        attention = calls.AttentionCall(
-            dtype=self.dtype, num_heads=num_heads, num_kv_heads=num_kv_heads, key_dim=key_dim, value_dim=value_dim,
-            window=window, chunk=chunk, query=query.address, query_head_stride=key_dim, query_row_stride=query.stride,
-            out=out.address, sinks=0 if sinks is None else sinks.address, scale=scale, softcap=softcap,
+        _require(num_heads % num_kv_heads == 0, "attention of other heads")
+        _require(has_room, "memory of another form")
+        return self._call(
+            calls.ATTEND, query=query, query_head_stride=key_dim, num_heads=num_heads, num_kv_heads=num_kv_heads,
+            key_dim=key_dim, value_dim=value_dim, window=window, chunk=chunk, scale=scale, softcap=softcap, sinks=sinks,
+            table=keys.table, keys=keys.call, value_table=values.table, values=values.call,
+            sees_pictures=sees_pictures, result=num_heads * value_dim,
         )  # fmt: skip
-        call = calls.AttendCall(attention, keys.table, values.table, sees_pictures, keys.call, values.call)
-        self._add(calls.ATTEND, query, call, sinks)
-        return out
 
-    def gated(self, gate: Buffer, up: Buffer | None, function: str, factor: float = 1.0, *, kept: Any = None) -> Buffer:
-        """Returns factor × function(gate / factor) × up, without `up` of the function alone. A number of a gate of
-        fewer numbers counts for several of `up`."""
-        width = gate.width if up is None else up.width
-        self._require(width % gate.width == 0, "a gate of other rows")
-        out = self.rows(width, is_of_logits=gate.is_of_logits)
-        table = curve(function, factor) if self.dtype == calls.BFLOAT16 else None
-        call = calls.GateCall(
-            dtype=self.dtype, width=width, each=width // gate.width, gate_stride=gate.stride,
-            up_stride=0 if up is None else up.stride, function=calls.FUNCTIONS[function], factor=factor,
-            gate=gate.address, up=0 if up is None else up.address,
-            curve=address_of(table), out=out.address,
-        )  # fmt: skip
-        self._add(calls.GATE, gate, call, table, kept)
-        return out
+    # -- experts ------------------------------------------------------------------------------------------------------
 
     def routes(self, logits: Buffer, router: Router, bias: Weight | None, scales: Weight | None = None) -> ExpertRoutes:
         """Returns the experts that a router chooses by its logits. `bias` and `scales` are float32 [experts]."""
         count, groups = router.num_chosen, router.groups
         allowed = logits.width // groups * (router.groups_chosen if groups > 1 else 1)
-        self._require(
+        _require(
             0 < count <= allowed and logits.width % groups == 0 and router.groups_chosen <= groups <= calls.MAX_GROUPS
-            and (groups == 1 or router.of_group <= logits.width // groups) and logits.width == logits.stride
-            and all(one is None or one.shape == (logits.width,) for one in (bias, scales)),
+            and (groups == 1 or router.of_group <= logits.width // groups)
+            and all(weight is None or weight.shape == (logits.width,) for weight in (bias, scales)),
             "a router of other experts",
         )  # fmt: skip
-        found = ExpertRoutes(self._memory(self.max_rows * count * 8), self._memory(self.max_rows * count * 4), count)
-        call = calls.RouterCall(
-            dtype=self._dtype_of(logits), num_experts=logits.width, num_chosen=count,
+        chosen, weights = (self._memory.take(self.max_rows * count * item_bytes) for item_bytes in (8, 4))
+        self._call(
+            calls.ROUTE, dtype=_dtype_of(logits), logits=logits, num_experts=logits.width, num_chosen=count,
             scores=calls.SCORES[router.scores], groups=groups, groups_chosen=router.groups_chosen,
-            of_group=router.of_group, is_normed=router.is_normed, logits=logits.address,
-            bias=0 if bias is None else bias.address, scales=0 if scales is None else scales.address,
-            floor=router.floor, factor=router.factor,
-            softcap=router.softcap, threshold=router.threshold, chosen=found.chosen, weights=found.weights,
+            of_group=router.of_group, is_normed=router.is_normed, bias=bias, scales=scales, floor=router.floor,
+            factor=router.factor, softcap=router.softcap, threshold=router.threshold, chosen=chosen, weights=weights,
         )  # fmt: skip
-        self._add(calls.ROUTE, logits, call, bias, scales)
-        return found
+        return ExpertRoutes(chosen, weights, count)
 
     def experts(
         self, rows: Buffer, routes: ExpertRoutes, experts: PackedExperts | DenseExperts, gating: Gating
     ) -> Buffer:
-        """Returns the sum of the experts of each row, down × (function(gate) × up_function(up)) times its weight."""
-        out = self.rows(rows.width, is_of_logits=rows.is_of_logits)
-        self._require(rows.width == rows.stride, "experts of other rows")
+        """Returns the sum over the experts of each row of weight × down × (function(gate) × up_function(up))."""
         is_short = self.dtype == calls.BFLOAT16
         curves = [gating.table(name) if is_short else None for name in (gating.function, gating.up_function)]
         of_gate, of_up = map(address_of, curves)
+        common = {
+            "rows": rows, **routes._asdict(), "weighs_rows": gating.weighs_rows, "curve": of_gate, "up_curve": of_up,
+            "result": rows.width,
+        }  # fmt: skip
         if isinstance(experts, PackedExperts):
-            sizes = {(one.rows, one.columns) for one in (*experts.gate, *experts.up)}
-            sizes |= {(one.columns, one.rows) for one in experts.down}
-            self._require(
-                is_short and len(sizes) == 1 and {rows.width} == {width for _, width in sizes}, "other experts"
-            )
-            self._require(
-                len(experts.gate) == len(experts.down) and len(experts.up) in (0, len(experts.gate)), "experts"
-            )
-            lists = [array("Q", [one.address for one in of]) for of in (experts.gate, experts.up, experts.down)]
-            gate, up, down = (one.buffer_info()[0] if one else 0 for one in lists)
-            packed = calls.ExpertsCall(
-                num_chosen=routes.num_chosen, num_experts=len(experts.gate), weighs_rows=gating.weighs_rows,
-                rows=rows.address, chosen=routes.chosen, weights=routes.weights, gate=gate, up=up, down=down,
-                curve=of_gate, up_curve=of_up, out=out.address,
-            )  # fmt: skip
-            self._add(calls.EXPERTS, rows, packed, experts, lists, curves)
-            return out
-        outer, inner = (one.shape[1:][:: -1 if experts.is_turned else 1] for one in (experts.first, experts.last))
-        both = 2 if experts.has_up else 1
-        self._require(outer == (both * inner[1], rows.width) == (outer[0], inner[0]), "experts of other rows")
-        first_bias, last_bias = (one.address for one in experts.biases) if experts.biases else (0, 0)
-        dense = calls.DenseExpertsCall(
-            dtype=self.dtype, num_chosen=routes.num_chosen, num_experts=experts.first.shape[0], width=rows.width,
-            inner=inner[1], outer=outer[0], is_turned=experts.is_turned, step=both if experts.turns_about else 1,
-            up_shift=0 if both == 1 else 1 if experts.turns_about else inner[1],
-            weighs_rows=gating.weighs_rows, function=calls.FUNCTIONS[gating.function],
-            up_function=calls.FUNCTIONS[gating.up_function], slope=gating.slope, limit=gating.limit,
-            rows=rows.address, chosen=routes.chosen, weights=routes.weights,
-            first=experts.first.address, last=experts.last.address, first_bias=first_bias, last_bias=last_bias,
-            curve=of_gate, up_curve=of_up, out=out.address,
+            _require(is_short, "packed experts of float32")
+            return self._packed_experts(experts, curves, common)
+        return self._dense_experts(experts, gating, curves, common)
+
+    def _packed_experts(self, experts: PackedExperts, curves: list[Any], common: dict[str, Any]) -> Buffer:
+        sizes = {(matrix.rows, matrix.columns) for matrix in (*experts.gate, *experts.up)}
+        sizes |= {(matrix.columns, matrix.rows) for matrix in experts.down}
+        _require(len(sizes) == 1 and {common["rows"].width} == {width for _, width in sizes}, "other experts")
+        _require(len(experts.gate) == len(experts.down) and len(experts.up) in (0, len(experts.gate)), "experts")
+        parts = experts.gate, experts.up, experts.down
+        lists = [array("Q", [matrix.address for matrix in part]) for part in parts]
+        gate, up, down = (addresses.buffer_info()[0] if addresses else 0 for addresses in lists)
+        return self._call(
+            calls.EXPERTS, **common, num_experts=len(experts.gate), gate=gate, up=up, down=down,
+            keeps=[experts, lists, curves],
         )  # fmt: skip
-        self._add(calls.DENSE_EXPERTS, rows, dense, experts, curves)
-        return out
 
-    def temper(self, rows: Buffer, offset: int, period: int, factor: float) -> None:
-        """Multiplies rows in place by 1 + factor × log(1 + floor((position + offset) / period))."""
-        self._require(rows.width == rows.stride and period > 0, "numbers that do not lie side by side")
-        self._require(not rows.is_of_logits, "rows without positions")
-        call = calls.TemperingCall(
-            dtype=self.dtype, width=rows.width, offset=offset, period=period, factor=factor,
-            positions=address_of(self._positions), rows=rows.address,
-        )  # fmt: skip
-        self._add(calls.TEMPER, rows, call)
-
-    def add(self, rows: Buffer, other: Buffer, factor: float = 1.0) -> None:
-        """Adds other × factor to rows. A factor that is not 1 rounds the product."""
-        self._sum(rows, rows.address, other, factor)
-
-    def scale(self, rows: Buffer, factor: float) -> None:
-        """Multiplies rows in place."""
-        if factor != 1:
-            self._sum(rows, 0, rows, factor)
-
-    def scaled(self, rows: Buffer, factor: float) -> Buffer:
-        """Returns rows × factor, and leaves the rows as they are."""
-        if factor == 1:
-            return rows
-        out = self.rows(rows.width, is_of_logits=rows.is_of_logits)
-        self._sum(out, 0, rows, factor)
-        return out
-
-    def weighed(self, rows: Buffer, weight: Weight) -> Buffer:
-        """Returns rows × weight, [width], number by number."""
-        self._require(weight.shape == (rows.width,), "weights of other rows")
-        # The same numbers for each row: it is no number behind the one before.
-        return self.gated(rows, Buffer(weight.address, rows.width, 0, self.item_bytes), "identity", kept=weight)
-
-    def _sum(self, out: Buffer, one: int, other: Buffer, factor: float) -> None:
-        other = self.widened(other) if out.item_bytes == 4 else other
-        self._require(out.width == out.stride == other.width == other.stride, "a sum of other rows")
-        call = calls.SumCall(
-            dtype=self._dtype_of(out), width=out.width, factor=factor, one=one, other=other.address, out=out.address
-        )
-        self._add(calls.SUM, out, call)
-
-    def mix(
-        self, base: Buffer, rows: Sequence[Buffer], factors: Buffer, *, offset: float = 0.0, out: Buffer | None = None
+    def _dense_experts(
+        self, experts: DenseExperts, gating: Gating, curves: list[Any], common: dict[str, Any]
     ) -> Buffer:
-        """Returns base + Σ (factor + offset) × rows, with a factor of each row for each of `rows`."""
-        everything, width = [base, *rows], base.width
-        out = out or self.rows(width, is_of_logits=base.is_of_logits)
-        self._require(len(rows) == factors.width <= calls.MAX_STREAMS, "streams of others")
-        self._require(all(one.width == one.stride == width for one in (*everything, out)), "streams of other rows")
-        call = calls.MixCall(
-            dtype=self.dtype, width=width, count=len(rows), factors=factors.address, factor_stride=factors.stride,
-            offset=offset, base=base.address, out=out.address,
+        first, last = experts.first, experts.last
+        outer, inner = (weight.shape[1:][:: -1 if experts.is_transposed else 1] for weight in (first, last))
+        both, width = 2 if experts.has_up else 1, common["rows"].width
+        _require(outer == (both * inner[1], width) == (outer[0], inner[0]), "experts of other rows")
+        first_bias, last_bias = (bias.address for bias in experts.biases) if experts.biases else (0, 0)
+        return self._call(
+            calls.DENSE_EXPERTS, **common, num_experts=first.shape[0], inner=inner[1], outer=outer[0],
+            is_transposed=experts.is_transposed, step=both if experts.is_interleaved else 1,
+            up_shift=0 if both == 1 else 1 if experts.is_interleaved else inner[1],
+            function=calls.FUNCTIONS[gating.function], up_function=calls.FUNCTIONS[gating.up_function],
+            slope=gating.slope, limit=gating.limit, first=first.address, last=last.address, first_bias=first_bias,
+            last_bias=last_bias, keeps=[experts, curves],
         )  # fmt: skip
-        call.rows[: len(rows)] = [one.address for one in rows]
-        self._add(calls.MIX, base, call)
-        return out
 
-    def level(self, rows: Buffer, like: Buffer) -> None:
-        """Gives rows the root mean square of those of `like`, in place."""
-        self._require(rows.width == rows.stride == like.width == like.stride, "levels of other rows")
-        call = calls.LevelingCall(dtype=self.dtype, width=rows.width, like=like.address, rows=rows.address)
-        self._add(calls.LEVEL, rows, call)
-
-    def cut_off(self, rows: Buffer, deviations: float) -> None:
-        """Takes the mean and so many standard deviations of a row from its numbers, in place, down to 0."""
-        self._require(rows.width == rows.stride, "numbers that do not lie side by side")
-        self._add(
-            calls.CUT_OFF,
-            rows,
-            calls.CutOffCall(dtype=self.dtype, width=rows.width, deviations=deviations, rows=rows.address),
-        )
-
-    def beside(self, *parts: Buffer) -> Buffer:
-        """Returns a buffer with these rows side by side."""
-        out = self.rows(sum(part.width for part in parts), is_of_logits=parts[0].is_of_logits)
-        first = 0
-        for part in parts:
-            self._copy(part, 1, part.width, out.part(first, part.width), part.width, part.width)
-            first += part.width
-        return out
-
-    def by_parts(self, rows: Buffer, heads: int, *widths: int) -> Buffer:
-        """Returns rows of heads with the first part of all heads before the second one, and so on."""
-        of_head = sum(widths)
-        self._require(rows.width == heads * of_head, "heads of other rows")
-        out, first = self.rows(rows.width, is_of_logits=rows.is_of_logits), 0
-        for width in widths:
-            part = out.part(heads * first, heads * width)
-            self._copy(rows.part(first, width), heads, of_head, part, width, width)
-            first += width
-        return out
-
-    def _copy(self, source: Buffer, heads: int, of_head: int, out: Buffer, to_head: int, count: int) -> None:
-        size = self.item_bytes
-        call = calls.CopyCall(
-            num_heads=heads, num_bytes=count * size, source=source.address, row_bytes=source.stride * size,
-            head_bytes=of_head * size, out=out.address, out_row_bytes=out.stride * size, out_head_bytes=to_head * size,
-        )  # fmt: skip
-        self._add(calls.COPY, source, call)
+    # -- layers with states -------------------------------------------------------------------------------------------
 
     def step_sizes(
         self,
@@ -536,18 +538,15 @@ class ComputePlan:
         *,
         limits: tuple[float, float] = (0.0, float("inf")),
     ) -> Buffer:
-        """Returns factors × softplus(rows + bias) in float32, within limits before the factors. `bias` and `factors`
-        are float32, one for each number of a row."""
-        is_right = all(one is None or one.shape == (rows.width,) for one in (bias, factors))
-        self._require(is_right and rows.item_bytes == self.item_bytes, "steps of other rows")
+        """Returns factors × softplus(rows + bias) in float32. `limits` bound the softplus. `bias` and `factors` are
+        float32 [width of a row]."""
+        is_right = all(weight is None or weight.shape == (rows.width,) for weight in (bias, factors))
+        _require(is_right and rows.item_bytes == self.item_bytes, "steps of other rows")
+        least, most = limits
         out = self.rows(rows.width, item_bytes=4)
-        call = calls.StepSizesCall(
-            dtype=self.dtype, width=rows.width, row_stride=rows.stride, least=limits[0], most=limits[1],
-            rows=rows.address, bias=0 if bias is None else bias.address,
-            factors=0 if factors is None else factors.address, out=out.address,
+        return self._call(
+            calls.STEP_SIZES, rows=rows, least=least, most=most, bias=bias, factors=factors, result=out
         )  # fmt: skip
-        self._add(calls.STEP_SIZES, rows, call, bias, factors)
-        return out
 
     def gated_norm(
         self,
@@ -559,72 +558,58 @@ class ComputePlan:
         groups: int = 1,
         gates_first: bool = False,
     ) -> Buffer:
-        """Returns function(gate) × norm(rows), or with `gates_first` norm(function(gate) × rows). Each group of numbers
-        has its norm, without one none. Weights are float32, those of a row or of each group. The function is silu or
-        sigmoid."""
+        """Returns function(gate) × norm(rows), or with `gates_first` norm(function(gate) × rows). The function is silu
+        or sigmoid. Each of the equal groups of a row is normalised alone, unless `norm` is None. Its weights are
+        float32, for a row or for each group."""
         rows, width = self.widened(rows), rows.width
-        weights = width if norm is None else norm.weight.shape[0]
-        self._require(
-            width % groups == 0 and weights in (width, width // groups) and rows.stride == width == gate.width
+        num_weights = width if norm is None else norm.weight.shape[0]
+        _require(
+            width % groups == 0 and num_weights in (width, width // groups) and width == gate.width
             and gate.item_bytes == self.item_bytes and function in ("silu", "sigmoid"),
             "a gate of other rows",
         )  # fmt: skip
-        out = self.rows(width)
-        call = calls.GatedNormCall(
-            dtype=self.dtype, width=width, group=width // groups, gates_first=gates_first, num_weights=weights,
-            function=calls.FUNCTIONS[function], gate_stride=gate.stride, rows=rows.address, gate=gate.address,
-            out=out.address,
+        return self._call(
+            calls.GATED_NORM, rows=rows, gate=gate, weight=norm, num_weights=num_weights, group=width // groups,
+            gates_first=gates_first, function=calls.FUNCTIONS[function], result=width,
         )  # fmt: skip
-        if norm is not None:
-            call.weight, call.epsilon = norm.weight.address, norm.epsilon
-        self._add(calls.GATED_NORM, rows, call, norm)
-        return out
 
     def convolution(
         self, rows: Buffer, weight: Weight, bias: Weight | None, state: StateLocation, *, has_silu: bool = False
     ) -> Buffer:
         """Returns the causal convolution of each channel alone. `weight` is [channels, kernel], `bias` [channels]."""
         channels, kernel = weight.shape
-        self._require(
+        _require(
             channels == rows.width and kernel <= calls.MAX_KERNEL and (bias is None or bias.shape == (channels,))
             and state.is_of((channels, kernel), self.item_bytes) and rows.item_bytes == self.item_bytes,
             "a convolution of other rows",
         )  # fmt: skip
-        out = self.rows(channels)
-        call = calls.ConvolutionCall(
-            dtype=self.dtype, channels=channels, kernel=kernel, has_silu=has_silu, row_stride=rows.stride,
-            rows=rows.address, weight=weight.address, bias=0 if bias is None else bias.address, out=out.address,
+        return self._over_state(
+            calls.CONVOLVE, state, rows=rows, channels=channels, kernel=kernel, weight=weight, bias=bias,
+            has_silu=has_silu, kept=self._kept_offset(channels * self.item_bytes), result=channels,
         )  # fmt: skip
-        kept = self._kept_behind(channels * self.item_bytes)
-        self._over_states(calls.CONVOLVE, rows, calls.PlannedConvolutionCall(call, state.call, kept), weight, bias)
-        return out
 
     def delta_rule(
         self, query: Buffer, key: Buffer, value: Buffer, decay: Buffer, beta: Buffer, state: StateLocation
     ) -> Buffer:
-        """Returns the gated delta rule of heads, [heads × value_dim]. Queries and keys get length 1; those of a head
-        may be of several. They and the values are of the convolution before it. `decay` has float32 logarithms, one of
-        each head or one of each number of a key, `beta` float32 numbers, one of each head."""
+        """Returns the gated delta rule of heads, [heads × value_dim]. Queries and keys are scaled to length 1. Several
+        heads may share a query and a key. Queries, keys and values come from the convolution before the rule. `decay`
+        has logarithms, float32 [heads] or [heads × key_dim]. `beta` is float32 [heads]."""
         heads, key_dim, value_dim = state.shape
         key_heads = key.width // key_dim
-        self._require(
+        _require(
             query.width == key.width == key_heads * key_dim and heads % key_heads == 0
             and value.width == heads * value_dim and decay.width in (heads, heads * key_dim) and beta.width == heads
-            and all(one.item_bytes == 4 and one.stride == one.width for one in (decay, beta))
-            and all(one.item_bytes == self.item_bytes for one in (query, key, value))
+            and all(factor.item_bytes == 4 for factor in (decay, beta))
+            and all(mixed.item_bytes == self.item_bytes for mixed in (query, key, value))
             and state.is_of((heads, key_dim, value_dim), 4),
             "a delta rule of other rows",
         )  # fmt: skip
-        out = self.rows(value.width)
-        call = calls.DeltaRuleCall(
-            dtype=self.dtype, heads=heads, key_heads=key_heads, key_dim=key_dim, value_dim=value_dim,
-            decay_dim=decay.width // heads, query=query.address, key=key.address, value=value.address,
-            query_stride=query.stride, key_stride=key.stride, value_stride=value.stride, decay=decay.address,
-            beta=beta.address, out=out.address, epsilon=_LENGTH_EPSILON,
+        return self._over_state(
+            calls.DELTA_RULE, state, query=query, key=key, value=value, decay=decay, beta=beta, heads=heads,
+            key_heads=key_heads, key_dim=key_dim, value_dim=value_dim, decay_dim=decay.width // heads,
+            epsilon=_LENGTH_EPSILON, kept_decay=self._kept_offset(decay.width * 4),
+            kept_beta=self._kept_offset(beta.width * 4), result=value.width,
         )  # fmt: skip
-        kept = (self._kept_behind(one.width * 4) for one in (decay, beta))
-        self._over_states(calls.DELTA_RULE, query, calls.PlannedDeltaRuleCall(call, state.call, *kept))
-        return out
 
     def state_space(
         self,
@@ -636,155 +621,71 @@ class ComputePlan:
         skip: Weight | None,
         state: StateLocation,
     ) -> Buffer:
-        """Returns the state space of Mamba 2 in float32, [heads × dim], for `rows` of that form. They, `into` and
-        `out_of` (B and C, [groups × state_dim]) are of the convolution before it. `steps` are float32, one of each
-        head, as are `decay` and `skip` (A and D)."""
+        """Returns the state space of Mamba 2, float32 [heads × dim]. `rows` [heads × dim], `into` and `out_of` (B
+        and C, [groups × state_dim]) come from the convolution before it. `steps`, `decay` and `skip` (A and D) are
+        float32 [heads]."""
         heads, dim, state_dim = state.shape
         groups = into.width // state_dim
-        self._require(
+        _require(
             rows.width == heads * dim and into.width == out_of.width == groups * state_dim and heads % groups == 0
-            and steps.width == steps.stride == heads and steps.item_bytes == 4
-            and all(one is None or one.shape == (heads,) for one in (decay, skip))
-            and all(one.item_bytes == self.item_bytes for one in (rows, into, out_of))
+            and steps.width == heads and steps.item_bytes == 4
+            and all(weight is None or weight.shape == (heads,) for weight in (decay, skip))
+            and all(mixed.item_bytes == self.item_bytes for mixed in (rows, into, out_of))
             and state.is_of((heads, dim, state_dim), 4),
             "a state space of other rows",
         )  # fmt: skip
-        out = self.rows(rows.width, item_bytes=4)
-        call = calls.StateSpaceCall(
-            dtype=self.dtype, heads=heads, groups=groups, dim=dim, state_dim=state_dim, rows=rows.address,
-            into=into.address, from_=out_of.address, row_stride=rows.stride, into_stride=into.stride,
-            from_stride=out_of.stride, steps=steps.address, decay=decay.address,
-            skip=0 if skip is None else skip.address, out=out.address,
+        return self._over_state(
+            calls.STATE_SPACE, state, rows=rows, into=into, from_=out_of, steps=steps, decay=decay, skip=skip,
+            heads=heads, groups=groups, dim=dim, state_dim=state_dim, kept=self._kept_offset(heads * 4),
+            result=self.rows(rows.width, item_bytes=4),
         )  # fmt: skip
-        planned = calls.PlannedStateSpaceCall(call, state.call, self._kept_behind(heads * 4))
-        self._over_states(calls.STATE_SPACE, rows, planned, decay, skip)
+
+    def _over_state(self, kind: int, state: StateLocation, **operands: Any) -> Buffer:
+        """Adds a call over the state of a layer."""
+        out = self._call(kind, place=state.call, **operands)
+        self.state_operations.append(self.operations[-1])
         return out
 
-    def _kept_behind(self, row_bytes: int) -> int:
-        """Returns how many bytes are kept of each row before others, `row_bytes` of it."""
-        before = self.kept_bytes
+    def _kept_offset(self, row_bytes: int) -> int:
+        """Returns the offset of `row_bytes` bytes in the bytes kept for each row."""
+        offset = self.kept_bytes
         self.kept_bytes += -(-row_bytes // 4) * 4
-        return before
+        return offset
 
-    def _over_states(self, kind: int, rows: Buffer, call: ctypes.Structure, *kept: Any) -> None:
-        self._add(kind, rows, call, *kept)
-        self._of_states.append(self._calls[-1])
 
-    def pictures(self, rows: Buffer, level: int = 0) -> None:
-        """Puts the encoder's rows in the place of those of pictures, or adds those of a further level to them."""
-        call = calls.ScatterCall(dtype=self.dtype, width=rows.width, adds=level > 0, rows=rows.address)
-        self._require(rows.width == rows.stride and level == len(self._of_pictures), "levels of pictures in order")
-        self._of_pictures.append(call)
-        self._add(calls.SCATTER, rows, call)
+def _set_buffer(call: Any, name: str, buffer: Buffer) -> None:
+    """Sets the address of a buffer, and its stride in numbers or bytes. Raises `ValueError` if the call has no field
+    for the stride and the numbers of the buffer do not lie side by side."""
+    setattr(call, name, buffer.address)
+    names = [f"{name.rstrip('_')}_{of_row}" for of_row in ("stride", "row_stride", "row_bytes")]
+    names += ["row_stride", "row_bytes"] if name in ("rows", "source") else []
+    field = next((field for field in names if hasattr(call, field)), None)
+    if field is None:
+        _require(buffer.width == buffer.stride, "numbers that do not lie side by side")
+    else:
+        setattr(call, field, buffer.stride * (buffer.item_bytes if field.endswith("bytes") else 1))
 
-    @staticmethod
-    def _dtype_of(rows: Buffer) -> int:
-        return calls.FLOAT32 if rows.item_bytes == 4 else calls.BFLOAT16
 
-    def _add(self, kind: int, rows: Buffer, call: ctypes.Structure, *kept: Any) -> None:
-        self._calls.append((kind, rows.is_of_logits, call))
-        self.made_of.append((call, kept))
+def _set_weights(
+    call: Any, name: str, weights: Weight | WeightedNorm | HeadMatrices | Matrix | np.ndarray | None
+) -> None:
+    """Sets the address of weights, 0 for None, and with a norm its kind and epsilon."""
+    if isinstance(weights, WeightedNorm):
+        for kind in ("kind", f"{name}_kind"):
+            if hasattr(call, kind):
+                setattr(call, kind, weights.kind)
+        call.epsilon, weights = weights.epsilon, weights.weight
+    setattr(call, name, address_of(weights) if weights is None or isinstance(weights, np.ndarray) else weights.address)
 
-    def _memory(self, num_bytes: int) -> int:
-        """Returns the address of memory, which the context of `scratch` gives back."""
-        free = self._free.get(num_bytes)
-        if self._scratch is not None and free:
-            address = free.pop()
-        else:
-            memory = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
-            address = -(-address_of(memory) // _ALIGNMENT) * _ALIGNMENT
-            self.buffers[address] = memory[address - address_of(memory) :][:num_bytes]
-        if self._scratch is not None:
-            self._scratch.append((num_bytes, address))
-        return address
 
-    def _numbers(self, count: int) -> np.ndarray:
-        numbers = np.zeros(count, np.int64)
-        self._kept.append(numbers)
-        return numbers
+def _dtype_of(rows: Buffer) -> int:
+    return calls.FLOAT32 if rows.item_bytes == 4 else calls.BFLOAT16
 
-    @staticmethod
-    def _require(is_right: bool, what: str) -> None:
-        if not is_right:
-            raise ValueError(what)
 
-    # -- running ----------------------------------------------------------------------------------------------------
-
-    def run(
-        self,
-        runs: Sequence[PlannedRun],
-        ids: np.ndarray,
-        positions: np.ndarray,
-        threads: int,
-        pictures: EncodedRows | None = None,
-    ) -> None:
-        """Computes a step: `logits` and `hidden` have its results until the next one.
-
-        `ids` are int64 [rows], `positions` [1, rows] or [3, rows]. Memory must have room for the rows. Raises
-        `IndexError` for a token or a position that is none, `MemoryError`.
-        """
-        num_rows, num_logits = len(ids), sum(run.num_logits for run in runs)
-        self._require(0 < num_rows <= self.max_rows and num_logits <= num_rows, "a step of more rows than the plan has")
-        ends = accumulate(run.num_rows for run in runs)
-        logit_rows = [np.arange(end - run.num_logits, end) for end, run in zip(ends, runs, strict=True)]
-        if not 0 <= ids.min() <= ids.max() < self.vocab_size:
-            raise IndexError(f"a token is none of the {self.vocab_size}: {ids.min()} or {ids.max()}")
-        if positions.max() >= self._num_positions:
-            raise IndexError(f"a position is none of the {self._num_positions}: {positions.max()}")
-        self._logit_rows[:num_logits] = np.concatenate(logit_rows)
-        for count, found in self._ids_below.items():
-            found[:num_rows] = np.where(ids < count, ids, 0)
-        self._positions[:, :num_rows] = positions
-        for level, call in enumerate(self._of_pictures):
-            call.count = 0 if pictures is None else len(pictures.numbers)
-            if pictures is not None:
-                call.numbers, call.from_ = address_of(pictures.numbers), pictures.level(level)
-        self._compute(
-            "all" if num_logits else "without logits", runs, [run.num_rows for run in runs], num_logits, threads
-        )
-
-    def replay(self, run: PlannedRun, num_rows: int, threads: int) -> None:
-        """Computes the states behind the first rows of a run again, from those before it and what it kept."""
-        self._compute("states", [run], [num_rows], 0, threads)
-
-    def _compute(
-        self, part: _Part, runs: Sequence[PlannedRun], num_rows: Sequence[int], num_logits: int, threads: int
-    ) -> None:
-        """Computes all operations, those without logits, or those over states again."""
-        is_replay = part == "states"
-        if part not in self._made:
-            of_part = self._of_states if is_replay else self._calls
-            self._made[part] = _operations([one for one in of_part if part == "all" or not one[1]])
-        lists = [[array("Q", one) for one in (run.tables, run.befores, run.states)] for run in runs]
-        described = (calls.PlanRun * len(runs))()
-        for number, (run, of_run) in enumerate(zip(runs, lists, strict=True)):
-            spans = run.spans.buffer_info()[0], len(run.spans) // 2
-            addresses = (one.buffer_info()[0] for one in of_run)
-            described[number] = calls.PlanRun(
-                run.start, num_rows[number], run.num_logits, *spans, *addresses, address_of(run.kept), run.num_rows
-            )
-        step = calls.PlanStep(
-            sum(num_rows), num_logits, len(runs), self._page_tokens, is_replay, ctypes.addressof(described), threads
-        )
-        if self._operators.run(bytes(self._made[part][1]), bytes(step)):
-            raise MemoryError("there is no memory left for a step")
-
-    def put(self, to: Buffer, rows: np.ndarray) -> None:
-        """Fills the first rows of a buffer, which a step reads, with uint8 [rows, bytes of a row]."""
-        self.buffers[to.address][: rows.size] = rows.reshape(-1)
-
-    def copied(self, rows: Buffer, num_rows: int) -> np.ndarray:
-        """Returns a copy of the first rows of a buffer, uint8 [rows, bytes of a row]."""
-        size = num_rows * rows.width * rows.item_bytes
-        return np.frombuffer(bytearray(ctypes.string_at(rows.address, size)), np.uint8).reshape(num_rows, -1)
+def _require(is_right: bool, what: str) -> None:
+    if not is_right:
+        raise ValueError(what)
 
 
 def _parts(matrix: AnyMatrix) -> Sequence[Matrix | DenseMatrix]:
     return matrix.parts if isinstance(matrix, JoinedMatrix) else [matrix]
-
-
-def _operations(made: Sequence[tuple[int, bool, ctypes.Structure]]) -> tuple[Any, calls.Operations]:
-    found = (calls.Operation * len(made))()
-    for place, (kind, is_of_logits, call) in zip(found, made, strict=True):
-        place.kind, place.is_of_logits, place.call = kind, is_of_logits, ctypes.addressof(call)
-    return found, calls.Operations(len(found), ctypes.addressof(found))

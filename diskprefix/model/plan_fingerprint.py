@@ -28,7 +28,7 @@ from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix
 
 _IN_MEMORY = ("places", "states")
-"""Where a layer has its state, which the layout says."""
+"""The places of a layer's state, which the layout describes."""
 _SMALL_BYTES = 1 << 20
 
 
@@ -49,7 +49,7 @@ def fingerprint_of_plan(
     named = {
         "weights_digest": weights_digest,
         "configuration": _digest(canonical(options(config)).encode()),
-        "forms": _digest(*sorted(_described(kept) for plan in plans for _, kept in plan.made_of)),
+        "forms": _digest(*sorted(_described(operation.kept) for plan in plans for operation in plan.operations)),
         "dtype": dtype,
         "bits": bits_of_build(operators),
         "code": code_digest(),
@@ -59,46 +59,49 @@ def fingerprint_of_plan(
 
 
 def options(value: Any) -> Any:
-    """Returns options in types of JSON, of a class only those that are not at their defaults: an option that a later
-    version adds changes nothing for models without it."""
+    """Returns options as JSON types. Options at their defaults are left out, so an option that a later version adds
+    changes nothing for models without it."""
     if isinstance(value, np.ndarray):
         return _digest(f"{value.dtype} {value.shape} ".encode(), value.tobytes())
     if isinstance(value, Struct):
         defaults = _defaults(type(value))
         return {
-            name: options(found)
-            for name, found in asdict(value).items()
-            if name not in _IN_MEMORY and (isinstance(found, np.ndarray) or found != defaults[name])
+            name: options(option)
+            for name, option in asdict(value).items()
+            if name not in _IN_MEMORY and (isinstance(option, np.ndarray) or option != defaults[name])
         }
     if isinstance(value, Mapping):
-        return {str(key): options(one) for key, one in value.items()}
-    return [options(one) for one in value] if isinstance(value, tuple | list) else value
+        return {str(key): options(option) for key, option in value.items()}
+    return [options(option) for option in value] if isinstance(value, tuple | list) else value
 
 
 @cache
 def _defaults(kind: type[Struct]) -> dict[str, Any]:
     return {
-        one.name: one.default if one.default_factory is NODEFAULT else one.default_factory() for one in fields(kind)
+        field.name: field.default if field.default_factory is NODEFAULT else field.default_factory()
+        for field in fields(kind)
     }
 
 
 def _described(kept: Any) -> bytes:
-    """Returns what changes numbers of something that a call keeps: of weights, matrices and tables their form, of small
-    ones also the content, which the start may have computed; of other structs their plain numbers and what they hold.
-    Addresses change nothing, nor do buffers."""
+    """Returns a description of an object that a call keeps, as far as it changes numbers: the form of weights, matrices
+    and tables, and the content of small ones, which may be computed at the start; the fields of other structs.
+    Addresses and buffers do not count."""
     if isinstance(kept, Weight | np.ndarray):
         return _form(kept)
     if isinstance(kept, Matrix):
         bias = b"" if kept.bias is None else _form(kept.bias)
         return f"matrix {kept.rows} {kept.columns} {kept.form} ".encode() + bias
     if isinstance(kept, HeadMatrices):
-        sizes = f"{kept.heads} {kept.inner} {kept.outer} {kept.stride} {kept.is_turned} {kept.kept.itemsize}"
+        sizes = f"{kept.heads} {kept.inner} {kept.outer} {kept.stride} {kept.is_transposed} {kept.kept.itemsize}"
         return f"matrices {sizes}".encode()
     if kept is None or isinstance(kept, Buffer | array):
         return b""
     if isinstance(kept, Struct):
-        names = ((one.name, getattr(kept, one.name)) for one in fields(type(kept)))
-        return _digest(type(kept).__name__.encode(), *(name.encode() + _described(one) for name, one in names)).encode()
+        names = ((field.name, getattr(kept, field.name)) for field in fields(type(kept)))
+        return _digest(
+            type(kept).__name__.encode(), *(name.encode() + _described(held) for name, held in names)
+        ).encode()
     if isinstance(kept, tuple | list):
         return _digest(*map(_described, kept)).encode()
     return repr(kept).encode()
@@ -115,7 +118,7 @@ def _form(kept: Weight | np.ndarray) -> bytes:
 
 
 def _digest(*parts: bytes) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for part in parts:
-        found.update(f"{len(part)} ".encode() + part)
-    return found.hexdigest()[:32]
+        digest.update(f"{len(part)} ".encode() + part)
+    return digest.hexdigest()[:32]

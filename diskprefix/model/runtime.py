@@ -22,14 +22,14 @@ class UncachedState:
 
 State: TypeAlias = KVSequence | UncachedState
 Hidden: TypeAlias = npt.NDArray[np.float32]
-"""Hidden states behind the last norm, [rows, hidden_size]."""
+"""Hidden states after the last norm, [rows, hidden_size]."""
 
 
 class PictureRows(Struct, frozen=True, eq=False):
-    """The input beside token ids for rows of a step that belong to a prompt with pictures. `is_picture`, bool
-    [num_rows], says which of them are of pictures, `encoded` has the rows for these that `encoder` (a `VisionEncoder`)
-    gave, [levels, count, hidden] in the type of the model. `positions` are int64 [axes, num_rows], None for a model
-    that counts tokens. For `spans` see `Run`."""
+    """The input besides token ids for the rows of a step that belong to a prompt with pictures. `is_picture`, bool
+    [num_rows], marks the rows of pictures; `encoded` has their output of `encoder` (a `VisionEncoder`), [levels, count,
+    hidden] in the type of the model. `positions` are int64 [axes, num_rows], None for a model whose positions count
+    tokens. For `spans` see `Run`."""
 
     encoder: Any
     is_picture: npt.NDArray[np.bool_]
@@ -39,10 +39,10 @@ class PictureRows(Struct, frozen=True, eq=False):
 
 
 class Rows(Struct, frozen=True):
-    """The next tokens of a sequence, int64 [num_rows], and its state. The last ones get logits, and all of these but
-    the first may be taken back, unless `num_guesses` says how many of the last ones may. `pictures` has what the model
-    takes for those of pictures, and their positions, if the sequence has some. `may_lag`: the memory of a draft layer
-    may be completed later."""
+    """The next tokens of a sequence, int64 [num_rows], and its state. The last `num_logits` rows get logits. All of
+    them but the first may be taken back, unless `num_guesses` gives the number of rows that may. `pictures` has the
+    encoder's output and the positions, if the sequence has pictures. `may_lag`: the memory of a draft layer may be
+    completed later."""
 
     state: State
     token_ids: npt.NDArray[np.int64]
@@ -76,7 +76,7 @@ class Runtime(Protocol):
         """True if it can give hidden states."""
 
     def prepare(self) -> None:
-        """Does what the first step would wait for."""
+        """Prepares the first step, which would otherwise take longer."""
 
     def run(self, step: Sequence[Rows], *, needs_hidden: bool = False) -> StepOutput:
         """Computes a step. It has several sequences only if the layout packs."""

@@ -1,7 +1,7 @@
-"""Checks once that a plan gives a token the same bits however its prompt was cut, after a restore, and beside others.
+"""Checks once that the bits of a token do not depend on the cut of its prompt, a restore, or other sequences.
 
-What makes a token's bits independent of the step are the operators, by construction. The check finds what differs in a
-version, a machine or a file.
+The operators make a token's bits independent of the step by construction. The check finds faults of a version, a
+machine or a file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence, Prefix
 from diskprefix.memo import Memo
-from diskprefix.model.families.model_types import without_plan
+from diskprefix.model.families.decoder_options import without_plan
 from diskprefix.model.planned import DTYPES, NotExact, PlanRuntime
 from diskprefix.model.runtime import Rows, Runtime
 from diskprefix.model.weights import Weights
@@ -40,7 +40,8 @@ TokenIds64 = npt.NDArray[np.int64]
 
 
 def known_reason(config: Any, dtype: str, device: str) -> str:
-    """Returns why a model has no plan on a kind of device, "" if it has one. `config` is that of the whole model."""
+    """Returns why a model has no plan on a kind of device, "" if it has one. `config` is the configuration of the whole
+    model."""
     if device != "cpu":
         return f"the compiled operators, which make a model exact at every token, do not run on {device}"
     if operators() is None:
@@ -85,13 +86,13 @@ def _check(runtime: Runtime) -> None:
     (logits,) = runtime.run([Rows(whole, token_ids, len(token_ids))]).logits
     if not np.isfinite(logits).all():
         raise NotExact("its logits are not finite")
-    cut, found = _in_cuts(runtime, pool, token_ids)
+    cut, in_cuts = _in_cuts(runtime, pool, token_ids)
     if cut.content() != whole.content():
         raise NotExact("its state depends on the steps")
-    if not np.array_equal(found, logits[[end - 1 for end in accumulate(_CUT)]]):
+    if not np.array_equal(in_cuts, logits[[end - 1 for end in accumulate(_CUT)]]):
         raise NotExact("its logits depend on the steps")
-    packed, found = _packed(runtime, pool, token_ids)
-    if packed.content() != whole.content() or not np.array_equal(found, logits[-1:]):
+    packed, in_company = _packed(runtime, pool, token_ids)
+    if packed.content() != whole.content() or not np.array_equal(in_company, logits[-1:]):
         raise NotExact("it depends on other sequences, or on guesses that were taken back")
 
 
@@ -108,7 +109,7 @@ def _in_cuts(runtime: Runtime, pool: PagePool, token_ids: TokenIds64) -> tuple[K
 
 
 def _packed(runtime: Runtime, pool: PagePool, token_ids: TokenIds64) -> tuple[KVSequence, Logits]:
-    """Returns a sequence that was computed beside another, with guesses that were taken back, and its last logits."""
+    """Returns a sequence that shared its steps with another one and took back draft tokens, and its last logits."""
     sequence, other, logits = sequence_with_room(pool, _ROOM), sequence_with_room(pool, _ROOM), np.empty(0, np.float32)
     wrong, beside = _made_up(runtime, 3, _NUM_GUESSES), _made_up(runtime, 1, 3)
     for start, stop in _STEPS:
@@ -123,10 +124,10 @@ def _made_up(runtime: Runtime, seed: int, num_tokens: int) -> TokenIds64:
 
 
 def sequence_with_room(pool: PagePool, num_tokens: int, prefix: Prefix | None = None) -> KVSequence:
-    """Returns a sequence with room for so many tokens, full of NaN, of bits that are all set, behind the prefix:
-    what reads behind the last token is then not exact."""
+    """Returns a sequence with room for a number of tokens. After the prefix it is full of NaN (all bits are set), so an
+    operator that reads after the last token is not exact."""
     sequence = KVSequence(pool)
-    has_memory = (prefix is None or sequence.begin_with(prefix)) and sequence.make_room(num_tokens)
+    has_memory = (prefix is None or sequence.begin_with(prefix)) and sequence.take_pages_to(num_tokens)
     assert has_memory, "the pool has no limit"
     for table in sequence.tables:
         for number, page in enumerate(table.pages):

@@ -17,20 +17,21 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from diskprefix.kv.numbers import converted
-from diskprefix.kv.sizes import EIGHTS, EIGHTS_BYTES
+from diskprefix.kv.sizes import Q8_BLOCK, Q8_BLOCK_BYTES
 from diskprefix.model.config import (
     DecoderConfig,
-    DeltaConfig,
+    Inputs,
     LatentConfig,
     LayerConfig,
     MixtureConfig,
+    PositionScaling,
     SpaceConfig,
-    Tempering,
 )
 from diskprefix.model.families.slot_names import SlotNames
 from diskprefix.model.operands import Gating, Location, Rotary, Router, StateLocation
+from diskprefix.model.part_options import DeltaConfig, ExpertsForm, Gates, Norms
 from diskprefix.model.quants.quant_form import FILE_FORMS
-from diskprefix.model.weights import ExpertsForm, Quants, Weights
+from diskprefix.model.weights import Quants, Weights
 from diskprefix.native import ROWS, calls
 from diskprefix.native.library import Operators
 from diskprefix.native.packing import TYPES, pack
@@ -69,8 +70,8 @@ def _pool(dtype: int | None) -> np.ndarray:
     """Returns made-up numbers of eight bits between -1 and 1 in a type of plans, or bytes. They have many sizes, so
     that the order of a sum shows. They come again and again, for the largest weight."""
     numbers = (below(255, _PERIOD, 1) - 127) * 2.0 ** -(7 + below(8, _PERIOD, 2))
-    found = below(256, _PERIOD, 3).astype(np.uint8) if dtype is None else in_dtype(numbers, dtype)
-    return np.tile(found, 9)
+    period = below(256, _PERIOD, 3).astype(np.uint8) if dtype is None else in_dtype(numbers, dtype)
+    return np.tile(period, 9)
 
 
 def made_up(shape: Sequence[int], seed: int, dtype: int | None = calls.FLOAT32) -> np.ndarray:
@@ -85,8 +86,8 @@ def in_dtype(numbers: np.ndarray, dtype: int) -> np.ndarray:
 
 
 class TinyModel(Struct, frozen=True):
-    """A model: its options without places in memory, and the shapes of its weights. The names of those in layers are
-    without the layer. `kinds` are those of `_QUANTS` that its matrices have."""
+    """A model: its options without places in memory, and the shapes of its weights. Names in layers are without the
+    layer. `kinds` are the types in `_QUANTS` that its matrices have."""
 
     config: DecoderConfig
     shapes: Mapping[str, tuple[int, ...]]
@@ -94,8 +95,8 @@ class TinyModel(Struct, frozen=True):
 
     def placed(self, item_bytes: int, kv_type: str = "auto") -> tuple[DecoderConfig, list[int], list[int]]:
         """Returns the options with places, and the bytes of a page of each table and of each group of states. Each
-        layer with memory has a table of its own."""
-        size, of_item = (EIGHTS_BYTES, EIGHTS) if kv_type == "q8" else (item_bytes, 1)
+        layer with memory has its own table."""
+        size, of_item = (Q8_BLOCK_BYTES, Q8_BLOCK) if kv_type == "q8" else (item_bytes, 1)
         tables, states, layers = list[int](), list[int](), list[LayerConfig]()
         draft_layer = self.config.draft_layer
         for layer in (*self.config.layers, *([] if draft_layer is None else [draft_layer])):
@@ -129,7 +130,7 @@ _STATES_OF: dict[str, dict[str, tuple[tuple[int, ...], int]]] = {
     "delta_rule": {"conv": ((512, 4), 0), "recurrent": ((4, 64, 64), 4)},
     "state_space": {"conv": ((384, 4), 0), "recurrent": ((16, 16, 32), 4)},
 }
-"""The shapes of the states of layers, and the bytes of a number, 0 for those of the plan."""
+"""The shapes of the states of layers, and the bytes of a number; 0: as in the plan."""
 
 
 class TinyWeights(Weights):
@@ -146,10 +147,10 @@ class TinyWeights(Weights):
         is_in_layer = path[0] == "layers" or path[1:2] == ["mtp_block"]
         return self._shapes.get(".".join(path[2:] if is_in_layer else path))
 
-    def has(self, name: str) -> bool:
+    def has_parameter(self, name: str) -> bool:
         return self._shape(name) is not None
 
-    def _read(self, name: str) -> np.ndarray:
+    def _read_tensor(self, name: str) -> np.ndarray:
         shape = self._shape(name)
         assert shape is not None, f"no tiny model has {name}"
         numbers = made_up(shape, _seed(name)) * np.float32(4 if "norm" in name else 0.25)
@@ -178,11 +179,11 @@ class TinyWeights(Weights):
         forms = [form for form in self._forms if columns % FILE_FORMS[form].unit_columns == 0]
         packed_as, kind = _QUANTS[forms[_seed(name) % len(forms)]]
         out = np.zeros((len(matrices), *FILE_FORMS[packed_as].packed_shape(rows, columns)), np.uint8)
-        for one, packed in zip(matrices, out, strict=True):
-            pack(self._operators, packed_as, _made_up_quants(packed_as, rows, columns, _seed(one)), None, packed)
+        for matrix, packed in zip(matrices, out, strict=True):
+            pack(self._operators, packed_as, _made_up_quants(packed_as, rows, columns, _seed(matrix)), None, packed)
         return Quants(out[0] if len(matrices) == 1 else out, FILE_FORMS[kind])
 
-    def finish(self) -> None:
+    def finish_reading(self) -> None:
         """All weights are in memory."""
 
 
@@ -204,7 +205,7 @@ def _seed(name: str) -> int:
     return zlib.crc32(name.removesuffix(".weight").encode())
 
 
-NAMES = SlotNames(WIDTH, {}, ExpertsForm(), {}, has_plain_norms=False, has_turned_matrices=False)
+NAMES = SlotNames(WIDTH, {}, ExpertsForm(), {}, has_plain_norms=False, has_transposed_matrices=False)
 _ROTARY = Rotary((2.0 ** -(np.arange(DIM // 2) / 4)).astype(np.float32))
 
 _ATTENTION = "self_attn. q_proj:256x256 k_proj:128x256 v_proj:128x256 o_proj:256x256 "
@@ -235,9 +236,14 @@ def _model(layers: Sequence[LayerConfig], weights: str, kinds: Sequence[str] = (
 
 MODELS: Mapping[str, TinyModel] = {
     "dense": _model(
-        [_layer(window=200), _layer(), _layer(), _layer(rotary=None, chunk=200, tempering=Tempering(1, 64, 0.125))],
+        [
+            _layer(window=200),
+            _layer(),
+            _layer(),
+            _layer(rotary=None, chunk=200, position_scaling=PositionScaling(1, 64, 0.125)),
+        ],
         _ATTENTION + _HEAD_NORMS,
-        has_head_norms=True,
+        norms=Norms(query_key="head"),
     ),
     "dense in few bits": _model([_layer()] * 3, _ATTENTION, kinds=_OF_FEW_BITS),
     "plain": _model(
@@ -246,18 +252,18 @@ MODELS: Mapping[str, TinyModel] = {
         / embed_positions:512x256 norm.bias:256 input_layernorm.bias:256 post_attention_layernorm.bias:256
         self_attn. qkv_proj:512x256 qkv_proj.bias:512 o_proj:256x256 mlp. up_proj.bias:512
         """,
-        norm="layer",
-        position_offset=0,
+        norms=Norms("layer"),
+        gates=Gates("gelu_tanh"),
+        inputs=Inputs(position_offset=0),
         joined="in_heads",
         parallel="one_norm",
-        activation="gelu_tanh",
     ),
     "mixture": _model(
         [_layer(feed_forward="mixture")] * 2,
         _ATTENTION
         + _EXPERTS
         + "shared_expert_gate:1x256 mlp.shared_experts. gate_proj:512x256 up_proj:512x256 down_proj:256x512",
-        norm="rms_unrounded",
+        norms=Norms("rms_unrounded"),
         mixture=MixtureConfig(Router(2, is_normed=True), Gating(), shared="weighed"),
     ),
     "mixture with sinks": _model(
@@ -276,7 +282,9 @@ MODELS: Mapping[str, TinyModel] = {
         kv_b_proj:512x128 o_proj:256x256
         """,
         latent=_LATENT,
-        rotary={"": replace(_ROTARY, frequencies=_ROTARY.frequencies[:16], is_paired=2)},
+        rotary={
+            "": replace(_ROTARY, frequencies=_ROTARY.frequencies[:16], pairing=calls.Pairing.INTERLEAVED_TO_HALVES)
+        },
     ),
     "recurrent": _model(
         [_layer("short_convolution"), _layer("delta_rule"), _layer("state_space"), _layer()],
@@ -289,10 +297,8 @@ MODELS: Mapping[str, TinyModel] = {
         A_log:4 norm:64 out_proj:256x256
         mamba. in_proj:656x256 conv1d:384x4 conv1d.bias:384 dt_bias:16 A_log:16 D:16 norm:256 out_proj:256x256
         """,
-        norm="rms_plus_one",
-        has_head_norms=True,
-        attention_gate="sigmoid",
-        has_gate_in_query=True,
+        norms=Norms("rms_plus_one", query_key="head"),
+        gates=Gates(attention="sigmoid", is_in_query=True),
         delta=DeltaConfig("together"),
         space=SpaceConfig((0.0, float("inf"))),
     ),
@@ -310,7 +316,7 @@ MODELS: Mapping[str, TinyModel] = {
         draft_layer=_layer(),
     ),
     "late gemma": _model(
-        [_layer(norms="around", cut_off=1.5), _layer(norms="around", only_reads=True)],
+        [_layer(norm_place="around", gate_sparsity_deviations=1.5), _layer(norm_place="around", only_reads=True)],
         _ATTENTION
         + _HEAD_NORMS
         + """
@@ -321,14 +327,11 @@ MODELS: Mapping[str, TinyModel] = {
         altup. router_norm:256 modality_router:2x256 prediction_coefs:4x2 correction_coefs:2x2 correct_output_scale:256
         laurel. linear_left:32x256 linear_right:256x32 post_laurel_norm:256
         """,
-        norm="rms_unrounded",
-        has_head_norms=True,
-        has_value_norms=True,
-        has_layer_inputs=True,
+        norms=Norms("rms_unrounded", query_key="head", of_values=True),
+        gates=Gates("gelu_tanh"),
+        inputs=Inputs(16.0, of_layers=True),
         has_layer_scales=True,
         num_streams=2,
-        activation="gelu_tanh",
-        embedding_multiplier=16.0,
         softcap=8.0,
         logits_softcap=32.0,
     ),

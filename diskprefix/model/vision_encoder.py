@@ -1,7 +1,7 @@
-"""The pictures of prompts as a model takes them: the rows of its encoder, and positions.
+"""The pictures of prompts in the form that a model takes: the rows of its encoder, and positions.
 
-The rows are computed once, by the model's own code, and kept. transformers' models take them in each forward, in the
-place of pixels (`mm_encoder_outputs`). A row of a step is then computed as that of a token of text.
+The model's own code computes the rows once, and they are kept. transformers' models take them in each forward, instead
+of pixels (`mm_encoder_outputs`). A step then computes the row of a picture like the row of a text token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from diskprefix.errors import InvalidRequest
 from diskprefix.kv.layout import is_out_of_memory
 from diskprefix.kv.numbers import array_dtype
 from diskprefix.kv.step import Run
-from diskprefix.model.families.model_types import sees_pictures_whole
+from diskprefix.model.families.decoder_options import sees_pictures_whole
 from diskprefix.model.runtime import PictureRows
 from diskprefix.native.attention_operator import attention_to_all
 from diskprefix.native.library import operators
@@ -44,7 +44,7 @@ _CHANGING = ("dropout_p", "is_causal", "enable_gqa")
 
 
 class _EachSeesAll(TorchFunctionMode):
-    """Computes attention without a mask in bfloat16 by the compiled operator: torch's takes most of the time."""
+    """Computes attention without a mask in bfloat16 by the compiled operator. In torch it takes most of the time."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, compiled = kwargs or {}, operators()
@@ -53,9 +53,9 @@ class _EachSeesAll(TorchFunctionMode):
             form = (args[0].shape, torch.bfloat16, "cpu")
             if is_plain and len(form[0]) == 4 and all((x.shape, x.dtype, x.device.type) == form for x in args):
                 scale = kwargs.get("scale") or form[0][-1] ** -0.5
-                each = (map(_array, one) for one in zip(*args, strict=True))
-                found = [attention_to_all(compiled, query, key, value, scale) for query, key, value in each]
-                return _tensor(np.stack(found), "bfloat16")
+                each = (map(_array, tensors) for tensors in zip(*args, strict=True))
+                heads = [attention_to_all(compiled, query, key, value, scale) for query, key, value in each]
+                return _tensor(np.stack(heads), "bfloat16")
         return func(*args, **kwargs)
 
 
@@ -64,10 +64,12 @@ class _Reached(Exception):
 
 
 class VisionEncoder:
-    """The encoder of a model, and how its output comes into prompts. `token_id` stands for a row of that. The output
-    for a picture has the shape [levels, num_tokens, hidden], in the type of the model (`kv.numbers`). Levels behind the
-    first one are added after the model's first layers (Qwen3-VL). `is_exact`: the model is exact at every token, so
-    its identity has the compiled operators."""
+    """The encoder of a model, and how its output comes into prompts.
+
+    `token_id` is the placeholder for one row of the output. The output for a picture has the shape [levels, num_tokens,
+    hidden], in the type of the model (`kv.numbers`). Levels after the first one are added after the model's first
+    layers (Qwen3-VL). `is_exact`: the model is exact at every token, so its identity includes the compiled operators.
+    """
 
     def __init__(self, model: PreTrainedModel, token_id: int, *, is_exact: bool) -> None:
         self._model, self._is_exact = model, is_exact
@@ -92,8 +94,8 @@ class VisionEncoder:
 
     @torch.inference_mode()
     def encode(self, picture: Picture, inputs: Mapping[str, Any]) -> np.ndarray:
-        """Returns the encoder's output for what `Picture.prepare` has returned. Raises `InvalidRequest` if the model's
-        code fails over it, and what torch raises when memory runs out."""
+        """Returns the encoder's output for the `inputs` that `Picture.prepare` returned. Raises `InvalidRequest` if the
+        model's code fails, and torch's error if memory runs out."""
         encode = self._model.get_image_features
         accepted = inspect.signature(encode).parameters
         placed = {name: self._placed(value) for name, value in inputs.items() if name in accepted}
@@ -115,37 +117,37 @@ class VisionEncoder:
         return _array(rows.cpu().contiguous())
 
     def slices(self) -> Iterator[nn.Module]:
-        """Yields the modules of the encoder before each of which it may pause: its layers, and their parts."""
+        """Yields the modules of the encoder that it may pause before: its layers, and their parts."""
         decoder = {*self._model.get_decoder().modules()}
-        for found in self._model.modules():
-            if isinstance(found, nn.ModuleList) and found not in decoder:
-                for layer in found:
+        for module in self._model.modules():
+            if isinstance(module, nn.ModuleList) and module not in decoder:
+                for layer in module:
                     yield from (layer, *layer.children())
 
     def positions(
         self, token_ids: np.ndarray, is_picture: np.ndarray, pictures: Sequence[Picture]
     ) -> np.ndarray | None:
-        """Returns the positions of a prompt's tokens, int64 [axes, tokens], None for a model that counts tokens.
-        `token_ids` are int64 [tokens], `is_picture` bool [tokens]."""
+        """Returns the positions of a prompt's tokens, int64 [axes, tokens], None for a model whose positions count
+        tokens. `token_ids` are int64 [tokens], `is_picture` bool [tokens]."""
         if not self._counts_axes:
             return None
         names = dict.fromkeys(name for picture in pictures for name in picture.shape)
         shapes = {name: torch.cat([picture.shape[name] for picture in pictures]) for name in names}
         ids, kinds = torch.from_numpy(token_ids)[None], torch.from_numpy(is_picture).int()[None]
-        found, _ = self._model.base_model.get_rope_index(ids, mm_token_type_ids=kinds, **shapes)
-        positions: np.ndarray = found[:, 0].numpy()
+        counted, _ = self._model.base_model.get_rope_index(ids, mm_token_type_ids=kinds, **shapes)
+        positions: np.ndarray = counted[:, 0].numpy()
         return positions
 
     def output(self, encoded: torch.Tensor) -> dict[str, Any]:
-        """Returns rows of the output, [levels, count, hidden], as a forward takes them."""
+        """Returns rows of the output, [levels, count, hidden], in the form that a forward takes."""
         return {
             "image": SimpleNamespace(
-                pooler_output=_Joined([encoded[0]]), deepstack_features=[[one] for one in encoded[1:]]
+                pooler_output=_Joined([encoded[0]]), deepstack_features=[[level] for level in encoded[1:]]
             )
         }
 
     def of_text(self, count: int) -> torch.Tensor:
-        """Returns the rows of placeholders in a text, or in a reply, which are tokens as any other."""
+        """Returns the rows of `count` placeholders in a text or a reply, where they are ordinary tokens."""
         rows = torch.zeros(self.levels, count, self.hidden, dtype=self._model.dtype, device=self._model.device)
         if count:
             rows[0] = self._in_text
@@ -153,12 +155,12 @@ class VisionEncoder:
 
     @cached_property
     def _in_text(self) -> torch.Tensor:
-        """The row of a placeholder beside no picture, as the model's own code embeds it, [hidden]. Some classes, as
-        that of Gemma 4, embed another token there."""
-        found: list[torch.Tensor] = []
+        """The row of a placeholder without a picture, as the model's own code embeds it, [hidden]. Some classes, like
+        Gemma 4's, embed another token there."""
+        embedded: list[torch.Tensor] = []
 
         def keep(_module: nn.Module, _args: Any, given: dict[str, Any]) -> None:
-            found.append(given["inputs_embeds"][0, 0])
+            embedded.append(given["inputs_embeds"][0, 0])
             raise _Reached
 
         token = torch.tensor([[self.token_id]], device=self._model.device)
@@ -168,7 +170,7 @@ class VisionEncoder:
                 self._model(input_ids=token, position_ids=torch.zeros_like(token), use_cache=False)
         finally:
             hook.remove()
-        return found[0]
+        return embedded[0]
 
     def _placed(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -179,16 +181,16 @@ class VisionEncoder:
 def encoded_rows(
     encoder: VisionEncoder, is_placeholder: torch.Tensor, runs: Sequence[Run], pictures: Sequence[PictureRows | None]
 ) -> torch.Tensor:
-    """Returns what takes the place of the placeholders in a step, [levels, count, hidden]: the rows of its pictures,
-    and those of placeholders in a text."""
+    """Returns the rows for the placeholders of a step, [levels, count, hidden]: the rows of its pictures, and the rows
+    of placeholders in a text."""
     is_picture = np.concatenate(
         [
-            np.zeros(run.num_rows, bool) if one is None else one.is_picture
-            for run, one in zip(runs, pictures, strict=True)
+            np.zeros(run.num_rows, bool) if rows is None else rows.is_picture
+            for run, rows in zip(runs, pictures, strict=True)
         ]
     )
     encoded = encoder.of_text(int(is_placeholder.sum()))
-    of_pictures = np.concatenate([one.encoded for one in pictures if one is not None], axis=1)
+    of_pictures = np.concatenate([rows.encoded for rows in pictures if rows is not None], axis=1)
     encoded[:, torch.from_numpy(is_picture)[is_placeholder]] = _tensor(of_pictures, encoder.dtype).to(encoded.device)
     return encoded
 
@@ -196,21 +198,23 @@ def encoded_rows(
 def picture_arguments(
     input_ids: torch.Tensor, runs: Sequence[Run], pictures: Sequence[PictureRows | None]
 ) -> dict[str, Any]:
-    """Returns the arguments of a forward for the rows of a step, some of which are of prompts with pictures.
-    `input_ids` are int64 [1, rows]."""
-    encoder = next(one.encoder for one in pictures if one is not None)
-    found: dict[str, Any] = {}
-    if any(one is not None and one.is_picture.any() for one in pictures):
+    """Returns the arguments of a forward for the rows of a step in which some prompts have pictures. `input_ids` are
+    int64 [1, rows]."""
+    encoder = next(rows.encoder for rows in pictures if rows is not None)
+    arguments: dict[str, Any] = {}
+    if any(rows is not None and rows.is_picture.any() for rows in pictures):
         is_placeholder = (input_ids[0] == encoder.token_id).cpu()
-        found["mm_encoder_outputs"] = encoder.output(encoded_rows(encoder, is_placeholder, runs, pictures))
-    axes = next((len(one.positions) for one in pictures if one is not None and one.positions is not None), None)
+        arguments["mm_encoder_outputs"] = encoder.output(encoded_rows(encoder, is_placeholder, runs, pictures))
+    axes = next((len(rows.positions) for rows in pictures if rows is not None and rows.positions is not None), None)
     if axes is not None:
         positions = [
-            np.tile(np.arange(run.start, run.end), (axes, 1)) if one is None or one.positions is None else one.positions
-            for run, one in zip(runs, pictures, strict=True)
+            rows.positions
+            if rows is not None and rows.positions is not None
+            else np.tile(np.arange(run.start, run.end), (axes, 1))
+            for run, rows in zip(runs, pictures, strict=True)
         ]
-        found["position_ids"] = torch.from_numpy(np.concatenate(positions, axis=1))[:, None].to(input_ids.device)
-    return found
+        arguments["position_ids"] = torch.from_numpy(np.concatenate(positions, axis=1))[:, None].to(input_ids.device)
+    return arguments
 
 
 def _array(numbers: torch.Tensor) -> np.ndarray:
@@ -224,4 +228,4 @@ def _tensor(numbers: np.ndarray, dtype: str) -> torch.Tensor:
 
 
 def _joined(level: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
-    return level if isinstance(level, torch.Tensor) else torch.cat([one.flatten(0, -2) for one in level])
+    return level if isinstance(level, torch.Tensor) else torch.cat([part.flatten(0, -2) for part in level])

@@ -13,6 +13,7 @@ import numpy as np
 from msgspec import Struct
 
 from diskprefix.model.operands import RowRuns
+from diskprefix.model.part_options import ExpertsForm
 from diskprefix.model.quants.quant_form import QuantForm
 from diskprefix.native import ROWS
 
@@ -49,55 +50,33 @@ class MatrixPart(Struct, frozen=True, eq=False):
         return (starts[:, None] + np.arange(self.runs.width)).reshape(-1)
 
 
-class ExpertsForm(Struct, frozen=True):
-    """The form of the matrices of experts in parameters: with a matrix `up` or without, with biases, with rows and
-    columns exchanged, and the rows of gate and up behind each other or turn about."""
-
-    has_up: bool = True
-    has_bias: bool = False
-    is_turned: bool = False
-    turns_about: bool = False
-
-    @property
-    def first(self) -> str:
-        """The name of the parameter of gate and up."""
-        return "gate_up_proj" if self.has_up else "up_proj"
-
-    def halves(self, name: str, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns the parts of the parameter `name`, [experts, rows, ..], that is not turned."""
-        if name == "down_proj" or not self.has_up:
-            return {"down" if name == "down_proj" else "gate": rows}
-        gate, up = (rows[:, ::2], rows[:, 1::2]) if self.turns_about else np.split(rows, 2, axis=1)
-        return {"gate": gate, "up": up}
-
-
 class Weights(ABC):
     """The weights of a decoder that computes in `dtype`. Not thread-safe."""
 
-    turns_experts = True
-    """False if the matrices of experts have rows and columns as all others have."""
+    transposes_experts = True
+    """False if the matrices of experts are not transposed, like all others."""
 
     def __init__(self, dtype: str, *, has_draft_layer: bool = False) -> None:
         self.dtype, self.has_draft_layer = dtype, has_draft_layer
         self.asked = dict[str, tuple[int, ...]]()
-        """The shapes of what a plan has asked for, in order."""
+        """The shapes of the weights that a plan has asked for, in order."""
         self._tensors: dict[str, np.ndarray] = {}
 
     @abstractmethod
-    def has(self, name: str) -> bool:
+    def has_parameter(self, name: str) -> bool:
         """Returns whether there is a parameter."""
 
     @abstractmethod
-    def _read(self, name: str) -> np.ndarray:
+    def _read_tensor(self, name: str) -> np.ndarray:
         """Returns a parameter. Raises `ModelError` if there is none."""
 
-    def tensor(self, name: str, *, is_turned: bool = False) -> np.ndarray:
-        """Returns a parameter in the type in which transformers keeps it (`kv.numbers`), with its dimensions exchanged
-        if `is_turned`. It is read once. Raises `ModelError` if there is none, or if the file is cut short."""
-        key = f"{name} turned" if is_turned else name
+    def tensor(self, name: str, *, is_transposed: bool = False) -> np.ndarray:
+        """Returns a parameter in transformers' dtype for it (`kv.numbers`), transposed if `is_transposed`. It is read
+        once. Raises `ModelError` if there is none, or if the file is cut short."""
+        key = f"{name} transposed" if is_transposed else name
         if key not in self._tensors:
-            found = self._read(name)
-            self._tensors[key] = np.ascontiguousarray(found.T) if is_turned else found
+            tensor = self._read_tensor(name)
+            self._tensors[key] = np.ascontiguousarray(tensor.T) if is_transposed else tensor
         self.asked[name] = self._tensors[key].shape
         return self._tensors[key]
 
@@ -124,9 +103,9 @@ class Weights(ABC):
         return ", ".join(f"{name} is {shape}" for name, shape in [*self.asked.items()][-8:])
 
     @abstractmethod
-    def finish(self) -> None:
-        """Returns when all weights are in memory that were asked for. Raises what reading raises."""
+    def finish_reading(self) -> None:
+        """Waits until all weights that were asked for are in memory. Raises the errors of reading."""
 
     def named(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yields what was asked for: parameters, and packed quants by the names of their modules."""
+        """Yields the weights that were asked for: parameters, and packed quants by the names of their modules."""
         yield from self._tensors.items()

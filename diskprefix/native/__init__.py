@@ -1,6 +1,6 @@
-"""The C++ operators, and the size of the blocks in which they take matrices.
+"""The C++ operators, and the size of the blocks of their matrices.
 
-They take numpy arrays by their addresses. An array of bfloat16 numbers has their bits as uint16.
+They take the addresses of numpy arrays. bfloat16 arrays have the type uint16.
 """
 
 from __future__ import annotations
@@ -8,17 +8,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import numpy as np  # The front reads the variants' names without it.
+    import numpy as np  # The router reads the variants' names without it.
 
 ROWS, COLUMNS = 16, 32
-"""The size of a block. A matrix has a multiple of both."""
+"""The size of a block. The rows and columns of a matrix are multiples of them."""
 
 
 def require(is_taken: bool, *arrays: np.ndarray) -> None:
-    """Raises `ValueError` unless an operator takes these arrays: it gets their addresses, and would read and write
-    beside them."""
+    """Raises `ValueError` unless an operator takes these arrays. It gets their addresses only, so it would read and
+    write out of bounds."""
     if not is_taken:
-        forms = ", ".join(f"{one.dtype} {list(one.shape)}" for one in arrays)
+        forms = ", ".join(f"{array.dtype} {list(array.shape)}" for array in arrays)
         raise ValueError(f"a compiled operator does not take {forms}")
 
 

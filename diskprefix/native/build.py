@@ -26,8 +26,7 @@ SOURCES = Path(__file__).parent / "source"
 _CONTROL_GROUPS = Path(__file__).parent.parent / "control_groups.py"
 LIBRARY = Path(__file__).parent / "_operators.so"
 _DIGEST_AT = b"diskprefix source "
-"""The text before the digest in the library. After the digest stand the variants that were compiled, and those that the
-compiler is too old for."""
+"""The text before the digest in the library. The names of the requested variants follow the digest."""
 _TICK_S = 4.0
 """The longest time without a word while the operators are compiled."""
 
@@ -56,12 +55,12 @@ class BuildError(Exception):
 
 
 def digest() -> str:
-    """Returns a digest of the sources and of this file. The library carries that of the sources it was made from."""
-    found = hashlib.sha256()
+    """Returns a digest of the sources and of this file. The library contains the digest of its own sources."""
+    digest = hashlib.sha256()
     for path in [Path(__file__), *sorted(SOURCES.iterdir())]:
         content = path.read_bytes()
-        found.update(f"{path.name} {len(content)} ".encode() + content)
-    return found.hexdigest()[:16]
+        digest.update(f"{path.name} {len(content)} ".encode() + content)
+    return digest.hexdigest()[:16]
 
 
 def is_current() -> bool:
@@ -80,18 +79,18 @@ def is_complete(*, for_every_cpu: bool = False) -> bool:
 
 
 def _tried() -> list[str] | None:
-    """Returns the variants that the library was made of; None without a library of these sources."""
+    """Returns the variants that the build of the library tried; None if there is no library of these sources."""
     begin = _DIGEST_AT + digest().encode()
     try:
-        _, found, rest = LIBRARY.read_bytes().partition(begin)
+        _, is_there, rest = LIBRARY.read_bytes().partition(begin)
     except OSError:
         return None
-    return rest.partition(b"\0")[0].decode(errors="replace").split() if found else None
+    return rest.partition(b"\0")[0].decode(errors="replace").split() if is_there else None
 
 
 def _runnable(names: Sequence[str], library: Path) -> list[str]:
-    """Returns which of the variants this CPU can run, as a library says that was made from `library.cpp`; all of them
-    if it cannot be loaded."""
+    """Returns the variants that this CPU can run, according to a library made of `library.cpp`; all of them if it
+    cannot be loaded."""
     try:
         can_run = ctypes.CDLL(str(library)).diskprefix_can_run
     except (OSError, AttributeError):
@@ -106,11 +105,11 @@ def build(*, for_every_cpu: bool = False, say: Callable[[str], None] = lambda _:
     with tempfile.TemporaryDirectory(prefix=".build-", dir=LIBRARY.parent) as folder:
         names = _wanted(compiler, Path(folder), for_every_cpu)
         objects = _compiled(compiler, Path(folder), names, say)
-        found = Path(folder, LIBRARY.name)
-        _run([*compiler, "-shared", "-pthread", *map(str, objects), "-o", str(found)])
+        library = Path(folder, LIBRARY.name)
+        _run([*compiler, "-shared", "-pthread", *map(str, objects), "-o", str(library)])
         # The linker takes the umask. Whoever may write to the library runs code in this process.
-        found.chmod(found.stat().st_mode & ~0o022)
-        found.replace(LIBRARY)
+        library.chmod(library.stat().st_mode & ~0o022)
+        library.replace(LIBRARY)
 
 
 def _compiler() -> list[str]:
@@ -122,8 +121,8 @@ def _compiler() -> list[str]:
 
 
 def _wanted(compiler: Sequence[str], folder: Path, for_every_cpu: bool) -> list[str]:
-    """Returns the names of the variants to compile. The features of this CPU are asked for by the code that chooses a
-    variant at run time, compiled without any."""
+    """Returns the names of the variants to compile. `library.cpp`, compiled without variants, says which ones this
+    CPU can run."""
     known = [*_VARIANTS.get(_target(compiler), {}), "baseline"]
     if for_every_cpu or _target(compiler) != _kind(platform.machine()):
         return known
@@ -134,7 +133,7 @@ def _wanted(compiler: Sequence[str], folder: Path, for_every_cpu: bool) -> list[
 
 
 def _compiled(compiler: Sequence[str], folder: Path, wanted: Sequence[str], say: Callable[[str], None]) -> list[Path]:
-    """Returns the object files. A variant that the compiler is too old for is left out, but for the last one."""
+    """Returns the object files. Leaves out variants for which the compiler is too old, except `baseline`."""
     flags = {**_VARIANTS.get(_target(compiler), {}), "baseline": ()}
 
     def compile_variant(name: str) -> subprocess.CompletedProcess[bytes]:
@@ -159,7 +158,7 @@ def _compiled(compiler: Sequence[str], folder: Path, wanted: Sequence[str], say:
 
 
 def _watch(running: Sequence[Future[subprocess.CompletedProcess[bytes]]], say: Callable[[str], None]) -> None:
-    """Returns when all are done."""
+    """Reports progress to `say` until all are done."""
     began, left = time.monotonic(), set(running)
     while left:
         seconds = round(time.monotonic() - began)
@@ -203,7 +202,7 @@ def _first_error(messages: str) -> str:
 
 
 def main(*, for_every_cpu: bool = False) -> int:
-    """Builds if that is needed. Without it everything works, with torch's kernels: it is no error."""
+    """Builds the library if it is missing or out of date. A failure is no error: torch's kernels are used instead."""
     if is_complete(for_every_cpu=for_every_cpu):
         return 0
     on_terminal = sys.stderr.isatty()

@@ -1,8 +1,10 @@
-"""The structures of `source/interface.h` that a plan is made of, by the same names."""
+"""The structures of `source/interface.h` that a plan consists of, with the same names."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
+from enum import IntEnum
 
 FLOAT32, BFLOAT16 = 0, 1
 """Numbers of `DType`."""
@@ -10,12 +12,21 @@ FLOAT32, BFLOAT16 = 0, 1
 ROUNDED, UNROUNDED, ONE_MORE, LAYER = range(4)
 """Numbers of `NormKind`."""
 
+
+class Pairing(IntEnum):
+    """The two elements of a head that a frequency rotates. See `source/interface.h`."""
+
+    HALVES = 0
+    INTERLEAVED = 1
+    INTERLEAVED_TO_HALVES = 2
+
+
 FUNCTIONS = {"identity": 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4, "squared_relu": 5, "sigmoid": 6, "tanh": 7}
-FUNCTIONS |= {"softplus": 8, "limited_silu": 9, "limited_and_one": 10}
+FUNCTIONS |= {"softplus": 8, "limited_silu": 9, "limited_and_one": 10, "expm1_excess": 11}
 """Numbers of `Function`."""
 
-LOOK_UP, PICK, NORM, PRODUCT, DENSE, ANGLES, HEADS, ATTEND, GATE, SUM, SCATTER = range(11)
-ROUTE, EXPERTS, DENSE_EXPERTS, WIDEN, COPY, TEMPER, MIX, LEVEL, CUT_OFF = range(11, 20)
+LOOK_UP, PICK, NORM, PRODUCT, DENSE, ANGLES, NORM_ROTATE_STORE, ATTEND, GATE, SUM, SCATTER = range(11)
+ROUTE, EXPERTS, DENSE_EXPERTS, WIDEN, COPY, SCALE_BY_POSITION, MIX, MATCH_RMS, SPARSIFY_GATE = range(11, 20)
 CONVOLVE, DELTA_RULE, STEP_SIZES, GATED_NORM, STATE_SPACE, HEAD_PRODUCT = range(20, 26)
 """Numbers of `OperationKind`."""
 
@@ -61,7 +72,7 @@ class HeadProductCall(ctypes.Structure):
 
 class DenseProductCall(ctypes.Structure):
     _fields_ = _fields(
-        "dtype is_turned num_heads num_rows inner outer *rows head_stride row_stride *matrices matrix_stride"
+        "dtype is_transposed num_heads num_rows inner outer *rows head_stride row_stride *matrices matrix_stride"
         " line_stride *bias *out out_head_stride out_row_stride num_threads"
     )
 
@@ -75,7 +86,7 @@ class AnglesCall(ctypes.Structure):
 class PagedRowsCall(ctypes.Structure):
     """`Rows` of the interface."""
 
-    _fields_ = _fields("*pages offset head_stride token_stride in_eights")
+    _fields_ = _fields("*pages offset head_stride token_stride in_q8")
 
 
 class RunCall(ctypes.Structure):
@@ -87,12 +98,12 @@ class RunCall(ctypes.Structure):
     )
 
 
-class HeadsCall(ctypes.Structure):
+class NormRotateStoreCall(ctypes.Structure):
     _fields_ = (
         *_fields(
             "dtype num_rows num_heads dim row_stride *rows *norm norm_kind norm_stride %epsilon rotary_first half"
         ),
-        *_fields("is_paired *cosines *sines table"),
+        *_fields("pairing *cosines *sines table"),
         ("to", PagedRowsCall),
         *_fields("num_threads"),
     )
@@ -106,6 +117,7 @@ class AttentionCall(ctypes.Structure):
 
 
 class AttendCall(ctypes.Structure):
+    _anonymous_ = ("attention",)
     _fields_ = (
         ("attention", AttentionCall),
         *_fields("table value_table sees_pictures"),
@@ -121,7 +133,7 @@ class GateCall(ctypes.Structure):
 
 
 class SumCall(ctypes.Structure):
-    _fields_ = _fields("dtype num_rows width %factor *one *other *out num_threads")
+    _fields_ = _fields("dtype num_rows width %factor *first *second *out num_threads")
 
 
 class ScatterCall(ctypes.Structure):
@@ -144,7 +156,7 @@ class ExpertsCall(ctypes.Structure):
 
 class DenseExpertsCall(ctypes.Structure):
     _fields_ = _fields(
-        "dtype num_rows num_chosen num_experts width inner outer is_turned step up_shift weighs_rows function"
+        "dtype num_rows num_chosen num_experts width inner outer is_transposed step up_shift weighs_rows function"
         " up_function %slope %limit *rows *chosen *weights *first *last *first_bias *last_bias *curve *up_curve *out"
         " num_threads"
     )
@@ -154,7 +166,7 @@ class WideningCall(ctypes.Structure):
     _fields_ = _fields("num_rows width narrows *rows *out num_threads")
 
 
-class TemperingCall(ctypes.Structure):
+class PositionScalingCall(ctypes.Structure):
     _fields_ = _fields("dtype num_rows width offset period %factor *positions *rows num_threads")
 
 
@@ -168,15 +180,15 @@ class MixCall(ctypes.Structure):
     _fields_ = (
         *_fields("dtype num_rows width count"),
         ("rows", ctypes.c_void_p * MAX_STREAMS),
-        *_fields("*factors factor_stride %offset *base *out num_threads"),
+        *_fields("*factors factors_stride %offset *base *out num_threads"),
     )
 
 
-class LevelingCall(ctypes.Structure):
+class RmsMatchingCall(ctypes.Structure):
     _fields_ = _fields("dtype num_rows width *like *rows num_threads")
 
 
-class CutOffCall(ctypes.Structure):
+class GateSparsityCall(ctypes.Structure):
     _fields_ = _fields("dtype num_rows width %deviations *rows num_threads")
 
 
@@ -191,6 +203,7 @@ class ConvolutionCall(ctypes.Structure):
 
 
 class PlannedConvolutionCall(ctypes.Structure):
+    _anonymous_ = ("call",)
     _fields_ = (("call", ConvolutionCall), ("place", StatePlace), *_fields("kept"))
 
 
@@ -202,6 +215,7 @@ class DeltaRuleCall(ctypes.Structure):
 
 
 class PlannedDeltaRuleCall(ctypes.Structure):
+    _anonymous_ = ("call",)
     _fields_ = (("call", DeltaRuleCall), ("place", StatePlace), *_fields("kept_decay kept_beta"))
 
 
@@ -213,6 +227,7 @@ class StateSpaceCall(ctypes.Structure):
 
 
 class PlannedStateSpaceCall(ctypes.Structure):
+    _anonymous_ = ("call",)
     _fields_ = (("call", StateSpaceCall), ("place", StatePlace), *_fields("kept"))
 
 
@@ -225,6 +240,37 @@ class GatedNormCall(ctypes.Structure):
         "dtype num_rows width group gates_first function gate_stride num_weights %epsilon *rows *gate *weight *out"
         " num_threads"
     )
+
+
+CALLS: Mapping[int, type[ctypes.Structure]] = {
+    LOOK_UP: LookupCall,
+    PICK: PickCall,
+    NORM: NormCall,
+    PRODUCT: ProductCall,
+    DENSE: DenseProductCall,
+    ANGLES: AnglesCall,
+    NORM_ROTATE_STORE: NormRotateStoreCall,
+    ATTEND: AttendCall,
+    GATE: GateCall,
+    SUM: SumCall,
+    SCATTER: ScatterCall,
+    ROUTE: RouterCall,
+    EXPERTS: ExpertsCall,
+    DENSE_EXPERTS: DenseExpertsCall,
+    WIDEN: WideningCall,
+    COPY: CopyCall,
+    SCALE_BY_POSITION: PositionScalingCall,
+    MIX: MixCall,
+    MATCH_RMS: RmsMatchingCall,
+    SPARSIFY_GATE: GateSparsityCall,
+    CONVOLVE: PlannedConvolutionCall,
+    DELTA_RULE: PlannedDeltaRuleCall,
+    STEP_SIZES: StepSizesCall,
+    GATED_NORM: GatedNormCall,
+    STATE_SPACE: PlannedStateSpaceCall,
+    HEAD_PRODUCT: HeadProductCall,
+}
+"""The structure of each kind of operation. Its anonymous parts have their fields set as its own."""
 
 
 class Operation(ctypes.Structure):

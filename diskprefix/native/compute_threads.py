@@ -14,7 +14,7 @@ _chosen = 0
 
 
 def num_threads() -> int:
-    """Returns what `use_threads` has set, else OMP_NUM_THREADS, else the number of cores that may be kept busy."""
+    """Returns the number set by `use_threads`, or else OMP_NUM_THREADS, or else `num_cores`."""
     return _chosen or _usual()
 
 
@@ -32,17 +32,17 @@ def _usual() -> int:
 
 
 def num_cores(folder: Path = _CPUS) -> int:
-    """Returns the number of cores that this process may keep busy: those that it may run on, or the quota of its
-    control groups if that is less. The CPUs of one core share its vector units, so they count once, where the kernel
-    tells which they are."""
+    """Returns the number of cores that this process may keep busy: the cores that it may run on, or the quota of its
+    control groups if that is less. The CPUs of one core share its vector units, so they count once, if the kernel says
+    which CPUs share a core."""
     cores = _allowed_cores(folder)
     return min(cores, cpu_quota() or cores)
 
 
 def limit_libraries() -> None:
     """Makes other libraries compute with no more threads than a quota of the control groups allows: torch and BLAS,
-    tokenizers, and programs that this process starts. Call it before they are imported. What the environment names
-    stays."""
+    tokenizers, and programs that this process starts. Call it before they are imported. Variables that are already set
+    are not changed."""
     quota = cpu_quota()
     if quota is None or quota >= _allowed_cores(_CPUS):
         return

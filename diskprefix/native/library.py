@@ -1,5 +1,5 @@
-"""The compiled operators for this CPU. Where there are none, `operators` returns None, and models compute as
-transformers made them."""
+"""The compiled operators for this CPU. If there are none, `operators` returns None, and models run through
+transformers' modules."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ VARIANTS = (
 _BEST_OF_MAKER: dict[str, tuple[str, ...]] = {
     "GenuineIntel": ("amx", "avx512_vnni", "avx512"),
 }
-"""The best variants on CPUs whose maker is not served well by the order of `VARIANTS`, as it was measured. The others
-follow in that order."""
+"""The best variants on CPUs of makers for which the order of `VARIANTS` was measured to be wrong. The others follow in
+that order."""
 
 _NUM_ARGUMENTS = {
     "require_matrix": 2,
@@ -85,8 +85,8 @@ class _Table(ctypes.Structure):
 
 
 def variants(maker: str | None = None) -> tuple[str, ...]:
-    """Returns those of `VARIANTS` that are there for this CPU, the best one first for its `maker`, as the CPU names it:
-    `GenuineIntel`. Imports no torch."""
+    """Returns the available `VARIANTS` for this CPU, best first for its `maker` (such as `GenuineIntel`). Imports no
+    torch."""
     try:
         library = _opened()
     except Unavailable:
@@ -99,14 +99,14 @@ def _there(library: ctypes.CDLL, maker: str) -> tuple[str, ...]:
 
 
 def ordered(maker: str) -> tuple[str, ...]:
-    """Returns `VARIANTS` with those first that are best on CPUs of a maker."""
+    """Returns `VARIANTS`, with the best ones for CPUs of a maker first."""
     return tuple(dict.fromkeys((*_BEST_OF_MAKER.get(maker, ()), *VARIANTS)))
 
 
 def _maker(library: ctypes.CDLL) -> str:
-    found = ctypes.create_string_buffer(13)
-    library.diskprefix_maker(found)
-    return found.value.decode("ascii", "replace")
+    maker = ctypes.create_string_buffer(13)
+    library.diskprefix_maker(maker)
+    return maker.value.decode("ascii", "replace")
 
 
 def require_kernels(kernels: str) -> None:
@@ -117,7 +117,7 @@ def require_kernels(kernels: str) -> None:
 
 
 def choose(kernels: str) -> None:
-    """Sets the kernels that this process uses: `auto` (the best that there are), `torch` (none of them), or a variant.
+    """Sets the kernels that this process uses: `auto` (the best available), `torch` (no compiled ones), or a variant.
     Call it before a model is loaded. Raises `SettingsError`."""
     global _chosen
     require_kernels(kernels)
@@ -125,14 +125,14 @@ def choose(kernels: str) -> None:
 
 
 def operators() -> Operators | None:
-    """Returns the operators that were chosen; None if there are none."""
+    """Returns the chosen operators, None if there are none."""
     return _loaded(_chosen)[0]
 
 
 @lru_cache
 def planes(variant: str | None = None) -> PlanesOperators | None:
-    """Returns the best operators on planes that this CPU computes, or those of `variant`; None if there are none. All
-    compute the same bits, so nothing else chooses between them."""
+    """Returns the operators on planes of the best variant that this CPU can run, or of `variant`; None if there are
+    none. All variants compute the same bits, so no option chooses one."""
     try:
         _, table = _table(variant)
     except Unavailable:
@@ -142,13 +142,13 @@ def planes(variant: str | None = None) -> PlanesOperators | None:
 
 
 def described() -> str:
-    """Returns which kernels are used, for people, and why if they are not the compiled ones."""
-    found, why = _loaded(_chosen)
-    return f"native ({found.variant})" if found else f"torch ({why})"
+    """Returns a text that says which kernels are used, and if they are not the compiled ones, why."""
+    chosen, why = _loaded(_chosen)
+    return f"native ({chosen.variant})" if chosen else f"torch ({why})"
 
 
 def are_missing() -> bool:
-    """Returns whether there are no compiled operators although they were not left out on purpose."""
+    """Returns whether compiled operators are missing, although `--kernels torch` was not chosen."""
     return _chosen != "torch" and operators() is None
 
 
@@ -172,7 +172,7 @@ def _load(kernels: str) -> Operators:
     if kernels == "torch":
         raise Unavailable("as it was chosen")
     library, table = _table(None if kernels == "auto" else kernels)
-    found = {
+    functions = {
         name: ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_char_p] * count)(getattr(table, name))
         for name, count in _NUM_ARGUMENTS.items()
     }
@@ -180,12 +180,12 @@ def _load(kernels: str) -> Operators:
         variant=table.name.decode(),
         compiler=library.diskprefix_compiler().decode(),
         source=build.digest(),
-        **found,
+        **functions,
     )
 
 
 def _table(variant: str | None) -> tuple[ctypes.CDLL, _Table]:
-    """Returns the library, and the table of a variant, without `variant` of the best one."""
+    """Returns the library, and the table of `variant`, or of the best variant."""
     library = _opened()
     table = library.diskprefix_operators((variant or _there(library, _maker(library))[0]).encode())
     if not table:

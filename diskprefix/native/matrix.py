@@ -17,11 +17,11 @@ _MATRIX = struct.Struct("@7q 3P")
 
 _SCALES = {"float16": 0, "exponents": 1, "bytes": 2, "nibbles": 3, "shared": 4, "float8": 5}
 _TABLE = 64
-"""Numbers in a table. Those of fewer codes stand in it again and again."""
+"""The size of a table. With fewer codes, their numbers are repeated."""
 
 
 class Matrix:
-    """A matrix [rows, columns] to multiply rows with. `address` is that of its description for C++."""
+    """A matrix [rows, columns] for products with rows. `address` is the address of its description for C++."""
 
     def __init__(
         self,
@@ -37,12 +37,12 @@ class Matrix:
         bias: np.ndarray | None = None,
         form: object = "bfloat16",
     ) -> None:
-        """`weights` are bfloat16 of that size, or with fewer bits uint8, packed as `model.quants.quant_form` describes.
-        `numbers` belong to the codes; they follow each other without `has_table`. `bias` has a float32 number for each
-        row. `form` is kept, to show it.
+        """`weights` are bfloat16 [rows, columns], or with fewer bits uint8, packed as `model.quants.quant_form`
+        describes. `numbers` are the numbers of codes; without `has_table` they are consecutive. `bias` is float32
+        [rows]. `form` is for people.
 
-        Raises `ValueError` if the compiled product does not know the form, or if `weights` or `bias` have another
-        size than it would read.
+        Raises `ValueError` if the compiled product does not know the form, or if `weights` or `bias` do not have the
+        size that it would read.
         """
         taken = np.uint16 if bits == 16 else np.uint8
         require(weights.flags.c_contiguous and weights.dtype == taken, weights)
@@ -54,16 +54,16 @@ class Matrix:
         table = np.array([*numbers] * (_TABLE // len(numbers)), np.float32) if has_numbers else None
         self._kept = weights, table, bias
         self.bias = bias
-        found = _MATRIX.pack(
+        packed = _MATRIX.pack(
             *(*size, bits, group, int(has_zeros), _SCALES[scales], int(has_table)),
             *map(address_of, self._kept),
         )
-        self._describe(found)
+        self._describe(packed)
         compiled, num_bytes = operators(), struct.pack("@q", weights.nbytes)
         require(compiled is not None and not compiled.require_matrix(self._described, num_bytes), weights)
 
-    def _describe(self, found: bytes) -> None:
-        self._described = ctypes.create_string_buffer(found, len(found))
+    def _describe(self, packed: bytes) -> None:
+        self._described = ctypes.create_string_buffer(packed, len(packed))
         self.address = ctypes.addressof(self._described)
 
     def part(self, first: int, end: int) -> Matrix:
@@ -79,5 +79,5 @@ class Matrix:
 
 
 def fills_blocks(weight: np.ndarray) -> bool:
-    """Returns whether a matrix is of whole blocks."""
+    """Returns whether a matrix consists of whole blocks."""
     return weight.ndim == 2 and weight.shape[0] % ROWS == 0 and weight.shape[1] % COLUMNS == 0

@@ -41,7 +41,7 @@ TYPES = {
     "Q1_0": (41, 128, 18),
     "Q2_0": (42, 64, 18),
 }
-"""The number of a type in the file, and the weights and bytes of a block."""
+"""The number of each type in files, and the weights and bytes of a block."""
 _WITH_GRID = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
 
 
@@ -56,10 +56,10 @@ def pack(
 ) -> None:
     """Packs rows of a GGUF tensor of the type `kind` into `out`.
 
-    These are whole strips of a packed matrix in the form `model.quants.quant_form.FILE_FORMS[kind]`: uint8 [strips,
-    units, bytes of a unit]. `content` are the bytes of the file, uint8 [rows, bytes of a row]. Row i of `out` is row
-    `order[i]` (int32) of it, or row i without an order. Scales of NVFP4 are multiplied by `factors`, float32, one for
-    each row of `out`. `threads`: 1 for the calling thread alone, None for all. Raises `MemoryError`.
+    `out` has whole strips of a packed matrix in the form `model.quants.quant_form.FILE_FORMS[kind]`: uint8 [strips,
+    units, bytes of a unit]. `content` has the bytes of the file, uint8 [rows, bytes of a row]. Row i of `out` is row
+    `order[i]` (int32) of `content`, or row i without an order. Scales of NVFP4 are multiplied by `factors`, float32
+    [rows of `out`]. `threads`: 1 for only the calling thread, None for all. Raises `MemoryError`.
     """
     if order is None:
         has_rows = len(content) == out.shape[0] * ROWS
@@ -79,8 +79,8 @@ def pack_file(
     out: np.ndarray,
     factors: np.ndarray | None = None,
 ) -> None:
-    """Packs rows of a GGUF tensor whose content begins at `offset` of the open `file`, as `pack` does, on the calling
-    thread. A piece that was read is packed before the next one is read. Raises `EOFError` if the file is cut short."""
+    """As `pack`, for a GGUF tensor whose content begins at `offset` of the open `file`, on the calling thread. Each
+    piece is packed before the next one is read. Raises `EOFError` if the file is cut short."""
     _call(operators, kind, row_bytes, order, out, factors, file=file, offset=offset, threads=1)
 
 
@@ -118,7 +118,7 @@ def _call(
 
 @cache
 def _grid_of(kind: str) -> np.ndarray:
-    """Returns the codes of the numbers in the rows of a type's grid, uint8 [rows, 4 or 8]."""
+    """Returns the codes in the rows of a type's grid, uint8 [rows, 4 or 8]."""
     from gguf import quants  # here, as few files have these types
 
     described = getattr(quants, kind)

@@ -17,7 +17,7 @@ from diskprefix.server.log_context import LogContext
 log = logging.getLogger("diskprefix")
 
 _QUIET_ROUTES = frozenset({"/health", "/metrics", "/props", "/dashboard/state", "/dashboard/entries"})
-"""Logged at debug if they are served, because programs poll them every few seconds."""
+"""Logged at debug level when they succeed, because programs poll them every few seconds."""
 
 _LOGGED_PATH_CHARS = 200
 
@@ -51,7 +51,7 @@ class AccessLog:
                 request_id = record.request_id.encode()
                 message["headers"] = [
                     *message["headers"],
-                    # Another site's page could show one of this daemon in a frame, and lead clicks to it.
+                    # Another site could show a page of this daemon in a frame, and lead clicks to it.
                     (b"x-frame-options", b"DENY"),
                     # The names that the clients of OpenAI and Anthropic read.
                     (b"x-request-id", request_id),
@@ -62,7 +62,7 @@ class AccessLog:
         try:
             await self._app(scope, receive, note_status)
         except asyncio.CancelledError:
-            # At the end of a stop, uvicorn cancels the requests that are left. It would log a traceback for each.
+            # When the daemon stops, uvicorn cancels the remaining requests. It would log a traceback for each.
             if self._daemon.status != "stopping":
                 raise
             stopping = NotReady("the daemon is stopping")
@@ -84,8 +84,8 @@ class AccessLog:
         is_quiet = route in _QUIET_ROUTES and (record.status < 400 or record.status == 503)
         level = logging.DEBUG if is_quiet else logging.INFO
         caller = f" · key {record.caller.name}" if record.caller.name else ""
-        said = f"{record.status}{caller}{_figures(record)} · {elapsed_s:.2f} s"
-        log.log(level, "%s %s %s", scope["method"], _path(scope), said)
+        answered = f"{record.status}{caller}{_figures(record)} · {elapsed_s:.2f} s"
+        log.log(level, "%s %s %s", scope["method"], _path(scope), answered)
 
 
 def _path(scope: Scope) -> str:
@@ -96,11 +96,11 @@ def _path(scope: Scope) -> str:
 
 def _figures(record: LogContext) -> str:
     if record.done is None:
-        far = ""
-        if (came := record.cancelled_at) is not None:
-            far = f" · prompt {came.ready_tokens} of {came.prompt_tokens} · restored {came.restored_tokens}"
-            far += f" · reply {came.reply_tokens}"
-        return f"{far} · {record.error}" if record.error else far
+        progress = ""
+        if (at := record.cancelled_at) is not None:
+            progress = f" · prompt {at.ready_tokens} of {at.prompt_tokens} · restored {at.restored_tokens}"
+            progress += f" · reply {at.reply_tokens}"
+        return f"{progress} · {record.error}" if record.error else progress
     usage, cache, timings = record.done.usage, record.done.cache, record.done.timings
     return (
         f" · prompt {usage.prompt_tokens} · restored {cache.restored} ({cache.miss_reason or cache.source})"

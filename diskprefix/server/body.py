@@ -44,9 +44,9 @@ class Bodies:
         self._turns, self._pace = Turns(1, _PATIENCE_S, NUM_BESIDE["large"]), BodyPace(is_computing)
 
     async def read_json(self, request: Request, model: type[Model], held: AsyncExitStack) -> Model:
-        """Returns the body as `model`. The caller of a large body has the turn until `held` is closed, after the prompt
-        is rendered, and for a pause. Meanwhile a thread of its own does all work for the large body, so that the
-        caller's other requests do not lengthen the turn.
+        """Returns the body as `model`. A large body takes a turn of its caller. The turn lasts until `held` is closed,
+        after the prompt is rendered, and for a pause. Meanwhile the thread `large` does all work for the large body, so
+        that the caller's other requests do not lengthen the turn.
 
         Raises `InvalidRequest`, `HttpError` 415, and the errors of `BodyPace.whole_body`.
         """
@@ -82,11 +82,12 @@ def _parse(body: bytes, model: type[Model]) -> Model:
 
 
 def _check_content_type(request: Request) -> None:
-    """Raises `HttpError` 415 unless the content type is JSON, what `curl -d` sends, what `fetch` sends for a text, or
-    absent.
+    """Raises `HttpError` 415 unless the content type is absent, JSON, a form (from `curl -d`) or plain text (from
+    `fetch`).
 
-    Web pages could send all but JSON without asking. `BrowserGuard` has refused them by the `Origin` that browsers
-    send. Old ones send none with a form, and a form may be JSON only as plain text: that is refused here.
+    Without a preflight request, a page of another site can send each of these but JSON. `BrowserGuard` has refused such
+    requests by their `Origin`. Old browsers send no `Origin` with a form, and a form can spell JSON only as plain text:
+    plain text from a form is refused here.
     """
     encoding = request.headers.get("content-encoding", "identity").lower()
     if encoding != "identity":
@@ -101,7 +102,7 @@ def _check_content_type(request: Request) -> None:
 
 
 def _is_from_a_form(headers: Headers) -> bool:
-    """Returns whether a browser sent the body of a form: it wants to show the answer as a page."""
+    """Returns whether a browser sent the body as a form, and wants to show the answer as a page."""
     return (
         "upgrade-insecure-requests" in headers
         or headers.get("sec-fetch-mode") == "navigate"
@@ -141,10 +142,10 @@ def read_parameters(request: Request, model: type[Model]) -> Model:
 
 
 def _require_finite(text: str) -> None:
-    """Raises `InvalidRequest` for a number that JSON does not know, or no float holds: no reply could repeat it.
+    """Raises `InvalidRequest` for NaN, infinity, and numbers too large for a float: no reply could repeat them.
 
-    pydantic refuses it where a number is expected, but not inside objects of any content, such as schemas. msgspec
-    refuses it everywhere, but does not say where.
+    pydantic refuses them where a number is expected, but not inside free-form objects, such as schemas. msgspec refuses
+    them everywhere, but does not say where.
     """
     try:
         msgspec.json.decode(text)

@@ -1,4 +1,4 @@
-"""The engine behind the routes, from `loading` through `ok` to `stopping` or `failed`.
+"""The engine that the routes use, from `loading` through `ok` to `stopping` or `failed`.
 
 The model is loaded in a thread, so that `/health` answers from the beginning.
 """
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from diskprefix import hooks
 from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.chat.normalisers import Normalisers
+from diskprefix.chat.canonicalisers import Canonicalisers
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.chat.template_cost import template_cost
 from diskprefix.engine.inbox import Inbox
@@ -60,9 +60,9 @@ class Daemon:
         self.doing = "starting"
         """One line for `/health` and systemd: the current step of the load, then what is served."""
         self.takes_any_name = False
-        """True if a front process has found the model of each request by its name."""
+        """True if a router has chosen the model of each request by its name."""
         self.hibernates = False
-        """True if state that only memory has is saved at the end, because the model is unloaded."""
+        """True if state that is only in memory is saved at the end, because the model is unloaded."""
         self.on_ready: Callable[[Serving], None] = lambda _serving: None
         self.on_failure: Callable[[DiskPrefixError], None] = lambda _error: None
         """Called when the load fails, and when the accelerator is lost."""
@@ -70,11 +70,11 @@ class Daemon:
         self._made_at = time.perf_counter()
         self._stopping = False
         self._is_decided = asyncio.Event()
-        """Set when the daemon is ready, and when it never will be."""
+        """Set when the daemon is ready, and when the load fails or the daemon stops."""
         self.inbox = Inbox(
             lambda inbox: self._engine.serve(inbox), on_fatal=lambda error: _call_soon(self._loop, self._failed, error)
         )
-        """The requests of the engine, which is not there while the model loads."""
+        """The requests for the engine, which does not exist while the model loads."""
         self._engine: Engine
         self._loop: asyncio.AbstractEventLoop
         self._thread: threading.Thread | None = None
@@ -106,7 +106,7 @@ class Daemon:
 
     @property
     def hang(self) -> str:
-        """The work beside the engine that should have ended by now, in words; empty if there is none."""
+        """Describes the work beside the engine that should have ended by now; empty if there is none."""
         if (overdue := self.threads.overdue) is None:
             return ""
         return f"a prompt has been prepared for {overdue.seconds:.0f} s; step: {overdue.step}"
@@ -135,12 +135,12 @@ class Daemon:
         return self._thread is not None and self._thread.is_alive()
 
     def require_serving(self) -> Serving:
-        """Returns what is served. Raises `NotReady` while the daemon loads or stops, and after a failure."""
+        """Returns the loaded model. Raises `NotReady` while the daemon loads or stops, and after a failure."""
         if self._stopping:
             raise NotReady("the daemon is stopping")
         if self.failure is not None:
             what = "the model could not be loaded" if self.serving is None else "the daemon cannot go on and ends"
-            # The message of an unforeseen error may hold anything.
+            # The message of an unforeseen error may hold anything, so callers do not see it.
             is_unforeseen = type(self.failure) is DiskPrefixError
             logged = f"{what}: its log has the reason"
             raise NotReady(logged if is_unforeseen else f"{what}: {self.failure.message}", for_all=logged)
@@ -152,7 +152,7 @@ class Daemon:
         return self.serving
 
     async def ready(self) -> Serving:
-        """Returns what is served, and waits for it while the model loads.
+        """Returns the loaded model, and waits for it while it loads.
 
         Raises `NotReady` when the load fails or the daemon stops.
         """
@@ -169,7 +169,7 @@ class Daemon:
         self._thread.start()
 
     async def drain(self, grace_s: float) -> None:
-        """Refuses new and waiting requests, gives those that run `grace_s` seconds, then cancels them."""
+        """Refuses new and waiting requests, gives running ones `grace_s` seconds, then cancels them."""
         self._stopping = True
         self._is_decided.set()
         if self.serving is not None:
@@ -204,13 +204,13 @@ class Daemon:
         except DiskPrefixError as error:
             _call_soon(loop, self._failed, error)
         except BaseException as error:
-            # Whatever ends this thread must be told, also a panic of a library, which is no `Exception`.
+            # Every failure of this thread must be reported, also a panic of a library, which is no `Exception`.
             log.exception("loading failed unexpectedly")
             _call_soon(loop, self._failed, DiskPrefixError(f"loading failed unexpectedly: {error}"))
 
     def _serve(self, progress: Progress) -> Serving:
         scope = parse_scope(self.settings.disk_prefix_cache, param="--disk-prefix-cache")
-        normalisers = Normalisers.parse(self.settings.normalise, param="--normalise")
+        canonicalisers = Canonicalisers.parse(self.settings.canonicalise, param="--canonicalise")
         server_s = self._elapsed_s()
         engine = self._load_engine(self.settings, progress)
         try:
@@ -224,10 +224,10 @@ class Daemon:
             max_positions=engine.max_positions,
             positions_limit=engine.positions_limit,
             processor=engine.processor,
-            normalisers=normalisers,
+            canonicalisers=canonicalisers,
             compress=compress,
             end_ids=engine.end_ids,
-            # Where state can be cut anywhere, nothing depends on it.
+            # Without states a prompt is restored at any token, so the position of the question does not matter.
             finds_question=bool(engine.cache.layout.states),
             template_variables=self.settings.template_variables,
         )
@@ -269,9 +269,14 @@ class Daemon:
 
 
 def _log_template_cost(renderer: PromptRenderer) -> None:
-    """Says once what the chat template costs. The model is served meanwhile."""
+    """Logs once what the chat template costs the cache. The model is served already."""
     if renderer.template_source:
-        cost = template_cost(renderer)
+        try:
+            cost = template_cost(renderer)
+        except Exception:
+            # A line of the log must not keep the model from being served.
+            log.exception("[template] its cost could not be measured")
+            return
         said = f"{cost.line}; {cost.advice}" if cost.advice else cost.line
         log.log(logging.WARNING if cost.advice else logging.INFO, "[template] %s", said)
 

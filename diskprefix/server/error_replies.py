@@ -45,8 +45,8 @@ def logged(error: DiskPrefixError) -> str:
 
 
 def note_failure(scope: Scope, error: DiskPrefixError, late: str = "") -> None:
-    """Notes an error and its status for the log and the metrics. If the reply had begun with 200, `late` says what
-    happened to it, and the log has a line of its own with the id and the key of the request."""
+    """Notes an error and its status for the log and the metrics. For a reply that had begun with 200, `late` describes
+    the failure, and the log gets a line of its own with the id and the key of the request."""
     context = log_context(Request(scope))
     context.error, context.status = logged(error), error.http_status
     if late:
@@ -55,7 +55,7 @@ def note_failure(scope: Scope, error: DiskPrefixError, late: str = "") -> None:
 
 
 def error_response(scope: Scope, error: DiskPrefixError, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """Returns the response for an error, with `headers` or else those that follow from the error."""
+    """Returns the response for an error. `headers` default to the headers of the error."""
     return JSONResponse(_written(scope, error), error.http_status, headers or error_headers(error))
 
 
@@ -69,7 +69,7 @@ class StreamForm(NamedTuple):
     """A sign of life."""
 
 
-# Ollama's clients take no empty line, and Anthropic's ignore comments.
+# Ollama's clients fail at an empty line, and Anthropic's ignore comments.
 _FORMS = {
     OLLAMA_PATH: StreamForm("application/x-ndjson", b" ", b" "),
     ANTHROPIC_PATH: StreamForm(sign=b'event: ping\ndata: {"type": "ping"}\n\n'),
@@ -120,7 +120,7 @@ _VERSION = re.compile(r"v\d+")
 
 
 def nearest_path(request: Request) -> str | None:
-    """Returns the path of a route that the client probably meant: it differs in slashes, capitals, or in what stands
+    """Returns the path of the route that the client probably meant: it differs in slashes, capitals, or the prefix
     before the name, since base URLs are written with and without `/v1` and `/api`."""
     paths = {route.path for route in request.app.routes if isinstance(route, Route)}
     names = tidied_path(request.url.path.lower()).split("/")

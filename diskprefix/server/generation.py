@@ -86,7 +86,7 @@ class EventBuffer:
         return _joined(texts) if len(texts) > 1 else taken[0]
 
     def _take(self) -> list[Event | None]:
-        """Removes and returns the next event, and the texts of the same choice behind it if it is a text."""
+        """Removes and returns the next event. If it is a text, the texts of its choice that follow it come too."""
         taken: list[Event | None] = []
         with self._lock:
             while self._waiting and (not taken or _is_continued(taken[0], self._waiting[0])):
@@ -137,7 +137,7 @@ class Generation:
         on_done: Callable[[DoneEvent], None],
         on_cancelled: Callable[[Activity], None],
     ) -> None:
-        """Submits the request. Raises `QueueFull` or `NotReady`. `on_cancelled` takes how far it came."""
+        """Submits the request. Raises `QueueFull` or `NotReady`. `on_cancelled` gets the progress at that time."""
         self._loop = asyncio.get_running_loop()
         self._events = EventBuffer(self._loop)
         self._id = request.id
@@ -229,7 +229,8 @@ class Generations:
 
 
 def together(done: Sequence[DoneEvent]) -> DoneEvent:
-    """Returns one event for several requests: the sums of their tokens, and the report of the most restored one."""
+    """Returns one event for several requests: the sums of their tokens, and the report of the one that restored
+    most."""
     total, completed, cached = (
         sum(getattr(event.usage, f"{kind}_tokens") for event in done) for kind in ("prompt", "completion", "cached")
     )

@@ -3,8 +3,8 @@ the caller and limits how many requests the caller has.
 
 A browser on this machine can reach the loopback address for any web page. In cross-site request forgery, a page sends
 what looks like a form; browsers mark it with `Origin` and `Sec-Fetch-Site`. In DNS rebinding, the page's own host name
-resolves to an address of this machine; then `Host` holds that name. An address or a name without a dot in `Host` cannot
-come from that: no stranger's page has such a name.
+resolves to an address of this machine; then `Host` holds that name. An address or a name without a dot in `Host` is no
+sign of DNS rebinding: no stranger's page has such a name.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Auth:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # Not imported above: the front process, which has the same guards, has no engine.
+        # Not imported above: the router, which has these guards too, does not import the engine.
         from starlette.requests import Request
 
         from diskprefix.server.error_replies import refuse
@@ -59,12 +59,15 @@ class Auth:
 
 
 def caller_of(access: ApiKeys | OwnerToken, scope: Scope) -> Caller:
-    """Returns the caller of a request. Raises `HttpError` 401 for a missing or unknown key, and for another token."""
+    """Returns the caller of a request. Raises `HttpError` 401 for a missing or unknown key, and for a wrong token."""
     headers = Headers(scope=scope)
     # Anthropic's clients send the key alone, in a header of its own.
     key = headers.get("x-api-key")
     authorization = headers.get("authorization") or (key and f"Bearer {key}")
-    caller = access.caller(authorization)
+    if isinstance(access, OwnerToken):
+        caller = access.caller(authorization, asking_user(scope))
+    else:
+        caller = access.caller(authorization)
     if caller is not None:
         return caller
     if scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD"):
@@ -73,6 +76,21 @@ def caller_of(access: ApiKeys | OwnerToken, scope: Scope) -> Caller:
         raise HttpError(401, f"the token is not this daemon's: {TOKEN_PLACE}")
     missing = "an API key is needed: send the header Authorization: Bearer KEY"
     raise HttpError(401, "the API key is not one of this daemon's" if authorization else missing)
+
+
+USER_HEADER = b"diskprefix-user"
+"""The header in which the router names the client's user to a worker. Only workers read it, and the router removes it
+from the requests of clients."""
+
+
+def asking_user(scope: Scope) -> int | None:
+    """Returns the user of this machine who opened the connection, None if the kernel named none."""
+    state = scope.get("state") or {}
+    if not state.get("is_behind_router"):
+        user: int | None = state.get("user")
+        return user
+    users = [value for name, value in scope["headers"] if name == USER_HEADER]
+    return int(users[0]) if users else None
 
 
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -87,15 +105,15 @@ _AUTHORITY = re.compile(
     r"(?:\[(?P<v6>[0-9a-f:.]+)\]|(?P<name>[^\[\]:@/\s]+))(?::(?P<port>\d{0,5}))?", re.ASCII | re.IGNORECASE
 )
 _DEFAULT_PORT = "80"
-"""That of http, which the daemon speaks."""
+"""The port of http, which the daemon speaks."""
 
 
 class BrowserGuard:
     """ASGI middleware for a daemon that listens on `host`, which is resolved once.
 
     On a loopback address, `Host` must be a name of that address. On other addresses it may also be any address, any
-    name without a dot, and the machine's name, also with `.local`. With keys any name is taken: a page of another site
-    has none.
+    name without a dot, and the machine's name, also with `.local`. With keys any name is accepted: a page of another
+    site has no key.
     """
 
     def __init__(self, app: ASGIApp, host: str, *, has_keys: bool) -> None:
@@ -117,9 +135,10 @@ class BrowserGuard:
         await refuse(scope, receive, send, HttpError(403, refusal))
 
     def refusal(self, scope: Scope, headers: Headers) -> str | None:
-        """Returns why a request is refused, None if it is not. Only HTTP/1.0 may omit `Host`, which browsers send.
+        """Returns the reason to refuse a request, None to accept it. Only HTTP/1.0 may omit `Host`, which browsers
+        send.
 
-        Requests of other sites that only read are refused too: they could hold connections, and load a model.
+        Read-only requests of other sites are refused too: they could hold connections, and load a model.
         """
         host = headers.get("host")
         if host is not None and not self._any_host and not self._is_ours(_name_in(host)):
@@ -138,8 +157,8 @@ class BrowserGuard:
         return None
 
     def _is_own_origin(self, origin: str, host: str | None) -> bool:
-        """Returns whether a page is the daemon's own: from the scheme, name and port to which the request came. With
-        keys, a proxy may have another scheme and port."""
+        """Returns whether a page is the daemon's own: it has the scheme, name and port of the request. With keys, the
+        scheme and port may be a proxy's."""
         scheme, _, authority = origin.partition("://")
         if host is None or _name_in(authority) is None or _name_in(authority) != _name_in(host):
             return False

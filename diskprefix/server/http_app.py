@@ -30,7 +30,7 @@ def create_app(settings: Settings, load_engine: EngineLoader, access: ApiKeys | 
 
     `load_engine` makes the engine, on a thread of its own. `access` has the keys of `settings`, if the caller has read
     them already, or the owner's token. `app.state.daemon` is the `Daemon`, and `app.state.access` decides who may use
-    it. Raises `SettingsError` for a file of keys that is wrong.
+    it. Raises `SettingsError` for an invalid file of keys.
     """
     daemon = Daemon(settings, load_engine)
     if access is None:
@@ -63,8 +63,8 @@ def create_app(settings: Settings, load_engine: EngineLoader, access: ApiKeys | 
 
 
 class ExtraRoutes:
-    """ASGI middleware that imports the routes of extras when a path comes that is not `known`: a start is without
-    them."""
+    """ASGI middleware that imports the routes of extras at the first request for a path that is not `known`, so that
+    the start does not wait for them."""
 
     def __init__(self, app: ASGIApp, known: Collection[str]) -> None:
         self._app, self._known, self._are_there = app, known, False
@@ -77,7 +77,7 @@ class ExtraRoutes:
 
 
 async def _document(request: Request) -> Response:
-    """Returns the OpenAPI document, or the same as a page. Both are made once."""
+    """Returns the OpenAPI document, or the page that shows it. Both are made once."""
     app: Starlette = request.app
 
     def make() -> dict[str, Response]:

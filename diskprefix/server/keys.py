@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import hmac
 import logging
+import os
 import re
 import secrets
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from diskprefix.api.error_forms import HttpError
 from diskprefix.errors import SettingsError
 from diskprefix.private_file import read_private
+from diskprefix.server.tenant_names import TenantNames
 from diskprefix.tenant_ids import short_tenant
-from diskprefix.user_key import user_key
+from diskprefix.user_key import user_tenant
 from diskprefix.values import SHARED, Tenant
 
 log = logging.getLogger("diskprefix")
@@ -26,6 +31,8 @@ ADMIN = "admin"
 
 MIN_KEY_CHARS = 16
 """Names are shorter, so that a key is never taken for a name and logged."""
+_MAX_KEYS = 16
+"""The most keys of one user that a miss checks for a hit."""
 _FLAG = "--api-keys"
 _MAX_FILE_BYTES = 1 << 20
 _KEY = re.compile(rf"[!-~]{{{MIN_KEY_CHARS},}}")
@@ -34,8 +41,8 @@ _BEARER = re.compile(r"bearer +(\S+) *", re.IGNORECASE)
 
 
 class Caller(Struct, frozen=True):
-    """The sender of a request. `name` is that of its API key. A caller who `sees_all` may see the figures of all
-    callers, an owner also their texts, and may delete and control."""
+    """The sender of a request. `name` is the name of its API key. A caller who `sees_all` may see the figures of all
+    callers. An owner may also see their texts, delete, and control the daemon."""
 
     name: str | None = None
     tenant: Tenant = SHARED
@@ -48,12 +55,13 @@ class Caller(Struct, frozen=True):
         return SHARED if self.name is None else self.tenant
 
     def require_admin(self) -> None:
-        """Raises `HttpError` 403 for others: figures over all requests show one tenant what another does."""
+        """Raises `HttpError` 403 unless the caller `sees_all`: figures of all requests show one tenant what another
+        does."""
         if not self.sees_all:
             raise HttpError(403, f"this is about everybody's requests: only the key named {ADMIN} may do it")
 
     def require_owner(self) -> None:
-        """Raises `HttpError` as `require_admin`, and without keys 401 for those without the token."""
+        """Raises the errors of `require_admin`, and without keys `HttpError` 401 for a caller without the token."""
         self.require_admin()
         if not self.is_owner:
             what = "this shows texts of prompts, or changes something, and needs the daemon's token"
@@ -68,16 +76,16 @@ NOBODY = Caller()
 
 TOKEN_PLACE = "`diskprefix dashboard` opens the page with it, and programs send the header Authorization: Bearer TOKEN"
 _TOKEN_MARK = "diskprefix-owner-"
-"""The beginning of every token, by which the token of another daemon is not taken for the key of a tenant."""
+"""The beginning of every token. It keeps the token of another daemon from being taken for the key of a tenant."""
 _PAGE_MARK = "diskprefix-page-"
 
 
 @dataclass(frozen=True)
 class OwnerToken:
-    """The token of a daemon without API keys. The owner's `tenant` is that of the key which the agents of the daemon's
-    user send (`user_key`), so that they find what the owner's commands and pages have computed.
+    """The token of a daemon without API keys. The owner's `tenant` follows from the key of the daemon's user
+    (`user_key`). All programs of this user on this machine share the tenant, and each other user has another one.
 
-    It ends with the daemon's process: an open page sends it to whoever listens on the port later.
+    A token is valid for one process: an open page sends it to any program that listens on the port later.
     """
 
     text: str = field(repr=False)
@@ -85,39 +93,57 @@ class OwnerToken:
 
     @classmethod
     def drawn(cls) -> OwnerToken:
-        """Returns a new token. If the user's key cannot be kept, logs that: the owner is a tenant of its own then."""
+        """Returns a new token. If the user's key cannot be stored, logs that: the owner is a tenant of its own then."""
         text = _TOKEN_MARK + secrets.token_hex(32)
         try:
-            return cls(text, Tenant.of_key(user_key()))
+            return cls(text, user_tenant())
         except SettingsError as error:
             lost = "agents of this user do not find what its commands and pages compute"
             log.warning("[auth] %s; %s", error.message, lost)
             return cls(text, Tenant.of_key(text))
 
-    def caller(self, authorization: str | None) -> Caller | None:
-        """Returns the owner, or the tenant of the key in a header `Authorization`. Returns None for another token."""
+    def caller(self, authorization: str | None, user: int | None = None) -> Caller | None:
+        """Returns the owner, or a caller with the tenant of `user`, who opened the connection. If the kernel named no
+        user, the key in the header `Authorization` decides. Returns None for another daemon's token."""
         if not authorization:
-            return ANYBODY
+            return ANYBODY if user is None else Caller(tenant=self._tenant_of(user), sees_all=True)
         match = _BEARER.fullmatch(authorization)
         key = match[1] if match is not None else authorization
-        if hmac.compare_digest(key.encode(errors="replace"), self.text.encode()):
+        if self._is_the_token(key):
             return Caller(tenant=self.tenant, sees_all=True, is_owner=True)
-        return None if key.startswith(_TOKEN_MARK) else Caller(tenant=Tenant.of_key(key), sees_all=True)
+        if key.startswith(_TOKEN_MARK):
+            return None
+        return Caller(tenant=Tenant.of_key(key) if user is None else self._tenant_of(user), sees_all=True)
+
+    def _tenant_of(self, user: int) -> Tenant:
+        """Returns the tenant of a user of this machine. It differs on each machine: user 1000 is another person there,
+        and one bucket may serve both machines. No bearer and no salt leads to it."""
+        return self.tenant if user == os.geteuid() else self.tenant.of_other_user(user)
+
+    def _is_the_token(self, key: str) -> bool:
+        """Also accepts the token without its mark: people may copy only the digits."""
+        own = self.text.encode()
+        candidates = (text.encode(errors="replace") for text in (key, _TOKEN_MARK + key))
+        return any(hmac.compare_digest(candidate, own) for candidate in candidates)
 
     def page_token(self, caller: Caller) -> str:
-        """Returns what a page of the caller keeps and sends. Raises `HttpError` for others than the owner."""
+        """Returns the token that a page of the caller stores and sends. Raises `HttpError` unless it is the owner."""
         caller.require_owner()
         return self.text
+
+    @property
+    def tenant_names(self) -> TenantNames:
+        return TenantNames(own=self.tenant)
 
 
 class ApiKeys:
     """The keys in force. Only their digests are held in memory.
 
-    Pages keep no key, but a token that the daemon knows for the same caller and that ends with its process.
+    Pages store no key, but a token of the caller, which is valid for one process of the daemon.
     """
 
     def __init__(self, path: Path, page_secret: bytes | None = None) -> None:
-        """`page_secret` is that of the front, whose pages a worker serves. Raises `SettingsError` if the file cannot be
+        """`page_secret` is the router's, whose pages a worker serves. Raises `SettingsError` if the file cannot be
         read, is accessible to others, or has a wrong line."""
         self._path = path
         self.page_secret = page_secret or secrets.token_bytes(32)
@@ -148,8 +174,13 @@ class ApiKeys:
         return callers[0] if callers else None
 
     def page_token(self, caller: Caller) -> str:
-        """Returns what a page of the caller keeps and sends instead of the key."""
+        """Returns the token that a page of the caller stores and sends instead of the key."""
         return _PAGE_MARK + hmac.new(self.page_secret, str(caller.tenant).encode(), "sha256").hexdigest()
+
+    @property
+    def tenant_names(self) -> TenantNames:
+        """The names of the keys in force."""
+        return TenantNames(keys={str(caller.tenant): str(caller.name) for caller in self._callers.values()})
 
     def _log(self, done: str) -> None:
         admin = any(caller.sees_all for caller in self._callers.values())
@@ -158,8 +189,9 @@ class ApiKeys:
 
 
 def _read_keys(path: Path) -> dict[bytes, Caller]:
-    """Returns the caller of each key, by the key's digest."""
+    """Returns the caller of each key, by the key's digest. Keys with one name belong to one user."""
     callers: dict[bytes, Caller] = {}
+    digests = defaultdict[str, list[bytes]](list)
     for number, line in enumerate(_read_private(path).split("\n"), start=1):
         words = line.split()
         if not words or words[0].startswith("#"):
@@ -169,8 +201,16 @@ def _read_keys(path: Path) -> dict[bytes, Caller]:
         if digest in callers:
             raise _wrong(f"{path}:{number}: this key is in the file already; give each client its own")
         callers[digest] = Caller(name or short_tenant(str(tenant)), tenant, name == ADMIN, name == ADMIN)
+        if name is not None:
+            digests[name].append(digest)
     if not callers:
         raise _wrong(f"{path} holds no key; write one on each line, with a name before it if you like")
+    for of_user in digests.values():
+        tenants = [callers[digest].tenant for digest in of_user[:_MAX_KEYS]]
+        for digest in of_user:
+            tenant = callers[digest].tenant
+            others = tuple(other for other in tenants if other != tenant)
+            callers[digest] = replace(callers[digest], tenant=dataclasses.replace(tenant, others=others))
     return callers
 
 

@@ -1,6 +1,7 @@
 """The limits by which callers share a daemon: bytes of bodies and their pace, requests in flight, and turns.
 
-A caller is the `account` of a `keys.Caller`: an API key, whatever salts its requests have. Without keys, all are one.
+A caller is the `account` of a `keys.Caller`: an API key, whatever salts its requests have. Without keys, all clients
+are one caller.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 MAX_BODY_BYTES = 32 * 1024**2
 LARGE_BYTES = 1 << 20
-"""A body above this size, above those of agents, lets all others go first."""
+"""A larger body lets all others go first. Agents send smaller ones."""
 _MAX_BODIES, _MAX_BODIES_OF_KEY = 4, 2
 """Bytes of bodies that wait, as multiples of the largest body: of all callers, and of one key."""
 _PATIENCE_S, _MIN_BYTES_PER_S = 30.0, 16 * 1024
@@ -74,7 +75,7 @@ def _declared(content_length: str) -> int:
 
 
 class InFlight:
-    """The requests that are not answered to their end, and the bytes of bodies that wait. For the event loop."""
+    """The requests whose answers have not ended, and the bytes of the bodies that wait. For the event loop."""
 
     def __init__(self, settings: Settings) -> None:
         self.max_requests = settings.max_queue + settings.max_sequences
@@ -88,12 +89,12 @@ class InFlight:
         return self._of.total()
 
     def counted(self, scope: Scope, caller: Tenant) -> AbstractContextManager[CountedRequest]:
-        """Counts a request until the returned context ends, if it may take memory: one with a body, or for a stored
-        response. A body of declared length must have room; its bytes count as they arrive, so that one that never
-        comes takes none.
+        """Counts a request until the returned context ends, if it may take memory: it has a body, or asks for a stored
+        response. A body of declared length must have room. Its bytes count as they arrive, so that a body that never
+        arrives takes no room.
 
-        Raises `ShareFull` for a key with too many of them, `QueueFull` if there are too many of all callers. A key that
-        has none in flight has a place whatever others do, and room for a body.
+        Raises `ShareFull` if the key has too many requests in flight, `QueueFull` if all callers together have too
+        many. A key with no request in flight always has a place, and room for a body.
         """
         if scope["method"] != "POST" and not scope["path"].startswith("/v1/responses"):
             return self._until_end(caller, 0)
@@ -109,13 +110,13 @@ class InFlight:
                 retry_after_s=_RETRY_AFTER_S,
             )
         declared = dict(scope["headers"]).get(b"content-length", b"").decode("latin-1")
-        # One that is larger is a 413.
+        # A larger body is refused with a 413 when it is read.
         self.require_room(caller, min(_declared(declared), MAX_BODY_BYTES))
         self._of[caller] += 1
         return self._until_end(caller, 1)
 
     def require_room(self, caller: Tenant, num_bytes: int) -> None:
-        """Raises `ShareFull` or `QueueFull` if there is no room for so many bytes of bodies more."""
+        """Raises `ShareFull` or `QueueFull` if there is no room for `num_bytes` more of bodies."""
         held, whose = self.bytes_of[caller] + num_bytes, ""
         if caller != SHARED and held > _MAX_BODIES_OF_KEY * MAX_BODY_BYTES:
             error: type[QueueFull] = ShareFull
@@ -153,7 +154,7 @@ class CountedRequest:
         self.num_bytes += num_bytes
 
     def release(self) -> None:
-        """The body is not in memory any more."""
+        """Gives back the room of the body, which is no longer in memory."""
         self._in_flight.bytes_of -= Counter({self._caller: self.num_bytes})
         self.num_bytes = 0
 
@@ -161,15 +162,15 @@ class CountedRequest:
 class Turns:
     """Lets `max_working` callers work at a time, one turn each, the least recent first. For the event loop.
 
-    Work of more than `patience_s` keeps its turn, but no place: others work beside it, unless that is so for
-    `max_beside` callers already. So nobody takes all places for long with work whose length nothing explains.
+    Work that takes longer than `patience_s` keeps its turn and gives up its place, so that another caller works beside
+    it. At most `max_beside` callers work without a place. So slow work cannot take all places for long.
     """
 
     def __init__(self, max_working: int, patience_s: float = math.inf, max_beside: int = 0) -> None:
         self._max_working = max_working
         self._patience_s, self._max_beside = patience_s, max_beside
         self._long: set[Hashable] = set()
-        """The callers whose work takes longer. It has no place, except that of those above `max_beside`."""
+        """The callers whose work takes longer than `patience_s`. At most `max_beside` of them have no place."""
         self._timers: dict[Hashable, asyncio.TimerHandle] = {}
         self._working: set[Hashable] = set()
         self._resting: set[Hashable] = set()
@@ -177,7 +178,7 @@ class Turns:
         self._waiting: list[tuple[Hashable, asyncio.Future[None]]] = []
         self._num_given = 0
         self._last: dict[Hashable, int] = {}
-        """The number of the last turn of each caller, while any works."""
+        """The number of each caller's last turn. Cleared when nobody works."""
 
     @asynccontextmanager
     async def of(self, caller: Hashable) -> AsyncIterator[None]:
@@ -236,7 +237,7 @@ class Turns:
             if self._max_beside:
                 loop = asyncio.get_running_loop()
                 self._timers[item[0]] = loop.call_later(self._patience_s, self._lose_place, item[0])
-            # One that was cancelled gives its turn back when it notices.
+            # A cancelled `take` gives the turn back itself.
             if not item[1].done():
                 item[1].set_result(None)
         if not self._working:

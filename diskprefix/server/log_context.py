@@ -40,12 +40,17 @@ class LogContext(Struct):
 
     @property
     def turn(self) -> Tenant | str:
-        """The key for fair turns: the API key, or else the request, because a client may choose any bearers."""
+        """The key for fair turns: the API key, or without keys the request, because a client may choose any bearer."""
         return self.request_id if self.caller.name is None else self.caller.tenant
 
     @property
+    def is_stopped(self) -> bool:
+        """True if the client left before the end. People and pages press stop, so this is no failure."""
+        return self.done is None and self.error is None and self.status == CLIENT_CLOSED_REQUEST
+
+    @property
     def outcome(self) -> Outcome | None:
-        """Returns the end of a request for a reply; None for others."""
+        """The outcome of a request for a reply; None for other requests."""
         if not self.wants_reply:
             return None
         if self.done is not None:

@@ -28,18 +28,18 @@ from diskprefix.values import MISS_REASONS, CacheOutcome
 from diskprefix.version import __version__
 
 _COUNTERS = {
-    "saved_s": ("saved_seconds", "Time that computing what was restored would have taken, less that of restoring it."),
+    "saved_s": ("saved_seconds", "Time that computing the restored tokens would have taken, less the restore times."),
     "restored_bytes": ("store_read_bytes", "Bytes of state that were restored."),
     "saved_tokens": ("store_written_tokens", "Tokens whose state was written."),
     "saved_bytes": ("store_written_bytes", "Bytes of state that were written, before compression."),
     "dropped": (
-        "store_dropped_publications",
-        "Prompts not kept: the store failed, the buffer, budget or disk was full, or something was purged.",
+        "store_dropped_saves",
+        "Prompts not saved: the store failed, the buffer, budget or disk was full, or its tenant was purged.",
     ),
     "unaffordable": ("store_unaffordable_prompts", "Prompts not saved, or not whole, for --kv-cache-write-budget."),
     "process_disk_written_bytes": ("store_disk_written_bytes", "Bytes that the daemon has written to the file."),
     "evicted_blocks": ("store_evicted_blocks", "Blocks removed to stay within the budget."),
-    "expired_blocks": ("store_expired_blocks", "Blocks removed as they were not used for their time to live."),
+    "expired_blocks": ("store_expired_blocks", "Blocks removed after their time to live without use."),
     "quarantined": ("store_quarantined_records", "Records set aside because they failed their checks."),
     "errors": ("cache_errors", "Failures of the cache that became misses."),
     "stalled_reads": ("cache_stalled_reads", "Reads of the disk that prompts did not wait for, as they hung."),
@@ -53,30 +53,30 @@ _GAUGES = {
     "used_bytes": ("store_used_bytes", "Bytes of the store's pages that hold data."),
     "ghost_bytes": (
         "store_ghost_bytes",
-        "Of these, those of prompts that were seen and are not saved (at most 1/16 of the budget).",
+        "Of these, bytes about prompts that were seen and are not saved (at most 1/16 of the budget).",
     ),
     "file_bytes": ("store_file_bytes", "Bytes of the store's file: pages that hold data, and free ones."),
     "budget_bytes": ("store_budget_bytes", "Bytes that the store may use (--kv-cache-budget)."),
     "disk_written_bytes": ("store_disk_written_ever_bytes", "Bytes that all processes have written to the file."),
-    "disk_written_last_day_bytes": ("store_disk_written_last_day_bytes", "Of these, those of the last 24 hours."),
+    "disk_written_last_day_bytes": ("store_disk_written_last_day_bytes", "Of these, bytes of the last 24 hours."),
     "write_budget_bytes": ("store_write_budget_bytes", "Bytes for 24 hours (--kv-cache-write-budget), 0: no limit."),
     "pending_bytes": ("store_pending_bytes", "Bytes that wait to be written."),
 }
 _GATE = {
     "prefill_s_per_token": ("prefill_seconds_per_token", "Measured: computing one more token of a prompt."),
     "restore_s_per_byte": ("restore_seconds_per_byte", "Measured: restoring one more byte."),
-    "restore_fixed_s": ("restore_fixed_seconds", "Measured: what a restore takes whatever its size."),
+    "restore_fixed_s": ("restore_fixed_seconds", "Measured: the time of a restore of no bytes."),
     "remote_s_per_byte": ("remote_seconds_per_byte", "Measured: fetching one more byte from --remote-tier."),
-    "remote_fixed_s": ("remote_fixed_seconds", "Measured: what a fetch from --remote-tier takes whatever its size."),
+    "remote_fixed_s": ("remote_fixed_seconds", "Measured: the time of a fetch of no bytes from --remote-tier."),
 }
 _REMOTE = {
     "fetched": ("remote_fetched_objects", "Objects that were fetched from --remote-tier."),
     "fetched_bytes": ("remote_fetched_bytes", "Bytes of these objects."),
-    "missing": ("remote_missing_objects", "Objects that were asked for and not there."),
+    "missing": ("remote_missing_objects", "Objects that were requested and did not exist."),
     "failed": ("remote_failures", "Requests to the object store that failed, after retries."),
     "late": ("remote_deadlines", "Prompts computed as the object store took too long."),
-    "skipped": ("remote_skipped", "Prompts for which it was not asked, as it failed several times."),
-    "slower": ("remote_slower", "Prompts for which it was not asked, as computing is faster."),
+    "skipped": ("remote_skipped", "Prompts that did not use the object store, as it had failed several times."),
+    "slower": ("remote_slower", "Prompts that did not use the object store, as computing is faster."),
     "written": ("remote_written_objects", "Objects that were written."),
     "written_bytes": ("remote_written_bytes", "Bytes of these objects."),
     "dropped": ("remote_dropped_prompts", "Prompts that could not be written."),
@@ -84,7 +84,7 @@ _REMOTE = {
 
 
 class EngineCollector(Collector):
-    """One scrape. `stats` is the cache's report, of the loaded model."""
+    """One scrape. `stats` is the report of the loaded model's cache."""
 
     def __init__(self, serving: Serving | None, stats: dict[str, Any]) -> None:
         self._serving = serving
@@ -108,11 +108,11 @@ def _engine_metrics(serving: Serving) -> Iterator[Metric]:
     inbox, memory, figures = serving.inbox, serving.engine.memory_stats(), serving.engine.figures
     yield _gauge("requests_running", "Requests in the engine.", inbox.num_running)
     yield _gauge("requests_waiting", "Requests in the queue.", inbox.queue_depth)
-    text = "For how long the engine has been in its current step; 0 while it has nothing to do."
+    text = "Time that the engine has been in its current step; 0 while it is idle."
     yield _gauge("engine_working_seconds", text, inbox.heartbeat.working_s)
     yield _gauge("kv_sequences", "Sequences that have memory.", memory["running"])
     yield _gauge("kv_kept_tokens", "Tokens whose state is in memory and that no sequence uses.", memory["kept_tokens"])
-    yield _gauge("kv_kept_bytes", "Memory of these tokens, which is there for others.", memory["kept_bytes"])
+    yield _gauge("kv_kept_bytes", "Memory of these tokens, which other sequences may take.", memory["kept_bytes"])
     yield _gauge("kv_memory_bytes", "Memory that the state of sequences takes.", memory["used_bytes"])
     yield _gauge("kv_memory_limit_bytes", "Memory that it may take (--kv-memory).", memory["limit_bytes"])
     yield _histogram("step_seconds", "Time of each forward of the model.", figures.step_s)
@@ -122,7 +122,7 @@ def _engine_metrics(serving: Serving) -> Iterator[Metric]:
 
 
 def _cache_metrics(stats: dict[str, Any]) -> Iterator[Metric]:
-    # From zero on: a series that appears with its first event has no rate before the second.
+    # Reported from zero on: a series that appears with its first event has no rate before the second.
     misses = {reason: stats["misses"].get(reason, 0) for reason in MISS_REASONS}
     text = "Requests that restored nothing, or less than half of a long prompt."
     yield _by_label("cache_misses", text, "reason", misses)
@@ -144,7 +144,7 @@ def _gate_metrics(gate: dict[str, Any]) -> Iterator[Metric]:
 
 
 def _remote_metrics(remote: dict[str, Any] | None) -> Iterator[Metric]:
-    """Nothing without a shared tier."""
+    """Yields the metrics of the remote tier. Yields none without one."""
     if remote is None:
         return
     for name, (metric, text) in _REMOTE.items():
@@ -171,14 +171,14 @@ def _by_label(name: str, text: str, label: str, values: Mapping[str, float]) -> 
 
 
 def _info(name: str, text: str, **labels: str) -> Metric:
-    """A gauge that is always 1, as Prometheus' own exporters have it."""
+    """Returns a gauge that is always 1, as in Prometheus' own exporters."""
     family = GaugeMetricFamily(f"diskprefix_{name}_info", text, labels=list(labels))
     family.add_metric(list(labels.values()), 1.0)
     return family
 
 
 def _histogram(name: str, text: str, values: Distribution) -> Metric:
-    # The sum first: a value that comes in between is then in the buckets, whose last one is the count.
+    # Reads the sum first: the buckets, whose last is the count, then hold every value of the sum.
     total, counts = values.sum, values.cumulative()
     bounds = [*map(str, values.bounds), "+Inf"]
     buckets = list(zip(bounds, counts, strict=True))
@@ -198,7 +198,7 @@ _PHASES = {
 
 
 class ServerMetrics:
-    """Counters and histograms, kept in this object, and read with those of the engine at each scrape."""
+    """The server's counters and histograms. Each scrape returns them with the engine's figures."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -225,7 +225,7 @@ class ServerMetrics:
         self._reply_tokens = counter("diskprefix_generation_tokens", "Tokens of the replies to completed requests.")
         self._draft_tokens = counter(
             "diskprefix_draft_tokens",
-            "Guessed tokens that were computed for completed requests (--speculative), and what became of them.",
+            "Draft tokens that were verified for completed requests (--speculative), by result.",
             ["result"],
         )
         self._images_encoded = counter("diskprefix_images_encoded", "Pictures that were encoded.")
@@ -248,7 +248,7 @@ class ServerMetrics:
         ProcessCollector(registry=registry)
 
     def _begin_at_zero(self) -> None:
-        """A series that appears with its first event has no rate before the second."""
+        """Creates each series: one that appears with its first event has no rate before the second."""
         for outcome in OUTCOMES:
             self._requests.labels(outcome)
         for source in ("computed", "memory", "disk", "remote"):
@@ -267,7 +267,7 @@ class ServerMetrics:
             self._requests.labels(record.outcome).inc()
 
     def count_generation(self, done: DoneEvent) -> None:
-        """Adds the figures of a request that ended well: those that its response tells."""
+        """Adds the figures of a request that ended well, as its response reports them."""
         self.count_tokens(done)
         cache, timings = done.cache, done.timings
         if cache.restored:

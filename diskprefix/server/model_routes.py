@@ -49,7 +49,7 @@ def _is_anthropic(request: Request) -> bool:
 
 
 def card(serving: Serving) -> dict[str, Any]:
-    """Returns the served model. Several fields have one value, under the names of different servers."""
+    """Describes the served model. Several fields repeat one value under the names that different servers use."""
     positions, processor = serving.engine.max_positions, serving.engine.processor
     template = str(serving.engine.tokenizer.chat_template or "")
     offered = {
@@ -72,7 +72,7 @@ def card(serving: Serving) -> dict[str, Any]:
         "context_length": positions,
         "context_window": positions,
         "max_context_length": positions,
-        # As llama.cpp's server has it.
+        # As in llama.cpp's server.
         "meta": {
             "n_ctx_train": serving.engine.model_positions,
             "n_ctx": positions,
@@ -170,5 +170,5 @@ async def detokenize(request: Request) -> Response:
 
 @token_routes.add("POST /apply-template", "Conversation to prompt", ChatRequest)
 async def apply_template(request: Request) -> Response:
-    """`prompt` is that of a conversation as a text, without images. Nothing is computed."""
+    """`prompt` is the prompt of a conversation as text, without images. The model computes nothing."""
     return await _answer(request, ChatRequest, lambda renderer, body: {"prompt": renderer.text_of(body.conversation)})

@@ -1,4 +1,4 @@
-"""The OpenAPI document of the routes, and a page that shows it. Imported when one of them is asked for."""
+"""The OpenAPI document of the routes, and a page that shows it. Imported with the first request for either."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _operation(route: AppRoute, method: str, about: About) -> dict[str, Any]:
 
 
 def _errors(statuses: Iterable[int]) -> dict[str, Any]:
-    """An error has the form of the API that the route belongs to."""
+    """Returns the error responses of a route. Errors have the form of the API that the route belongs to."""
     content = {JSON: {"schema": {"type": "object"}}}
     return {str(status): {"description": HTTPStatus(status).phrase, "content": content} for status in statuses}
 
@@ -115,8 +115,8 @@ PAGE_POLICY = (
 
 
 def page_of(document: dict[str, Any]) -> str:
-    """Returns the document as a page of HTML for people, which loads nothing: each route with what it does, an example
-    and its fields, and then the objects that fields hold."""
+    """Returns the document as a page of HTML that loads nothing: each route with its description, an example and its
+    fields, then the objects that fields hold."""
     routes = [
         (f"{method.upper()} {path}", operation)
         for path, methods in document["paths"].items()
@@ -152,7 +152,9 @@ def _section_of_route(route: str, operation: dict[str, Any], schemas: dict[str, 
     if returns != does:
         parts.append(_prose(returns))
     if parameters := operation.get("parameters"):
-        rows = (_row(one["name"], one["schema"], one["required"], f"in the {one['in']}; ") for one in parameters)
+        rows = [
+            _row(named["name"], named["schema"], named["required"], f"in the {named['in']}; ") for named in parameters
+        ]
         parts.append(f"<h3>Parameters</h3><table>{''.join(rows)}</table>")
     if name := _body_name(operation):
         if example := schemas[name].get("example"):
@@ -164,7 +166,7 @@ def _section_of_route(route: str, operation: dict[str, Any], schemas: dict[str, 
 
 
 def _body_name(operation: dict[str, Any]) -> str:
-    """Returns the name of the schema of a route's body; nothing without a body."""
+    """Returns the name of the schema of a route's body, "" without a body."""
     if "requestBody" not in operation:
         return ""
     reference: str = operation["requestBody"]["content"][JSON]["schema"]["$ref"]
@@ -188,7 +190,7 @@ def _type(schema: dict[str, Any]) -> str:
     if name := schema.get("$ref", "").rpartition("/")[2]:
         return f'<a href="#{name}">{name}</a>'
     if options := schema.get("anyOf") or schema.get("oneOf"):
-        return " or ".join(dict.fromkeys(_type(one) for one in options if one.get("type") != "null"))
+        return " or ".join(dict.fromkeys(_type(option) for option in options if option.get("type") != "null"))
     if values := schema.get("enum") or ([schema["const"]] if "const" in schema else []):
         return ", ".join(f"<code>{escape(json.dumps(value))}</code>" for value in values)
     if schema.get("type") == "array":
@@ -203,5 +205,5 @@ def _prose(text: str) -> str:
 
 
 def _with_code(text: str) -> str:
-    """Returns a text as HTML, in which what stands between backticks is code."""
+    """Returns a text as HTML, with text between backticks as code."""
     return re.sub("`([^`]+)`", r"<code>\1</code>", escape(text, quote=False))

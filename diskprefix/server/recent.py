@@ -1,8 +1,8 @@
 """Records for operators: the last requests that ended, the tokens that they computed again, and the lines that broke
 the prefixes of prompts.
 
-A request costs one small record when it ends. Of its text, only a line that broke a prefix is kept, for callers who may
-see texts.
+A request costs one small record when it ends. The record has no text, except a line that broke a prefix, for callers
+who may see texts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from msgspec import Struct
 from diskprefix.api.figures import broken_by, figures_reply
 from diskprefix.printable import shown
 from diskprefix.server.log_context import LogContext
-from diskprefix.store.lost_tokens import LostTokens, hour_of
+from diskprefix.store.statistics.lost_tokens import LostTokens, hour_of
 from diskprefix.values import CacheOutcome, CacheReport
 
 MAX_REPLIES = 300
@@ -27,12 +27,12 @@ MAX_FAILURES = 100
 
 
 class EndedRequest(Struct, frozen=True, kw_only=True):
-    """A request that ended. `number` counts them, from 1. `ended_at` is in seconds since 1970, `elapsed_s` runs from
-    the first byte of the request to the last one of the answer.
+    """A request that ended. `number` counts requests from 1. `ended_at` is in seconds since 1970, `elapsed_s` runs from
+    the first byte of the request to the last byte of the answer.
 
-    If the request was answered, `prefix_cache` and `timings` are those of the response. Otherwise they are None, and
-    `error` has the reason, unless the client left. A cancelled request has the numbers of tokens at that time.
-    `outcome` is that of a `DoneEvent`.
+    `prefix_cache` and `timings` are as in the response, and `outcome` as in a `DoneEvent`. Without an answer they are
+    None, and `error` has the reason, or the client stopped the request (`is_stopped`), which is no failure. A stopped
+    request has the numbers of tokens at that time; `ready_tokens` of its prompt were restored or computed.
     """
 
     number: int
@@ -43,7 +43,9 @@ class EndedRequest(Struct, frozen=True, kw_only=True):
     caller: str | None
     status: int
     error: str | None
+    is_stopped: bool = False
     prompt_tokens: int = 0
+    ready_tokens: int = 0
     reply_tokens: int = 0
     prefix_cache: dict[str, Any] | None = None
     timings: dict[str, Any] | None = None
@@ -51,7 +53,7 @@ class EndedRequest(Struct, frozen=True, kw_only=True):
 
 
 class RecentRequests:
-    """The last requests that generated, and the last ones that failed. For the event loop."""
+    """The last requests that generated or were stopped, and the last ones that failed. For the event loop."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -69,8 +71,8 @@ class RecentRequests:
             figures = figures_reply(done, None)
             figures |= {"prompt_tokens": done.usage.prompt_tokens, "reply_tokens": done.usage.completion_tokens}
             figures["outcome"] = done.outcome
-        elif (came := context.cancelled_at) is not None:
-            figures = {"prompt_tokens": came.prompt_tokens, "reply_tokens": came.reply_tokens}
+        elif (progress := context.cancelled_at) is not None:
+            figures = {name: getattr(progress, name) for name in ("prompt_tokens", "ready_tokens", "reply_tokens")}
         ended = EndedRequest(
             number=self.count,
             ended_at=round(time.time(), 3),
@@ -80,9 +82,11 @@ class RecentRequests:
             caller=context.caller.name,
             status=context.status,
             error=context.error,
+            is_stopped=context.is_stopped,
             **figures,
         )
-        (self._replies if ended.prefix_cache is not None else self._failures).append(ended)
+        has_failed = ended.prefix_cache is None and not ended.is_stopped
+        (self._failures if has_failed else self._replies).append(ended)
 
     @property
     def failures(self) -> list[EndedRequest]:
@@ -113,25 +117,25 @@ def lost_tokens(report: CacheReport, client: str, now: float) -> list[LostTokens
     place: dict[str, Any] = {}
     if report.broken is not None:
         broken, tool = broken_by(report), shown(report.broken_tool, _NAME_CHARS)
-        place = {"line": broken["line"], "normalisers": tuple(broken["normalisers"]), "tool": tool}
+        place = {"line": broken["line"], "canonicalisers": tuple(broken["canonicalisers"]), "tool": tool}
     return [row(cause=cause, tokens=num, **(place if cause == "diverged" else {})) for cause, num in report.recomputed]
 
 
 class BrokenLines:
-    """The texts of the lines that broke prefixes, by their shapes, each as it was first. Logs each shape once. The
-    lines not seen for longest are forgotten."""
+    """The texts of the lines that broke prefixes, by their shapes: the first text of each shape. Logs each shape once.
+    Forgets the least recently seen shapes."""
 
     def __init__(self) -> None:
         self.texts: OrderedDict[str, str] = OrderedDict()
 
     def note(self, report: CacheReport) -> None:
-        """Remembers what broke the prompt of a request, if something did."""
+        """Remembers the line that broke the prefix of a prompt, if one did."""
         if report.broken is None:
             return
         broken = broken_by(report)
         line = broken["line"]
         if line not in self.texts:
-            names = ",".join(f"{name}=on" for name in broken["normalisers"])
+            names = ",".join(f"{name}=on" for name in broken["canonicalisers"])
             log.info(
                 "[disk-cache] a prompt differs from an earlier one at token %d, in the line %r (letters are masked as "
                 "x, digits as #; the dashboard shows the text), so about %d equal tokens after it are computed again%s "
@@ -139,7 +143,7 @@ class BrokenLines:
                 broken["at"],
                 line,
                 broken["tokens"],
-                f"; --normalise {names} may help" if names else "",
+                f"; --canonicalise {names} may help" if names else "",
             )
         text = " ".join(report.broken_line[:_TEXT_CHARS].split())
         self.texts[line] = self.texts.pop(line, text)

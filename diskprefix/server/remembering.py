@@ -1,4 +1,4 @@
-"""Stores the tokens that the model sampled for a reply, so that a later prompt can contain the same tokens."""
+"""Stores the tokens that the model sampled for a reply, so that a later prompt can contain them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from diskprefix.chat.known_parts import OwnedParts
 from diskprefix.chat.messages import Conversation, Message
 from diskprefix.chat.replay import RecordsUnread, Replayed, ReplyMemory
-from diskprefix.engine.ahead_jobs import AheadJob
+from diskprefix.engine.idle.ahead_jobs import AheadJob
 from diskprefix.errors import DiskStalled
 from diskprefix.store.note_record import NoteKind
 from diskprefix.tokens import TokenIds, common_prefix_length
@@ -28,13 +28,13 @@ T = TypeVar("T")
 
 
 _MAX_READS = 3
-"""How often a request reads turns: once, and again if what it reads has it ask for others (compression)."""
+"""The most times that a request reads turns. It reads again if the first turns lead to others (compression)."""
 
 
 class StoredTurns(Struct):
     """The turns of one tenant in the store, for one request. They are deleted with the `prompt` that they continue.
 
-    `get` knows those in memory. `read` reads from the disk what `get` lacked."""
+    `get` returns turns that are in memory. `read` reads the missing ones from the disk."""
 
     notes: TenantNotes
     prompt: TokenIds | None = None
@@ -58,7 +58,7 @@ class StoredTurns(Struct):
             raise RecordsUnread
 
     def read(self) -> None:
-        """Reads what `get` lacked. Waits for the disk. Turns that cannot be read in time are encoded anew."""
+        """Reads the turns that `get` missed. Waits for the disk. Turns that cannot be read in time are encoded anew."""
         self._num_reads += 1
         missing, self._missing = self._missing, []
         self._read |= dict.fromkeys(missing)
@@ -67,7 +67,7 @@ class StoredTurns(Struct):
 
 
 def stored_turns(serving: Serving, cache: CacheOptions, patience: Patience | None = None) -> StoredTurns | None:
-    """Returns the turns from which a prompt may be made, None if the request uses none."""
+    """Returns the stored turns that a prompt may reuse, None if the request uses none."""
     if not cache.replay or cache.scope.kind == "off":
         return None
     notes = replace(serving.engine.cache.notes(cache.tenant), patience=patience)
@@ -95,8 +95,8 @@ def known_parts(serving: Serving, cache: CacheOptions) -> OwnedParts | None:
 
 
 def reply_memory(serving: Serving, cache: CacheOptions, asked: Conversation, replayed: Replayed) -> ReplyMemory | None:
-    """Returns the memory for the replies to a conversation, None if they are not remembered. The prompt that the next
-    question will have is computed while nobody waits."""
+    """Returns the memory for the replies to a conversation, None if they are not remembered. The expected prompt of the
+    next question is computed while nobody waits."""
     turns = stored_turns(serving, cache) if cache.save else None
     if turns is None or replayed.origin is None:
         return None
@@ -113,7 +113,7 @@ def reply_memory(serving: Serving, cache: CacheOptions, asked: Conversation, rep
             return replace(prompt, question_end=own.question_end)
 
         expires_at = serving.engine.cache.expires_at(cache.ttl_s)
-        serving.engine.ahead.add(AheadJob(serving.engine, make, cache, owner, tuple(asked.messages), expires_at))
+        serving.engine.ahead.add_job(AheadJob(serving.engine, make, cache, owner, tuple(asked.messages), expires_at))
 
     # Pictures would stay in memory.
     then = compute_ahead if cache.scope.most is None and not asked.has_pictures else lambda _: None

@@ -66,8 +66,8 @@ class Routes(list[AppRoute]):
     ) -> Callable[[Handler], Handler]:
         """Returns a decorator that adds the handler of a `route`, such as `GET /health`.
 
-        It reads its `body`, or what that returns, with `Bodies.read_json`, and its `parameters` with
-        `read_parameters`. `errors` are statuses that do not follow from these.
+        The handler reads its `body`, a model or a function that returns one, with `Bodies.read_json`, and its
+        `parameters` with `read_parameters`. `errors` are the statuses that do not follow from these.
         """
         method, _, path = route.partition(" ")
         about = About(self._tag, summary, body, parameters, tuple(errors), tuple(media_types))

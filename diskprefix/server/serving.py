@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.errors import ModelNotFound
+from diskprefix.model.load.gguf_file import model_stem
 from diskprefix.model.load.proposals import full_name
 from diskprefix.printable import shown
 from diskprefix.server.threads import Threads
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 _COUNTS_S, _PATIENCE_S = 2.0, 0.5
-"""The age up to which counts are new, and the time to wait for newer ones."""
+"""The age up to which counts are new, and the time to wait for newer counts, in seconds."""
 
 
 class CacheCounts:
@@ -65,9 +66,10 @@ class Serving(Struct, frozen=True, eq=False):
     takes_any_name: bool = False
 
     def require_model(self, name: str | None) -> None:
-        """Raises `ModelNotFound` for another model's name. None is any; Ollama's clients may append `:latest`."""
+        """Raises `ModelNotFound` for another model's name. None means any model. The name of the model's file is also
+        accepted, and the `:latest` that Ollama's clients append."""
         if name is None or name in (self.model_name, f"{self.model_name}:latest"):
             return
         require_model_name(name)
-        if not self.takes_any_name and full_name(name) != self.model_name:
+        if not self.takes_any_name and self.model_name != full_name(name) and name != model_stem(self.engine.origin):
             raise ModelNotFound(f"model '{shown(name)}' is not served here; {self.model_name!r} is", param="model")

@@ -35,7 +35,7 @@ class StoredParameters(BaseModel, defer_build=True):
         alias="x-cache-salt",
         min_length=1,
         max_length=MAX_SALT_CHARS,
-        description="That of the request which was answered. Not in the query, which proxies log.",
+        description="The salt of the request that was answered. It is a header because proxies log queries.",
     )
 
 
@@ -70,7 +70,7 @@ async def _answer(request: Request, of: type[P], read: Callable[[ResponseStore, 
         return json_text(read(ResponseStore(notes.holder(NoteKind.RESPONSE, id_)), id_, parameters))
 
     async with daemon.stored_turns.of(caller.account):
-        # Whoever had the turn before may have waited for the disk.
+        # This wait counts: the request with the previous turn may have waited for the disk.
         patience.spend(time.monotonic() - began)
         content = await daemon.threads.run("reading", work)
     return Response(content, media_type="application/json")
@@ -103,7 +103,7 @@ async def delete_response(request: Request) -> Response:
     errors=[404],
 )
 async def list_input_items(request: Request) -> Response:
-    """List the items that a stored response was made from, with those of the responses that it continues.
+    """List the input items of a stored response, and of the responses that it continues.
 
     Returns a page: `data` with the items, `first_id`, `last_id` and `has_more`.
     """

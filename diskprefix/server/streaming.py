@@ -112,7 +112,8 @@ async def respond_or_keep_alive(
     is_stream: bool,
     early: Callable[[], Awaitable[ReplyWriter | None]] | None = None,
 ) -> Response:
-    """Returns the prepared response, or after a while one that first sends signs of life: those of `early`'s writer."""
+    """Returns the prepared response. If that takes longer than `KEEPALIVE_S`, returns one that first sends signs of
+    life, from the writer of `early`."""
     done, _ = await asyncio.wait({preparing}, timeout=KEEPALIVE_S)
     if done:
         return preparing.result()

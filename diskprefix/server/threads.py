@@ -20,11 +20,11 @@ from diskprefix.thread_work import ThreadWork, doing
 
 T = TypeVar("T")
 
-Kind: TypeAlias = Literal[
+WorkKind: TypeAlias = Literal[
     "parsing", "reading", "rendering", "large", "images", "compiling", "counting", "writing", "inspecting", "stopping"
 ]
 
-_NUM_THREADS: dict[Kind, int] = {
+_NUM_THREADS: dict[WorkKind, int] = {
     "parsing": 2,
     "reading": 16,
     "rendering": 2,
@@ -38,18 +38,18 @@ _NUM_THREADS: dict[Kind, int] = {
 }
 """The first image of each size takes up to a second. A thread that compiles only waits for a process, and one
 that reads only for the disk. Three callers inspect the daemon, each once at a time, and all may wait for a disk."""
-_LOW_PRIORITY: tuple[Kind, ...] = ("large", "images", "counting")
+_LOW_PRIORITY: tuple[WorkKind, ...] = ("large", "images", "counting")
 """Threads with a lower priority than the engine's, which wait for each other: one without a processor delays all."""
 _NICE = 10
 _REST_BESIDE, _MAX_REST_S = 7, 15.0
-"""How long a caller's next work of these kinds waits while the engine computes, as a multiple of the last one's time,
-and in seconds: threads of one process cannot run Python at once, whatever their priorities."""
-_PATIENCE_S: dict[Kind, float] = {"parsing": 5.0, "rendering": 5.0, "counting": 10.0, "images": 60.0}
-"""The time after which work of a request leaves its place to others, and goes on beside them. A body of the largest
-size that these take is done sooner, also on a busy machine, pictures apart."""
-NUM_BESIDE: dict[Kind, int] = {"parsing": 6, "rendering": 6, "counting": 6, "images": 3, "large": 2}
+"""The pause before a caller's next work of these kinds while the engine computes: as a multiple of the last work's
+time, and at most, in seconds. Threads of one process cannot run Python at once, whatever their priorities."""
+_PATIENCE_S: dict[WorkKind, float] = {"parsing": 5.0, "rendering": 5.0, "counting": 10.0, "images": 60.0}
+"""The time after which work of a request leaves its place to others, and goes on beside them. Without pictures, the
+largest body that these kinds accept takes less, also on a busy machine."""
+NUM_BESIDE: dict[WorkKind, int] = {"parsing": 6, "rendering": 6, "counting": 6, "images": 3, "large": 2}
 """The most threads for work that takes longer. Large bodies take turns before: see `body.py`."""
-_DEADLINE_S: dict[Kind, float] = {"rendering": 60.0, "counting": 60.0, "images": 600.0, "large": 600.0}
+_DEADLINE_S: dict[WorkKind, float] = {"rendering": 60.0, "counting": 60.0, "images": 600.0, "large": 600.0}
 """The time after which work counts as hanging. A chat template, which is code, is ended long before."""
 
 
@@ -104,12 +104,12 @@ class Threads:
         overdue = [Overdue(now - began, work.step) for began, due, work in tuple(self._due.values()) if now > due]
         return max(overdue, default=None)
 
-    async def run(self, kind: Kind, work: Callable[..., T], *values: Any) -> T:
+    async def run(self, kind: WorkKind, work: Callable[..., T], *values: Any) -> T:
         """Runs `work` in a thread and returns its result. On cancellation, work that has not begun is dropped, and
         other work ends at its next step."""
         return await self._result(*self._submit(kind, work, *values))
 
-    async def run_for(self, request: Request, kind: Kind, work: Callable[..., T], *values: Any) -> T:
+    async def run_for(self, request: Request, kind: WorkKind, work: Callable[..., T], *values: Any) -> T:
         """Runs `work` in a thread when it is the turn of the request's caller, and returns its result.
 
         An API key has one turn at a time for each kind of work. A turn lasts until the work ends, even if the client
@@ -143,7 +143,7 @@ class Threads:
         for executor in self._of.values():
             executor.shutdown(wait=False, cancel_futures=True)
 
-    def _submit(self, kind: Kind, work: Callable[..., T], *values: Any) -> tuple[Future[T], ThreadWork]:
+    def _submit(self, kind: WorkKind, work: Callable[..., T], *values: Any) -> tuple[Future[T], ThreadWork]:
         state = ThreadWork()
         running = self._of[kind].submit(self._timed, kind, state, work, *values)
         self._begun_calls.add(running)
@@ -158,7 +158,7 @@ class Threads:
             state.is_wanted = False
             raise
 
-    def _timed(self, kind: Kind, state: ThreadWork, work: Callable[..., T], *values: Any) -> T:
+    def _timed(self, kind: WorkKind, state: ThreadWork, work: Callable[..., T], *values: Any) -> T:
         thread, began = threading.get_ident(), self._clock()
         if kind in _DEADLINE_S:
             self._due[thread] = began, began + _DEADLINE_S[kind], state

@@ -4,10 +4,8 @@ parent counts its children."""
 from __future__ import annotations
 
 import logging
-import math
-import struct
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,14 +15,15 @@ from msgspec.structs import replace
 
 from diskprefix.errors import PrefixGone, StoreCorrupt, StoreFull
 from diskprefix.store.codec.codec import Codec, Piece, encode_piece, is_finite, piece_seed
+from diskprefix.store.epochs import EVERYONE, purges_of
 from diskprefix.store.eviction import after_use, limits_s, longer_ttl, recorded_ttl, superseded_ends, with_uses
 from diskprefix.store.note_record import used_note
 from diskprefix.store.pieces import Payload
 from diskprefix.store.schema import (
-    PURGED_AT,
+    PURGES,
     EntryRecord,
-    Kind,
     ModelRecord,
+    NodeKind,
     NodeRecord,
     PromptRecord,
     RootRecord,
@@ -51,9 +50,7 @@ NODES_AT_ONCE = 64
 """Nodes deleted in one transaction. More of them copy more pages than a full file has free."""
 RECORDS_AT_ONCE = 512
 _TRIES = 8
-"""The number of similar nodes that are read to find a longer one. Only damaged nodes come before it, if there is
-one."""
-_F64 = struct.Struct("<d")
+"""How many similar nodes are read in search of a longer one. Only damaged nodes can come before it."""
 _Item = TypeVar("_Item")
 
 
@@ -67,15 +64,15 @@ class NewNode(Struct, frozen=True, eq=False):
     """A node to be stored. The first `num_checked` pieces must be finite, because other state spoils every later token.
 
     `prefill_s` is how long computing its tokens took, in seconds; 0 if unknown. `ttl_s` is its time to live after the
-    last use, in seconds; with None the daemon's `--kv-cache-ttl` holds. `replaces`: its first tokens can be restored
-    without the others, so it replaces nodes that hold only these.
+    last use, in seconds; with None the daemon's `--kv-cache-ttl` holds. `replaces`: any of its first tokens can be
+    restored without the rest, so the node replaces nodes that hold only first tokens.
     """
 
     name: bytes
     parent: bytes
     position: int
     token_ids: TokenIds
-    kind: Kind
+    kind: NodeKind
     payload: Payload
     pieces: tuple[Piece, ...]
     prefill_s: float = 0.0
@@ -92,7 +89,7 @@ class NewNode(Struct, frozen=True, eq=False):
         return sum(piece.num_bytes for piece in self.pieces)
 
     def is_sound(self, index: int) -> bool:
-        """Returns whether a piece is finite, or need not be."""
+        """Returns whether a piece is finite or is not required to be."""
         return index >= self.num_checked or is_finite(self.payload[index], self.pieces[index].element)
 
     @property
@@ -102,8 +99,8 @@ class NewNode(Struct, frozen=True, eq=False):
 
 
 class Use(NamedTuple):
-    """One or more uses (`hits`) of a node, the last one at time `when`. `ttl_s` is the time to live that they ask for,
-    as `eviction.recorded_ttl` returns it."""
+    """One or more uses (`hits`) of a node, the last one at time `when`. `ttl_s` is the time to live that the requests
+    ask for, in the form that `eviction.recorded_ttl` returns."""
 
     when: float
     hits: int = 1
@@ -126,15 +123,20 @@ class SmallWrite(NamedTuple):
     put: Callable[[Changes], None]
 
 
+WriteSource = Callable[[], AbstractContextManager[SmallWrite | None]]
+"""Yields a small write, or None if there is nothing to write. If the block raises, the source yields the write again
+later."""
+
+
 def touches(uses: Mapping[bytes, Use]) -> SmallWrite:
     """Returns the write that records the use of nodes, given by their names, and of their ancestors. Ignores missing
     nodes."""
 
-    def put(changes: Changes) -> None:
+    def put_uses(changes: Changes) -> None:
         for name, use in uses.items():
             changes.touch(name, use)
 
-    return SmallWrite(0, put)
+    return SmallWrite(0, put_uses)
 
 
 class Changes(Snapshot):
@@ -155,39 +157,36 @@ class Changes(Snapshot):
         """The size of the records that were stored, in whole pages."""
 
     def put_meta(self, key: str, value: bytes) -> None:
-        self._put("meta", key.encode(), value)
+        self._put_record("meta", key.encode(), value)
 
-    def record_purge(self) -> None:
-        """Begins a new epoch: what requests of the previous one keep in memory is dropped and never stored."""
-        before, purged_at = self.meta(PURGED_AT) or b"", self.now
-        if len(before) == _F64.size and math.isfinite(last := _F64.unpack(before)[0]):
-            # Two purges have different times, even if the clock was set back.
-            purged_at = max(self.now, math.nextafter(last, math.inf))
-        self.put_meta(PURGED_AT, _F64.pack(purged_at))
+    def record_purge(self, purged: Collection[str] = EVERYONE) -> None:
+        """Begins a new epoch of the tenants that were `purged` (see `Purges.ids`). State of them that earlier requests
+        hold in memory is dropped and never stored."""
+        self.put_meta(PURGES, purges_of(self).and_of(purged).encoded())
 
     def put_root(self, root: bytes, record: RootRecord) -> None:
-        """Stores the record of a root unless there is a sound one."""
+        """Stores the record of a root unless a sound record is stored already."""
         with suppress(StoreCorrupt):
             if self.root(root) is not None:
                 return
-        self._put("roots", root, encode_record(root, record))
+        self._put_record("roots", root, encode_record(root, record))
 
     def put_model(self, record: ModelRecord) -> None:
         """Stores the record of a model that the store is served with."""
         key = model_key(record.identity)
-        self._put("meta", key, encode_record(key, record))
+        self._put_record("meta", key, encode_record(key, record))
 
     def put_node(self, root: bytes, node: NewNode, codec: Codec) -> bytes:
-        """Stores a node with its payload. Returns its name, or that of a longer node that is stored already and would
-        replace it. A ghost of this name becomes the node; a stored node of this name gets the longer time to live.
+        """Stores a node with its payload. Returns its name, or the name of a stored longer node that would replace it.
+        A ghost of this name becomes the node; a stored node of this name gets the longer time to live.
 
-        Raises `PrefixGone` if the node that it continues is not stored, or if the name belongs to another prefix, and
-        `StoreCorrupt` if the record under the name is damaged.
+        Raises `PrefixGone` if the parent is not stored, or if the name belongs to another prefix, and `StoreCorrupt` if
+        the record under the name is damaged.
         """
         known, token_ids = self.node_or_ghost(node.name), node.token_ids.tobytes()
         if known is not None and (known.parent, known.token_ids.tobytes()) != (node.parent, token_ids):
             raise PrefixGone(f"another prefix has the same name, {node.name.hex()}")
-        if known is not None and known.kind != Kind.GHOST:
+        if known is not None and known.kind != NodeKind.GHOST:
             self._keep_for(node.name, recorded_ttl(node.ttl_s))
             return node.name
         if node.replaces and (longer := self._longer(node.parent, token_ids, node.kind)) is not None:
@@ -214,15 +213,15 @@ class Changes(Snapshot):
             created_at=self.now,
             ttl_s=recorded_ttl(node.ttl_s),
         )
-        self._put("nodes", node.name, encode_node(node.name, record))
+        self._put_record("nodes", node.name, encode_node(node.name, record))
         for key in child_keys(node.name, node.parent, token_ids):
-            self._put("children", key, b"")
+            self._put_record("children", key, b"")
         self.put_usage(node.name, usage)
         return node.name
 
     def remove_shorter(self, node: NewNode, secret: int) -> None:
         """Removes the nodes that a stored node replaces, with their entries, and adds their uses to its record. Keeps
-        nodes with a longer time to live. `secret` is the store's."""
+        nodes with a longer time to live. `secret` is the secret of the store."""
         if node.position > 0:
             parent = self.usage(node.parent)
             if parent is None or parent.children < 2:
@@ -248,10 +247,11 @@ class Changes(Snapshot):
         has_entry: bool,
     ) -> None:
         """Removes the earlier checkpoints and tails of a conversation that a stored one, `node`, supersedes. Keeps
-        pinned ones, and those with a longer time to live, which do not count; `ttl_s` is the daemon's. With
-        `has_entry`, the entry of `node` replaces those of kept checkpoints, which are listed with `node`; tails keep
-        theirs, because `PrefixTree.entry` lists a tail with its own prompt only."""
-        stored_at: dict[int, list[tuple[Kind, bytes, bytes]]] = {node.end: []}
+        pinned nodes, and nodes with a longer time to live, which do not count as checkpoints. `ttl_s` is the daemon's
+        time to live. With `has_entry`, the entry of `node` replaces the entries of kept checkpoints, which are then
+        listed with `node`. Tails keep their entries, because `PrefixTree.entry` lists a tail with its own prompt
+        only."""
+        stored_at: dict[int, list[tuple[NodeKind, bytes, bytes]]] = {node.end: []}
         own_s = limits_s(recorded_ttl(node.ttl_s), ttl_s)
         parent, position, behind = node.parent, node.position, node.token_ids.tobytes()
         # Bound: positions fall.
@@ -265,7 +265,7 @@ class Changes(Snapshot):
                             stored_at.setdefault(position + number, []).append((kind, name, parent))
             block = self.node(parent) if position else None
             if block is None or block.position >= position:
-                # A damaged record could lead around in a circle.
+                # A damaged record could lead to a cycle.
                 break
             parent, position, behind = block.parent, block.position, block.token_ids.tobytes()
         superseded = superseded_ends(stored_at, anchors)
@@ -273,21 +273,21 @@ class Changes(Snapshot):
             for kind, name, parent in stored_at[end]:
                 if end in superseded and name not in pinned:
                     self.delete_node(name, parent)
-                elif has_entry and kind == Kind.CHECKPOINT:
+                elif has_entry and kind == NodeKind.CHECKPOINT:
                     self.delete_record("entries", name)
 
     def put_entry(self, name: bytes, entry: EntryRecord) -> None:
-        """Stores that a saved prompt ends at this node. Raises `PrefixGone` if the node is not stored."""
+        """Stores an entry: a saved prompt ends at this node. Raises `PrefixGone` if the node is not stored."""
         if not self.has_record("usage", name):
             raise PrefixGone("the prefix that it ends with was evicted meanwhile")
         if not self.has_record("entries", name):
-            self._put("entries", name, encode_record(name, entry))
+            self._put_record("entries", name, encode_record(name, entry))
 
     def touch(self, name: bytes, use: Use) -> None:
         """Records the use of a node and of all its ancestors."""
         table = self.usages(self.ancestry(name))
         for node, record in zip(table.names, after_use(table.records, *use), strict=True):
-            self._put("usage", node, record.tobytes())
+            self._put_record("usage", node, record.tobytes())
 
     def delete_node(self, name: bytes, parent: bytes) -> bool:
         """Removes a node with its payload and its entry. Returns whether it was stored. A node on the path of a seen
@@ -300,11 +300,11 @@ class Changes(Snapshot):
             if self.has_under("seen", root):
                 self.forget_seen(root, error)
         self._delete_children_keys(name, node)
-        if node is None or node.kind == Kind.GHOST:
+        if node is None or node.kind == NodeKind.GHOST:
             self.delete_record("nodes", name)
         else:
-            self.put_record(name, replace(node, kind=Kind.GHOST, num_pieces=0, raw_bytes=0, stored_bytes=0))
-        if is_stored and (node is None or node.kind != Kind.GHOST):
+            self.put_record(name, replace(node, kind=NodeKind.GHOST, num_pieces=0, raw_bytes=0, stored_bytes=0))
+        if is_stored and (node is None or node.kind != NodeKind.GHOST):
             # A parent whose usage record cannot be read is damaged itself.
             with suppress(StoreCorrupt):
                 self._add_children(parent, -1)
@@ -314,18 +314,18 @@ class Changes(Snapshot):
         return is_stored
 
     def forget_notes(self, keys: Iterable[bytes]) -> None:
-        """Removes notes, given by their keys, and the records of roots that have nothing left."""
+        """Removes notes, given by their keys, and the records of roots under which nothing is stored any more."""
         self.delete_bare_roots({key[:HASH_BYTES] for key in keys if self.delete_record("notes", key)})
 
     def delete_bare_roots(self, roots: set[bytes]) -> int:
-        """Removes the records of those of `roots` under which nothing is stored. Returns how many there were."""
+        """Removes the records of the `roots` under which nothing is stored. Returns the number of removed records."""
         in_use = {root for root in roots if any(self.has_under(name, root) for name in ("seen", "notes", "children"))}
-        # A damaged record may name no root at all, and LMDB takes no empty key.
+        # A damaged record may name no root at all, and LMDB refuses an empty key.
         return sum(self.delete_record("roots", root) for root in roots - in_use if root)
 
     def put_prompt(self, key: bytes, record: PromptRecord) -> None:
         """Stores the record of a seen prompt; see `ghosts`."""
-        self._put("seen", key, encode_record(key, record))
+        self._put_record("seen", key, encode_record(key, record))
 
     def count_seen(self, name: bytes, number: int, new: NodeRecord | None = None) -> NodeRecord:
         """Adds `number` to the `seen_children` of a node, or of `new` if there is no node of this name. Returns the
@@ -341,42 +341,42 @@ class Changes(Snapshot):
         """Removes the seen prompts and ghosts of a root, because one is damaged. Returns the number of prompts."""
         log.warning("[disk-cache] what was seen under root %s is forgotten: %s", root.hex(), why)
         for name in [name for name, value in self.records("nodes") if node_root(value) == root]:
-            # A damaged record is a problem of that node.
+            # A damaged record is that node's own problem.
             with suppress(StoreCorrupt):
                 node = self.node_or_ghost(name)
-                if node is not None and (node.seen_children or node.kind == Kind.GHOST):
+                if node is not None and (node.seen_children or node.kind == NodeKind.GHOST):
                     self.put_record(name, replace(node, seen_children=0))
         return sum(self.delete_record("seen", key) for key in list(self.keys_under("seen", root)))
 
     def put_record(self, name: bytes, node: NodeRecord) -> None:
-        """Stores the record of a node. Removes a ghost that nothing continues."""
-        if node.kind == Kind.GHOST and not node.seen_children:
+        """Stores the record of a node. Removes a ghost without children."""
+        if node.kind == NodeKind.GHOST and not node.seen_children:
             self.delete_record("nodes", name)
         else:
-            self._put("nodes", name, encode_node(name, node))
+            self._put_record("nodes", name, encode_node(name, node))
 
     def put_note(self, key: bytes, value: bytes) -> None:
         """Stores an encoded note, replacing any with this key."""
-        self._put("notes", key, value)
+        self._put_record("notes", key, value)
 
     def use_note(self, key: bytes, when: float) -> None:
         """Records the use of a note. Leaves a damaged note as it is."""
-        if (value := self.record("notes", key)) is not None:
+        if (value := self.get_record("notes", key)) is not None:
             with suppress(StoreCorrupt):
-                self._put("notes", key, used_note(key, value, when))
+                self._put_record("notes", key, used_note(key, value, when))
 
     def put_usage(self, name: bytes, usage: UsageRecord) -> None:
-        self._put("usage", name, encode_usage(usage))
+        self._put_record("usage", name, encode_usage(usage))
 
     def _root_of_damaged(self, name: bytes, parent: bytes) -> bytes:
-        """Returns the root of a node whose record is damaged, as the node that it continues says, which may be the root
-        itself, or else as its own record does. That may be too short to have one."""
+        """Returns the root of a node whose record is damaged. The record of its parent names the root, or `parent` is
+        the root itself. Otherwise returns the root in the node's own record, which may be too short to have one."""
         above = None
         with suppress(StoreCorrupt):
             above = self.node_or_ghost(parent) if parent else None
         if above is not None:
             return above.root
-        return parent if self.has_under("seen", parent) else node_root(self.record("nodes", name))
+        return parent if self.has_under("seen", parent) else node_root(self.get_record("nodes", name))
 
     def _delete_children_keys(self, name: bytes, node: NodeRecord | None) -> None:
         """Removes a node from the index of children. Without its record (None), searches all keys."""
@@ -392,9 +392,9 @@ class Changes(Snapshot):
         if usage is not None and (longer := longer_ttl(usage.ttl_s, ttl_s)) != usage.ttl_s:
             self.put_usage(name, usage._replace(ttl_s=longer))
 
-    def _longer(self, parent: bytes, token_ids: bytes, kind: Kind) -> bytes | None:
-        """Returns the name of a node that continues `parent` and has all these tokens and more, or None. For a block, a
-        tail with as many tokens counts as longer, because it has the logits at their end."""
+    def _longer(self, parent: bytes, token_ids: bytes, kind: NodeKind) -> bytes | None:
+        """Returns the name of a node that continues `parent` and has all these tokens and more, or None. A tail with
+        the same number of tokens counts as longer than a block, because it also has the logits at their end."""
         for name in islice(self.similar_children(parent, token_ids), _TRIES):
             try:
                 other = self.node(name)
@@ -402,21 +402,21 @@ class Changes(Snapshot):
                 continue
             if other is None or not other.token_ids.tobytes().startswith(token_ids):
                 continue
-            if 4 * other.num_tokens > len(token_ids) or (other.kind, kind) == (Kind.TAIL, Kind.BLOCK):
+            if 4 * other.num_tokens > len(token_ids) or (other.kind, kind) == (NodeKind.TAIL, NodeKind.BLOCK):
                 return name
         return None
 
     def _put_payload(self, node: NewNode, codec: Codec) -> list[int]:
-        # LMDB does not overwrite pages that were not checked.
+        # This checks the headers of old pieces, which LMDB relies on when it overwrites them.
         self._delete_payload(node.name)
         sizes: list[int] = []
         for index, (raw, piece) in enumerate(zip(node.payload, node.pieces, strict=True)):
             encoded = encode_piece(raw, piece, codec, piece_seed(node.name, index))
-            sizes.append(self._put("payloads", piece_key(node.name, index), encoded))
+            sizes.append(self._put_record("payloads", piece_key(node.name, index), encoded))
         return sizes
 
     def _delete_payload(self, name: bytes) -> None:
-        """Removes all stored pieces. Does not use the record that counts them, which may be damaged."""
+        """Removes all stored pieces of a node. Does not use the node's record, which counts them but may be damaged."""
         self._require_sound_runs(name)
         cursor = self._txn.cursor(self._databases["payloads"])
         # Bound: each round removes a record.
@@ -424,13 +424,13 @@ class Changes(Snapshot):
             cursor.delete()
 
     def _add_children(self, name: bytes, number: int) -> bool:
-        # A damaged record may name no parent at all, and LMDB takes no empty key.
+        # A damaged record may name no parent at all, and LMDB refuses an empty key.
         usage = self.usage(name) if name else None
         if usage is not None:
             self.put_usage(name, usage._replace(children=max(0, usage.children + number)))
         return usage is not None
 
-    def _put(self, database: str, key: bytes, value: Any) -> int:
+    def _put_record(self, database: str, key: bytes, value: Any) -> int:
         """Stores a record. Returns the bytes of its value in the file."""
         if not self._txn.put(key, value, db=self._databases[database]):
             raise StoreFull(f"{database}: LMDB took no record for {key.hex()}")

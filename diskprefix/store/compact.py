@@ -40,7 +40,7 @@ from diskprefix.tokens import HASH_BYTES
 from diskprefix.units import format_size
 
 _SPARE_BYTES = 1 << 20
-"""Room for what another process adds before the copy begins."""
+"""Room for the records that another process adds before the copy begins."""
 _BATCH_BYTES = 64 << 20
 """The bytes that one transaction copies, which LMDB holds in memory until the commit."""
 
@@ -74,8 +74,9 @@ def rewrite_folder(path: Path, advance: Callable[[int], None] = lambda _num_byte
     """Replaces the store's file in folder `path` by a compacted copy, also while other processes have the store open.
     They open the new file within seconds, and write nothing to the old one.
 
-    Returns whether no process has the old file open any more: until then its bytes are on the disk. The caller must
-    have no environment open there. Raises what `compact_folder` raises, but not because the store is open.
+    Returns whether no process has the old file open any more: until then its bytes stay on the disk. The caller must
+    have no environment open there. Raises the errors of `compact_folder`, except the one for a store that another
+    process has open.
     """
     check_folder(path)
     with closing(FolderLock(path)), file_errors(path):
@@ -100,7 +101,7 @@ def copy_store(path: Path, target: Path, advance: Callable[[int], None] = lambda
     that fails, nothing is left there.
 
     A daemon may have the store open, but the pages that it frees meanwhile are not reused before the copy ends. Raises
-    what `compact_folder` raises.
+    the errors of `compact_folder`.
     """
     check_folder(path)
     with closing(FolderLock(path, create=False)), file_errors(target), folder_made(target):
@@ -129,7 +130,7 @@ def _unused(path: Path, alternative: str = " first") -> Iterator[None]:
 
 def replace_store(source: Path, path: Path, advance: Callable[[int], None] = lambda _num_bytes: None) -> Compacted:
     """Replaces the store in folder `path`, which is created, by a copy of the store in folder `source`. `before_bytes`
-    is the size of the file in `source`. Raises what `compact_folder` raises; then the old file stays."""
+    is the size of the file in `source`. Raises the errors of `compact_folder`; then the old file stays."""
     check_folder(source)
     if path.resolve() == source.resolve():
         raise StoreUnavailable(f"{source} is the folder of the store itself; give that of a backup")
@@ -155,8 +156,8 @@ def _reading(source: Path) -> Iterator[Snapshot]:
 
 
 def _write_copy(snapshot: Snapshot, source: Path, target: Path, advance: Callable[[int], None]) -> Compacted:
-    """Writes a copy of the snapshot of the store in `source` into a folder inside `target`, then moves it to its
-    place."""
+    """Writes a copy of a snapshot of the store in `source` into a folder inside `target`, then moves the new file into
+    `target`."""
     num_bytes = snapshot.used_bytes()
     before_bytes = (source / DATA).stat().st_size
     work = target / REPLACEMENT
@@ -173,8 +174,8 @@ def _write_copy(snapshot: Snapshot, source: Path, target: Path, advance: Callabl
 
 
 def _require_usable(path: Path, work: Path, snapshot: Snapshot) -> None:
-    """Opens the copy of a snapshot in folder `work` as the next process opens it, and checks its B-trees. Raises
-    `StoreUnavailable`, with `path`, if that process would refuse it, or it lacks records."""
+    """Opens the copy of a snapshot in folder `work` as the next process will open it, and checks its B-trees. Raises
+    `StoreUnavailable`, which names `path`, if that process would refuse the copy, or if the copy lacks records."""
     try:
         with _reading(work) as copy:
             is_whole = all(copy.num_records(database) == snapshot.num_records(database) for database in DATABASES)
@@ -185,7 +186,7 @@ def _require_usable(path: Path, work: Path, snapshot: Snapshot) -> None:
 
 
 def _require_room(path: Path, work: Path, num_bytes: int) -> None:
-    """Raises `StoreUnavailable`, with `path`, if the disk of `work` has no room for that many bytes."""
+    """Raises `StoreUnavailable`, which names `path`, if the disk of `work` has no room for `num_bytes`."""
     disk = os.statvfs(work)
     free_bytes = disk.f_bavail * disk.f_frsize
     missing_bytes = num_bytes + _SPARE_BYTES - free_bytes
@@ -200,7 +201,7 @@ def _copy(snapshot: Snapshot, folder: Path, num_bytes: int, advance: Callable[[i
     """Copies all records of a snapshot into a new file, which is not durable yet."""
     with _new_file(folder, num_bytes) as (copy, databases):
         records, done_bytes = _records(snapshot), _BATCH_BYTES
-        # Bound: each round copies records that no other copies; a batch that is not full is the last one.
+        # Bound: each round copies other records, and a batch that is not full is the last one.
         while done_bytes >= _BATCH_BYTES:
             done_bytes = 0
             with copy.begin(write=True) as changes:
@@ -236,7 +237,7 @@ def _records(snapshot: Snapshot) -> Iterator[tuple[str, bytes, bytes | memoryvie
         for index, piece in snapshot.pieces(name):
             populate(piece)
             yield "payloads", piece_key(name, index), piece
-    # A copy does not judge: it takes pieces along that belong to no node.
+    # A copy does not judge: it also contains pieces that belong to no node.
     for key, value in snapshot.records("payloads"):
         if key[:HASH_BYTES] not in copied or piece_index(key, key[:HASH_BYTES]) is None:
             populate(memoryview(value))

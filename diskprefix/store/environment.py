@@ -1,7 +1,7 @@
 """The LMDB environment of a store: opening, transactions, readers, and the translation of LMDB's errors.
 
 Two properties of LMDB matter here. A freed page is reused only when no process has a reader open from before it was
-freed. And the memory map of a process does not grow when another process lets the file grow.
+freed. And the memory map of a process does not grow when another process makes the file larger.
 """
 
 from __future__ import annotations
@@ -63,24 +63,25 @@ class Environment:
         self.broken: str | None = None
         """The reason why the environment must be opened again before it is used; None if it can be used."""
         self.damage: StoreCorrupt | None = None
-        """The error with which LMDB found the file damaged."""
+        """The error that LMDB reported for a damaged file."""
         self.is_checked = False
         """The file was checked since it was opened; see `StoreFile.try_file`."""
         self.is_ours = False
-        """The mark in the lock file names this file."""
+        """The mark in `diskprefix.lock` names this file."""
         self.has_lock = True
-        """LMDB's lock file lists this process's readers. If this process cannot write that file, writers do not know of
-        its readers, and may overwrite the pages that they read."""
+        """LMDB's lock file lists this process's readers. If this process cannot write the lock file, writers do not
+        know of its readers, and may overwrite pages that are being read."""
         self._staying: tuple[int, int] | None = None
-        """Transaction and process of a reader that `wait_for_readers` has waited for in vain."""
+        """Transaction number and process id of a reader that did not end while `wait_for_readers` waited."""
         self._transactions = 0
         self._own = threading.local()
-        """The number of transactions that a thread has open. It may begin another one while others must wait."""
+        """The number of transactions that a thread has open. Such a thread may begin another one while other threads
+        must wait."""
         self._closed = self._is_closing = self._is_resizing = False
         self._idle = threading.Condition()
         with self._translated():
             self.has_lock = not read_only or os.access(path / LMDB_LOCK, os.W_OK)
-            # For reading: room for what a daemon adds meanwhile. The map takes address space only.
+            # For reading: room for the pages that a daemon adds meanwhile. The map takes address space only.
             map_bytes = 2 * (path / DATA).stat().st_size + 2**30 if read_only else _map_size(path, budget_bytes)
             with locked_names(path, change=False, create=not read_only):
                 self._env = open_lmdb(
@@ -91,10 +92,11 @@ class Environment:
                     create=not read_only,
                     lock=self.has_lock,
                     mode=0o600,
-                    # Otherwise unused ends of pages hold memory of the process, also of other tenants.
+                    # Otherwise the unused ends of pages would contain old memory of this process, with data of other
+                    # tenants.
                     meminit=True,
                 )
-                # Shows a process that replaces the file that it is still open; see `is_held`.
+                # This lock tells a process that replaces the file that it is still open; see `is_held`.
                 self._fd = os.open(path / DATA, os.O_RDONLY | os.O_CLOEXEC)
                 lock_for_moment(self._fd, fcntl.LOCK_SH, path / DATA)
         self.write_lock = WriteLock(path, self._fd, on_wait)
@@ -113,8 +115,8 @@ class Environment:
         return name in self.databases or self._open_database(name, create=False)
 
     def _open_database(self, name: str, *, create: bool) -> bool:
-        """Opens a database. Returns False if there is none. The Python package opens it in a write transaction, unless
-        the file is open for reading only."""
+        """Opens a database. Returns False if the file has none of this name. The Python package opens a database in a
+        write transaction, unless the file is open for reading only."""
         with ExitStack() as opening:
             opening.enter_context(self._translated())
             txn = None if self.read_only else opening.enter_context(self.transaction(write=True))
@@ -132,8 +134,9 @@ class Environment:
             return not self._env.stat()["entries"]
 
     def close(self, timeout_s: float = _READER_PATIENCE_S) -> bool:
-        """Closes once no transaction of this process is open; later ones raise `StoreUnavailable`, from the beginning
-        of this call on: transactions may overlap all the time. Returns False, and stays open, after `timeout_s`."""
+        """Closes the file once no transaction of this process is open. From the beginning of this call, new
+        transactions raise `StoreUnavailable`; otherwise overlapping transactions could keep the file open forever.
+        Returns False after `timeout_s`, and the file stays open."""
         with self._idle:
             self._is_closing = True
             try:
@@ -146,7 +149,7 @@ class Environment:
         return self._closed
 
     def is_in_place(self) -> bool:
-        """Returns whether the open file is still in the folder: it may have been removed or replaced."""
+        """Returns whether the open file is still in the folder. Another process may have removed or replaced it."""
         try:
             return os.path.samestat(os.stat(self.path / DATA), os.fstat(self._fd))
         except OSError:
@@ -178,7 +181,7 @@ class Environment:
         with self.transaction() as txn:
             cursor = txn.cursor(self.databases["payloads"])
             is_at_key = cursor.set_range(name)
-            # Bound: the cursor moves on.
+            # Bound: each round moves the cursor.
             while is_at_key and (key := bytes(cursor.key())).startswith(name):
                 if not self._is_sound_run(key, cursor.value()):
                     raise self._damaged(f"the header of a piece of node {name.hex()} is wrong")
@@ -189,8 +192,8 @@ class Environment:
         return is_sound_run(self._fd, key, len(value), lambda before: ctypes.string_at(start - before, 2 * before))
 
     def resize(self, budget_bytes: int, timeout_s: float = _READER_PATIENCE_S) -> bool:
-        """Fits the map to a budget once no transaction of this process is open; later ones wait meanwhile. Returns
-        False, and changes nothing, after `timeout_s`."""
+        """Resizes the map to a budget once no transaction of this process is open. New transactions wait meanwhile.
+        Returns False after `timeout_s`, and changes nothing."""
         with self._translated(), self._idle:
             self._is_resizing = True
             try:
@@ -209,10 +212,11 @@ class Environment:
 
     @contextmanager
     def transaction(self, *, write: bool = False) -> Iterator[lmdb.Transaction[Any]]:
-        """A transaction, committed at the end of the block and rolled back by an exception. Reads return views of the
-        map. LMDB's errors become `StoreFull` (no page is free), `StoreCorrupt` or `StoreUnavailable`."""
+        """Yields a transaction, which is committed at the end of the block and rolled back by an exception. Reads
+        return views of the map. LMDB's errors become `StoreFull` (no page is free), `StoreCorrupt` or
+        `StoreUnavailable`."""
         with self._translated():
-            txn = self._begin(write)
+            txn = self._begin_transaction(write)
             try:
                 with txn:
                     yield txn
@@ -223,7 +227,8 @@ class Environment:
 
     def wait_for_readers(self) -> None:
         """Waits until no reader from before the last commit is open. Removes readers of processes that have ended.
-        Raises `ReaderStays` if a reader stays open for seconds, later at once until that reader has ended."""
+        Raises `ReaderStays` if a reader stays open for five seconds. Later calls raise it at once until that reader has
+        ended."""
         with self._translated():
             self._env.reader_check()
             deadline = time.monotonic() + _READER_PATIENCE_S
@@ -237,7 +242,7 @@ class Environment:
                 time.sleep(_READER_POLL_S)
 
     def _old_reader(self) -> tuple[int, int] | None:
-        """Returns transaction and process of the oldest reader, None if it reads the last commit."""
+        """Returns the transaction number and process id of the oldest reader, or None if it reads the last commit."""
         last = self._env.info()["last_txnid"]
         rows = [line.split() for line in self._env.readers().splitlines()[1:]]
         oldest = min(((int(row[-1]), int(row[0])) for row in rows if row and row[-1].isdigit()), default=(last, 0))
@@ -260,6 +265,11 @@ class Environment:
             raise other_lmdb(self.path / DATA, "or its lock file is of another version") from error
         except struct.error as error:
             raise StoreCorrupt(f"{self.path}: a record has a wrong length ({error})") from error
+        except lmdb.LockError as error:
+            # LMDB locks one byte for each process with a reader: the byte whose number is the pid.
+            problem = f"a process of another container has the store open, and the same pid ({os.getpid()}) as this one"
+            cure = "LMDB tells readers apart by their pid; let the containers share a pid namespace, or use two folders"
+            raise StoreUnavailable(f"--kv-cache-dir {self.path}: {problem}: {cure}") from error
         except lmdb.Error as error:
             problem = f"--kv-cache-dir {self.path}: {error}; repair it or choose another folder"
             if isinstance(error, lmdb.PanicError):
@@ -275,8 +285,8 @@ class Environment:
         self.damage = StoreCorrupt(self.broken)
         return StoreCorrupt(self.broken)
 
-    def _begin(self, write: bool) -> Any:
-        """Begins a transaction, after enlarging the map if another process let the file grow beyond it."""
+    def _begin_transaction(self, write: bool) -> Any:
+        """Begins a transaction. First enlarges the map if another process has made the file larger than the map."""
         self._count(1)
         try:
             begin = self._begin_writing if write else partial(self._env.begin, buffers=True)
@@ -290,11 +300,13 @@ class Environment:
             raise
 
     def _begin_writing(self) -> Any:
-        return self.write_lock.take(partial(self._env.begin, write=True), lambda: int(self._env.info()["last_txnid"]))
+        return self.write_lock.begin_write(
+            partial(self._env.begin, write=True), lambda: int(self._env.info()["last_txnid"])
+        )
 
     def _follow_growth(self) -> None:
-        """Enlarges the map once no transaction of this process is open, as LMDB demands. A thread that waits here does
-        not count as a transaction, or two of them would wait for each other."""
+        """Enlarges the map while this process has no transaction (LMDB requires that). Waiting threads are not counted;
+        otherwise two of them would wait for each other."""
         with self._idle:
             self._transactions -= 1
             self._idle.notify_all()
@@ -320,8 +332,8 @@ class Environment:
 
 
 def is_held(fd: int) -> bool:
-    """Returns whether a process has an environment of this file open. Waits a few seconds, because a process that
-    notices that its file was replaced closes it."""
+    """Returns whether a process has an environment of this file open. Waits a few seconds for such processes: each
+    closes the file once it notices that the file was replaced."""
     deadline = time.monotonic() + _READER_PATIENCE_S
     # Bound: the deadline.
     while True:

@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 from diskprefix.store.schema import UsageRecord
 
 RECENT_CHECKPOINTS = 4
-"""The number of checkpoints at the end of a conversation that are kept: those of two prompts and their replies."""
+"""The number of checkpoints that are kept at the end of a conversation: two prompts and their replies have four."""
 _EVICT_AHEAD = 64
 """A full store evicts 1/64 of its budget at a time, because choosing reads every usage record."""
 _EXPIRY_INTERVAL_S = 60.0
@@ -33,8 +33,8 @@ _MAX_RESTORES = 2**32 - 1
 class UsageTable(Struct, frozen=True, eq=False, dict=True):
     """Usage records as columns: `records` has dtype `USAGE_DTYPE` and shape [len(names)], in the order of `names`.
 
-    `rows` gives the row of each name, if the caller has it already. Unused rows are not in it: all their fields are 0,
-    except `children`.
+    `rows` maps each name to its row, if the caller has such a map already. It leaves out unused rows, whose fields are
+    all 0 except `children`.
     """
 
     names: Sequence[bytes]
@@ -47,7 +47,7 @@ class UsageTable(Struct, frozen=True, eq=False, dict=True):
 
     @property
     def has_own_ttls(self) -> bool:
-        """Returns whether a node may expire by a time to live of its own."""
+        """Returns whether a node may expire by its own time to live."""
         return bool((self.records["ttl_s"] > 0).any())
 
     def ages_s(self, now: float) -> NDArray[np.float64]:
@@ -57,8 +57,8 @@ class UsageTable(Struct, frozen=True, eq=False, dict=True):
 
 
 def after_use(records: NDArray[np.void], when: float, hits: int, ttl_s: int = 0) -> NDArray[np.void]:
-    """Returns a copy of `records`, shape [n], after `hits` uses at time `when` with the time to live `ttl_s`, as
-    `recorded_ttl` returns it."""
+    """Returns a copy of `records`, shape [n], with `hits` uses at time `when` added. `ttl_s` is their time to live in
+    the form that `recorded_ttl` returns."""
     used = records.copy()
     used["last_used"] = np.maximum(records["last_used"], when)
     used["restores"] = np.minimum(records["restores"].astype(np.int64) + hits, _MAX_RESTORES)
@@ -68,34 +68,37 @@ def after_use(records: NDArray[np.void], when: float, hits: int, ttl_s: int = 0)
 
 
 def with_uses(usage: UsageRecord, other: UsageRecord) -> UsageRecord:
-    """Returns the record of a node with the uses of another node added, which it replaces."""
+    """Returns the record of a node (`usage`) with the uses of the node that it replaces (`other`) added."""
     return usage._replace(restores=min(usage.restores + other.restores, _MAX_RESTORES))
 
 
 def expiry_interval_s(ttl_s: float, *, has_own_ttls: bool) -> float:
     """Returns the seconds between two searches for expired nodes.
 
-    `ttl_s` is the daemon's time to live, 0 for none. Times that clients choose do not shorten the interval, because a
-    search reads every usage record. The search continues without any, because another process may have stored some.
+    `ttl_s` is the daemon's time to live, 0 for none. Times to live that clients choose do not shorten the interval,
+    because a search reads every usage record. Without any known times to live, the searches go on at long intervals,
+    because another process may have stored some.
     """
     interval_s = _OWN_EXPIRY_INTERVAL_S if has_own_ttls else _UNKNOWN_EXPIRY_INTERVAL_S
     return min(interval_s, _EXPIRY_INTERVAL_S, ttl_s / 10) if ttl_s else interval_s
 
 
 def recorded_ttl(ttl_s: float | None) -> int:
-    """Returns a time to live as usage records hold it: whole seconds; 0 for None, the daemon's."""
+    """Returns a time to live in the form of usage records: whole seconds, at least 1, or 0 for None (the daemon's time
+    to live)."""
     return 0 if ttl_s is None else math.ceil(min(max(ttl_s, 1.0), _MAX_TTL_S))
 
 
 def longer_ttl(a: int, b: int) -> int:
-    """Returns the longer of two times to live, as usage records hold them, whatever the daemon's setting."""
+    """Returns the longer of two times to live, both in the form of usage records. The result is the longer one for any
+    setting of the daemon."""
     own = max(abs(a), abs(b))
     return own if a > 0 and b > 0 else -own
 
 
 def limits_s(recorded: ArrayLike, ttl_s: float) -> NDArray[np.float64]:
-    """Returns the seconds without a use after which a node expires, infinite for never, for each of the recorded times
-    to live, in their shape. `ttl_s` is the daemon's, 0 for none."""
+    """Returns the seconds without a use after which a node expires (infinite: never), for each recorded time to live;
+    the shape is the shape of `recorded`. `ttl_s` is the daemon's time to live, 0 for none."""
     own = np.asarray(recorded, np.float64)
     return np.where(own > 0, own, np.maximum(-own, ttl_s or math.inf))
 
@@ -104,14 +107,14 @@ def usable_bytes(limit: int) -> int:
     """Returns the bytes that pages with data may take of a limit: nine tenths, less 1 MiB.
 
     The rest is for B-tree copies, the free list, and above all for runs of free pages that are long enough for a piece.
-    With 1/32, three of a hundred publications found none after ten times the budget had been written, and with 1/12
+    With 1/32, three of a hundred publications got no such run after ten times the budget had been written. With 1/12,
     writing became slower.
     """
     return limit - limit // 10 - 2**20
 
 
 def bytes_to_free(*, used: int, need: int, usable: int, budget: int) -> int:
-    """Returns how many bytes to evict before `need` bytes are stored, 0 if they fit beside the `used` ones."""
+    """Returns how many bytes to evict before `need` bytes are stored; 0 if they fit beside the `used` bytes."""
     excess = used + need - usable
     return max(excess, budget // _EVICT_AHEAD) if excess > 0 else 0
 
@@ -128,9 +131,9 @@ def choose_victims(
     """Returns node names in the order in which they may be deleted: children before parents, the least recently used
     first.
 
-    Stops when their stored bytes reach `bytes_wanted` or no more nodes may be evicted. Omits nodes that are pinned or
-    that a remaining node continues. `parent_of` may return a root, which is not in `table`. `saves_nothing` tells
-    whether a leaf of this name is useless, and so is evicted first; None if no leaf is. Nodes of equal age are ordered
+    Stops when their stored bytes reach `bytes_wanted` or no more nodes may be evicted. Omits pinned nodes, and nodes
+    with a child that remains. `parent_of` may return a root, which is not in `table`. `saves_nothing` returns whether
+    the leaf of this name is useless and so is evicted first; None if no leaf is useless. Nodes of equal age are ordered
     by name, so the result depends on the arguments alone.
     """
     victims: list[bytes] = []
@@ -144,8 +147,9 @@ def choose_victims(
 
 
 def superseded_ends(ends: Iterable[int], anchors: Container[int]) -> set[int]:
-    """Returns those of the `ends` (in tokens) of one conversation's checkpoints that later ones replace. A later turn
-    restores the last one. The few before it serve an edited message, and `anchors` serve other prompts."""
+    """Returns the ends (in tokens) of those checkpoints of one conversation that later checkpoints replace. A later
+    turn restores the last one. The few checkpoints before the last one serve an edited message, and `anchors` serve
+    other prompts."""
     return {end for end in sorted(set(ends))[:-RECENT_CHECKPOINTS] if end not in anchors}
 
 
@@ -159,8 +163,8 @@ def expired(
 ) -> list[bytes]:
     """Returns the names of expired nodes in the order in which they may be deleted: children before parents.
 
-    `ttl_s` is the time to live of nodes without one of their own, 0 for no limit. A node stays as long as a node that
-    continues it.
+    `ttl_s` is the time to live of nodes that have none of their own, 0 for no limit. A node stays as long as its
+    children.
     """
     ages, limits = table.ages_s(now), limits_s(table.records["ttl_s"], ttl_s)
     return [table.names[row] for row in _leaves_first(table, parent_of, ages, ages >= limits, pinned)]

@@ -1,4 +1,4 @@
-"""The limits of a store, and the deletion of what `eviction` chooses."""
+"""The limits of a store, and the deletion of the nodes that `eviction` chooses."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ import os
 import struct
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from diskprefix.errors import CacheError, LargerThanStore, StoreCorrupt, StoreFull
-from diskprefix.store.changes import NODES_AT_ONCE, RECORDS_AT_ONCE, batches
+from diskprefix.store.changes import NODES_AT_ONCE, RECORDS_AT_ONCE, Changes, batches
 from diskprefix.store.eviction import UsageTable, bytes_to_free, choose_victims, expired, usable_bytes
 from diskprefix.store.folder import FULL_BELOW_BYTES, FolderUnavailable, disk_full, file_errors, free_bytes
-from diskprefix.store.ghosts import PROMPTS_AT_ONCE, forget, has_expired
+from diskprefix.store.ghosts import PROMPTS_AT_ONCE, forget_prompts, has_expired
 from diskprefix.store.note_record import SHORT_TTL_S
-from diskprefix.store.savings import keep_counts
 from diskprefix.store.schema import node_num_tokens
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store_file import StoreFile
@@ -28,29 +27,32 @@ log = logging.getLogger("diskprefix")
 
 _F64 = struct.Struct("<d")
 _ROOTS_SHARE = _SEEN_SHARE = 16
-"""The records of roots without nodes may take this part of the budget; so may prompts that were seen, with ghosts."""
+"""The part of the budget that the records of roots without nodes may take, and the part for seen prompts with their
+ghosts."""
 
 
 class Evictor:
     """Keeps a store within its budget and within the free space of its disk. Never evicts pinned nodes.
 
-    `may_have_own_ttls`: a record may have a time to live of its own. What another process wrote counts after the next
+    `may_have_own_ttls`: a record may have its own time to live. Records of other processes count after the next
     `expire`.
     """
 
-    def __init__(self, file: StoreFile) -> None:
-        """`file.min_free_bytes` of the disk stay free, 0 for no limit."""
+    def __init__(self, file: StoreFile, before_drop: Callable[[Changes, Sequence[bytes]], None]) -> None:
+        """`file.min_free_bytes` of the disk stay free, 0 for no limit. `before_drop` is called with roots whose records
+        are about to be removed, in the same transaction."""
         self.may_have_own_ttls = True
         self.served: tuple[str, ...] = ()
-        """The identities of the models that the store is served with. What other builds computed of them goes first."""
-        self._file = file
+        """The identities of the models that the store is served with. State that other builds computed for these models
+        is evicted first."""
+        self._file, self._before_drop = file, before_drop
         self._pins: Counter[bytes] = Counter()
         self._pins_lock = threading.Lock()
 
     def pin(self, name: bytes) -> None:
         """Keeps a node, and so all its ancestors, from eviction by this process until `unpin`. Does not wait for the
-        disk, so the running transaction may still delete the node; then `publish` of what continues it raises
-        `PrefixGone`."""
+        disk, so the running transaction may still delete the node. Then `publish` raises `PrefixGone` for nodes that
+        continue it."""
         with self._pins_lock:
             self._pins[name] += 1
 
@@ -64,10 +66,10 @@ class Evictor:
         with self._pins_lock:
             return frozenset(self._pins)
 
-    def make_room(self, need_bytes: int, keep: frozenset[bytes]) -> int:
+    def evict_for(self, need_bytes: int, keep: frozenset[bytes]) -> int:
         """Evicts nodes, but none of `keep`, until `need_bytes` more fit. Returns the number of evicted nodes. If
-        evicting all that may be evicted is not enough, evicts nothing, and raises `FolderUnavailable` if the disk is
-        full, or `StoreFull` if the budget is."""
+        `need_bytes` would not fit even then, evicts nothing, and raises `FolderUnavailable` if the disk is full, or
+        `StoreFull` if the budget is used up."""
         self._bound_seen()
         with self._file.reads.snapshot() as snapshot:
             used, usable, budget = snapshot.used_bytes(), self.usable_bytes(), self._file.budget_bytes
@@ -94,8 +96,8 @@ class Evictor:
         return len(victims)
 
     def expire(self, ttl_s: float) -> int:
-        """Removes nodes that were not used for `ttl_s` seconds (0: no limit), or for the time that a request asked for,
-        seen prompts that are older, and expired notes. Returns the number of removed nodes."""
+        """Removes nodes that were not used for `ttl_s` seconds (0: no limit) or for the time that a request asked for,
+        seen prompts older than that, and expired notes. Returns the number of removed nodes."""
         with self._file.reads.snapshot() as snapshot:
             table, now = snapshot.usages(), self._file.clock()
             names = expired(table, snapshot.parent, ttl_s=ttl_s, pinned=self.pinned(), now=now)
@@ -111,15 +113,15 @@ class Evictor:
                     notes.append(note.key)
         self.may_have_own_ttls = has_own_ttls
         self._evict(names)
-        self._forget(prompts)
+        self._forget_prompts(prompts)
         for some in batches(notes, RECORDS_AT_ONCE):
             with self._file.changes() as changes:
                 changes.forget_notes(some)
         return len(names)
 
     def check_fits(self, need_bytes: int) -> None:
-        """Raises `LargerThanStore`, or `FolderUnavailable` if the disk is full, if that much would not fit even if all
-        else were evicted."""
+        """Raises an error if `need_bytes` would not fit even after evicting everything else: `LargerThanStore`, or
+        `FolderUnavailable` if the disk is full."""
         if need_bytes > usable_bytes(self._file.budget_bytes):
             need, budget = format_size(need_bytes), format_size(self._file.budget_bytes)
             raise LargerThanStore(f"{need} do not fit --kv-cache-budget {budget}; raise it or save a shorter prefix")
@@ -127,7 +129,7 @@ class Evictor:
             raise self._full("")
 
     def lacks_room(self, need_bytes: int) -> bool:
-        """Returns whether that much would not fit even if all else were evicted, because of the budget or the disk."""
+        """Returns whether the budget or the disk has no room for `need_bytes` even after evicting everything else."""
         with suppress(CacheError):
             return need_bytes > usable_bytes(self.room_bytes())
         return False
@@ -141,13 +143,15 @@ class Evictor:
         return not self._file.min_free_bytes or self._file.environment.file_bytes() + need_bytes <= self.disk_limit()
 
     def let_freed_pages_age(self) -> None:
-        """Commits an empty transaction: LMDB reuses pages only from the second one after the one that freed them."""
+        """Commits a transaction that writes one small record: LMDB reuses pages only from the second commit after the
+        one that freed them."""
         with self._file.changes() as changes:
             changes.put_meta("evicted_at", _F64.pack(self._file.clock()))
 
     def _evict(self, victims: list[bytes]) -> None:
         """Deletes nodes, children first. Keeps nodes that were continued or pinned since they were chosen. Raises
-        `StoreCorrupt` if the parent of a node is unknown: it would count the node forever, and never be evicted."""
+        `StoreCorrupt` if the parent of a node is unknown: the parent's count of children would stay too high, so it
+        could never be evicted."""
         for some in batches(victims, NODES_AT_ONCE):
             with self._file.changes() as changes:
                 roots = set()
@@ -164,19 +168,20 @@ class Evictor:
             self.let_freed_pages_age()
 
     def _bound_seen(self) -> None:
-        """Removes the oldest seen prompts if all take more than their share, which is left three quarters full."""
+        """Removes the oldest seen prompts if all together exceed their share, until the share is three quarters
+        full."""
         limit, now = self._file.budget_bytes // _SEEN_SHARE, self._file.clock()
         with self._file.reads.snapshot() as snapshot:
-            # A time in the future is from a wrong clock: that prompt is no younger than others.
+            # A time in the future comes from a wrong clock: that prompt counts as no younger than others.
             times = snapshot.seen_times() if snapshot.seen_bytes() > limit else ()
             oldest_first = sorted((min(came_at, now), key) for key, came_at, _ in times)
-        self._forget([key for _, key in oldest_first], until_bytes=limit * 3 // 4)
+        self._forget_prompts([key for _, key in oldest_first], until_bytes=limit * 3 // 4)
 
-    def _forget(self, prompts: list[bytes], until_bytes: int = -1) -> None:
-        """Removes seen prompts, by their keys, until all that are left take no more than `until_bytes`."""
+    def _forget_prompts(self, prompts: list[bytes], until_bytes: int = -1) -> None:
+        """Removes seen prompts, given by their keys, until the remaining ones take at most `until_bytes`."""
         for some in batches(prompts, PROMPTS_AT_ONCE):
             with self._file.changes() as changes:
-                forget(changes, some)
+                forget_prompts(changes, some)
                 changes.delete_bare_roots({key[:HASH_BYTES] for key in some})
                 if changes.seen_bytes() <= until_bytes:
                     break
@@ -184,10 +189,10 @@ class Evictor:
     def _drop_roots(self, roots: list[bytes]) -> None:
         for some in batches(roots, NODES_AT_ONCE):
             with self._file.changes() as changes:
-                # Some may have new nodes since they were chosen.
+                # Some roots may have got new nodes since they were chosen.
                 empty = [root for root in some if not changes.has_under("children", root)]
-                keep_counts(changes, empty)
-                forget(changes, [key for root in empty for key in changes.keys_under("seen", root)])
+                self._before_drop(changes, empty)
+                forget_prompts(changes, [key for root in empty for key in changes.keys_under("seen", root)])
                 changes.forget_notes([key for root in empty for key in changes.keys_under("notes", root)])
                 changes.delete_bare_roots(set(empty))
 
@@ -200,13 +205,13 @@ class Evictor:
         return self._file.environment.file_bytes() + max(0, disk.f_bavail * disk.f_frsize - self._file.min_free_bytes)
 
     def room_bytes(self) -> int:
-        """Returns the size in bytes that the file can reach: the budget, or what the disk leaves of it."""
+        """Returns the size in bytes that the file can reach: the budget, or less if the disk has less space."""
         free = free_bytes(self._file.path)
         room = self._file.environment.file_bytes() + max(0, free - self._file.min_free_bytes)
         return self._file.budget_bytes if free < 0 else min(room, self._file.budget_bytes)
 
-    def limit(self) -> str:
-        """Returns what limits the size of the file, for people."""
+    def limit_text(self) -> str:
+        """Returns a text for people that names the limit of the file's size."""
         budget = f"the budget of {format_size(self._file.budget_bytes)}"
         return f"{budget}: {self._full('')}" if self._is_limited_by_disk() else budget
 
@@ -219,7 +224,7 @@ class Evictor:
         return self.disk_limit() < self._file.budget_bytes
 
     def _full(self, budget_full: str) -> CacheError:
-        """Returns the error for a file that may not grow: that of a full disk if the disk limits it, otherwise
+        """Returns the error for a file that may not grow: `FolderUnavailable` if the disk limits the file, otherwise
         `StoreFull` with the message `budget_full`."""
         if self._is_limited_by_disk():
             return FolderUnavailable(self._file.path, OSError(errno.ENOSPC, ""), self._file.min_free_bytes)
@@ -230,7 +235,7 @@ def _log_eviction(snapshot: Snapshot, reason: str, table: UsageTable, names: Seq
     """Logs a batch of nodes that are about to be evicted."""
     if names and log.isEnabledFor(logging.DEBUG):
         records = table.records[[table.row_of[name] for name in names]]
-        num_tokens = sum(node_num_tokens(snapshot.record("nodes", name) or b"") for name in names)
+        num_tokens = sum(node_num_tokens(snapshot.get_record("nodes", name) or b"") for name in names)
         num_bytes, last_used = int(records["stored_bytes"].sum()), float(records["last_used"].max())
         log.debug(
             "[disk-cache] evicting reason=%s blocks=%d tokens=%d bytes=%d restores=%d last_used=%.0f",

@@ -1,4 +1,4 @@
-"""The folder of a store: who may use it, and which process holds it.
+"""The folder of a store: its access rights, and the lock that processes hold on it.
 
 Every process that has the store open holds a shared lock (`flock`) on `diskprefix.lock`. A process that replaces
 `data.mdb` needs the lock exclusively, because LMDB does not expect that its file is replaced.
@@ -34,9 +34,9 @@ log = logging.getLogger("diskprefix")
 
 DATA, LMDB_LOCK, LOCK = "data.mdb", "lock.mdb", "diskprefix.lock"
 NAMES_LOCK = "names.lock"
-"""The file whose lock belongs to the names of the other files; see `locked_names`."""
+"""The file whose lock protects the names of the other files; see `locked_names`."""
 CRASH = "crash.log"
-"""The file to which a daemon writes where its threads were when a signal ended it."""
+"""The file to which a daemon writes the stacks of its threads when a signal ends it."""
 _FILES = (DATA, LMDB_LOCK, LOCK, NAMES_LOCK, CRASH)
 _MAX_CRASH_BYTES = 1 << 14
 REPLACEMENT = "replacement"
@@ -47,7 +47,7 @@ _OPEN_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 """Links are not followed, and a pipe does not block."""
 _POLL_S, _LOG_AGAIN_S = 0.05, 60.0
 _MOMENT_S = 10.0
-"""Locks that others hold for a moment are waited for this long."""
+"""How long to wait for a lock that other processes hold for a moment."""
 _MAX_MARK_BYTES = 1 << 12
 OnWait: TypeAlias = Callable[[str], None]
 """A function that is called before a wait, with the reason."""
@@ -61,15 +61,16 @@ need it open for writing, and a process that may create names in a folder may no
 
 
 class FolderUnavailable(StoreUnavailable):
-    """The file system refuses what the store needs. `passing`: this may end by itself, as for a full or read-only file
-    system. `is_full`: the disk has no room, or no more than `min_free_bytes`, which are to stay free."""
+    """The file system refuses an operation that the store needs. `passing`: the problem may end by itself, as for a
+    full or read-only file system. `is_full`: the disk has no room, or only the `min_free_bytes` that must stay free."""
 
     def __init__(self, path: Path, error: OSError, min_free_bytes: int = 0) -> None:
         self.passing = error.errno in PASSING
         # LMDB reports EIO for a write that a full disk cut short.
         is_cut_short = error.errno == errno.EIO and 0 <= free_bytes(path) < FULL_BELOW_BYTES
         self.is_full = error.errno == errno.ENOSPC or is_cut_short
-        why = f"--kv-cache-dir {path}: {error.strerror or error}; repair it or choose another folder"
+        todo = "make room, or choose" if error.errno == errno.EDQUOT else "repair it or choose"
+        why = f"--kv-cache-dir {path}: {error.strerror or error}; {todo} another folder"
         super().__init__(disk_full(path, min_free_bytes) if self.is_full else why)
 
 
@@ -84,7 +85,7 @@ def free_bytes(path: Path) -> int:
 
 
 def disk_full(path: Path, min_free_bytes: int) -> str:
-    """Returns the message for a disk without room for the store in folder `path`: `min_free_bytes` are to stay free."""
+    """Returns the message for a disk without room for the store in folder `path`. `min_free_bytes` must stay free."""
     free, disk = max(0, free_bytes(path)), f"the disk of --kv-cache-dir {path}"
     if free < FULL_BELOW_BYTES or free > min_free_bytes:
         return f"{disk} is full: {format_size(free)} are free; make room, or choose another folder"
@@ -161,9 +162,9 @@ def reserve_lmdb_lock(folder: Path, *, create: bool) -> None:
 
 
 def check_folder(path: Path) -> None:
-    """Raises `StoreUnavailable` if another user can write to the folder or the store's files, and so plant state from
-    which a model answers, or if a file is no regular file. For root, also if another user can replace the folder. What
-    does not exist passes."""
+    """Raises `StoreUnavailable` if another user can write to the folder or the store's files, and so could plant state
+    that a model would answer from, or if a file is not a regular file. For root, also if another user can replace the
+    folder. A folder or file that does not exist is no error."""
     if problem := distrusted_by_root(path):
         raise StoreUnavailable(f"--kv-cache-dir {path}: {problem}; run this as that user, or choose another folder")
     for name in ("", *_FILES):
@@ -172,8 +173,8 @@ def check_folder(path: Path) -> None:
 
 
 def make_private(path: Path) -> None:
-    """Makes the store's files in folder `path` unreadable for other users. Who can open a file can also lock it, and so
-    keep this user waiting. Raises `OSError`."""
+    """Makes the store's files in folder `path` unreadable for other users. A user who can open a file can also lock it,
+    and so keep this user waiting. Raises `OSError`."""
     for name in _FILES:
         with suppress(FileNotFoundError):
             status = os.lstat(path / name)
@@ -230,7 +231,7 @@ class FileMark(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def _read_mark(fd: int | None) -> FileMark:
-    """Returns an empty mark for what is none."""
+    """Returns the mark in the lock file, or an empty mark if it cannot be read."""
     with suppress(OSError, msgspec.DecodeError, msgspec.ValidationError):
         return msgspec.json.decode(os.pread(fd, _MAX_MARK_BYTES, 0) if fd is not None else b"", type=FileMark)
     return FileMark()
@@ -238,14 +239,14 @@ def _read_mark(fd: int | None) -> FileMark:
 
 def _write_mark(fd: int, mark: FileMark) -> None:
     """Overwrites the whole mark in one write, so a kill leaves the old mark or the new one. On a full disk the old mark
-    may stay, or none: then the file is checked once more."""
+    may stay, or no mark at all: then the data file is checked once more."""
     content = msgspec.json.encode(mark) if mark != FileMark() else b""
     with suppress(OSError):
         os.pwrite(fd, content.ljust(max(_MARK_BYTES, os.fstat(fd).st_size)), 0)
 
 
 def mark_made(folder: Path) -> None:
-    """Marks the store's file in `folder`, which this process has just made, as one that needs no check."""
+    """Marks the store's file in `folder`, which this process has just made, as needing no check."""
     with suppress(OSError):
         fd = _open_regular(folder / LOCK, os.O_RDWR)
         try:
@@ -271,7 +272,8 @@ class FolderLock:
         self._fd: int | None = None
         self._is_exclusive = self._is_proven = False
         self._mark_before = self._own_mark = self._mark_after = FileMark()
-        """The mark when this process opened the file, the one that it wrote then, and the one that its end leaves."""
+        """The mark that was there when this process opened the file, the mark that it wrote then, and the mark that it
+        will write at a clean end."""
         if create:
             with file_errors(path):
                 make_private(path)
@@ -289,7 +291,7 @@ class FolderLock:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            # A conversion that fails has released the old lock.
+            # A failed conversion has released the shared lock.
             self._close()
             self._take_shared()
             return False
@@ -302,10 +304,10 @@ class FolderLock:
         if self._is_exclusive and self._fd is not None:
             _write_mark(self._fd, msgspec.structs.replace(self.mark, holder=f"process {os.getpid()} is {doing}"))
 
-    def begin(self, file: int, *, is_checked: bool) -> None:
+    def record_opening(self, file: int, *, is_checked: bool) -> None:
         """Records that this process is about to write to the file with this inode, and then makes the lock shared.
 
-        A process that is not alone leaves the mark of the others, unless it has checked the file.
+        If other processes have the store open, this process leaves their mark as it is, unless it has checked the file.
         """
         before = msgspec.structs.replace(self.mark, holder="")
         openings = 0 if is_checked else before.openings
@@ -316,7 +318,7 @@ class FolderLock:
         self.share()
 
     def prove(self) -> None:
-        """Records that this process has used the file and survived it."""
+        """Records that this process has used the file without being ended by a signal."""
         if not self._is_proven and self._fd is not None:
             self._is_proven = True
             if (mark := self.mark).openings:
@@ -330,8 +332,9 @@ class FolderLock:
             self._is_exclusive = False
 
     def close(self, *, is_refused: bool = False) -> None:
-        """Gives the lock back. If the mark is still the one that `begin` wrote, subtracts this process's opening, or
-        restores the mark from before `begin` if this process refused the file. Leaves any other mark as it is."""
+        """Gives the lock back. If the mark is still the one that `record_opening` wrote, subtracts this process's
+        opening, or restores the mark from before `record_opening` if this process refused the file. Leaves any other
+        mark as it is."""
         if self._fd is not None and self._own_mark.boot and self.mark == self._own_mark:
             _write_mark(self._fd, self._mark_before if is_refused else self._mark_after)
         self._close()
@@ -345,16 +348,23 @@ class FolderLock:
 
     def _take_shared(self) -> None:
         logged_at = -math.inf
-        # Bound: the process that replaces the file. The kernel drops its lock with it, and the log names it meanwhile.
+        # Bound: the process that replaces the file. The kernel releases the lock when that process ends, and the log
+        # names the process until then.
         while True:
             fd = self._open()
             if fd is None:
                 return
-            with suppress(OSError):
+            try:
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 if self._is_current(fd):
                     self._fd = fd
                     return
+            except (BlockingIOError, FileNotFoundError):
+                pass  # Another process holds the lock, or has removed the file.
+            except OSError as error:
+                # The file system has no locks: waiting would not end.
+                os.close(fd)
+                raise FolderUnavailable(self._path, error) from error
             holder = _read_mark(fd).holder or "another process is replacing the store's file"
             os.close(fd)
             if self._on_wait is None:
@@ -381,12 +391,13 @@ class FolderLock:
 
 
 def crash_file(folder: Path) -> int:
-    """Opens the file in which `faulthandler` writes where threads were. Raises `OSError` if there is no folder yet."""
+    """Opens the file to which `faulthandler` writes the stacks of the threads. Raises `OSError` if there is no folder
+    yet."""
     return _open_regular(folder / CRASH, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
 
 def read_crash(folder: Path) -> str:
-    """Returns what a daemon wrote when a signal ended it, empty if none did."""
+    """Returns the text that a daemon wrote when a signal ended it; empty if there is none."""
     with suppress(OSError):
         fd = _open_regular(folder / CRASH, os.O_RDONLY)
         try:
@@ -397,7 +408,7 @@ def read_crash(folder: Path) -> str:
 
 
 def _open_regular(file: Path, flags: int) -> int:
-    """Raises `OSError` for a link and for everything else that is no regular file."""
+    """Opens a file. Raises `OSError` for a link and for anything else that is not a regular file."""
     fd = os.open(file, flags | _OPEN_FLAGS, 0o600)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -408,11 +419,11 @@ def _open_regular(file: Path, flags: int) -> int:
 @contextmanager
 def locked_names(folder: Path, *, change: bool, create: bool = True) -> Iterator[None]:
     """Locks the names of the store's files: shared to open the files, exclusively to `change` the names. Otherwise two
-    processes could use one file with two lock files of LMDB. Without `create`, which is for reading, does
-    nothing if there is no lock file that this process can read: no writer has been there, or it is another user.
+    processes could use one file with two lock files of LMDB. Without `create` (for reading), does nothing if this
+    process cannot read the lock file: there has been no writer, or the writer was another user.
 
-    The lock is on a file of its own, because other users may be able to open the folder, and to lock it then. Raises
-    `OSError`, or `StoreUnavailable` if another process keeps the lock.
+    The lock has its own file, because other users may be able to open the folder, and so to lock it. Raises `OSError`,
+    or `StoreUnavailable` if another process keeps the lock.
     """
     file = folder / NAMES_LOCK
     try:
@@ -430,8 +441,8 @@ def locked_names(folder: Path, *, change: bool, create: bool = True) -> Iterator
 
 
 def lock_for_moment(fd: int, operation: int, file: Path) -> None:
-    """Locks an open file of the store (`flock`) that processes lock for moments only. Raises `StoreUnavailable`, with
-    the process that has the lock, after some seconds."""
+    """Locks an open file of the store (`flock`) that processes lock for moments only. After ten seconds, raises
+    `StoreUnavailable`, which names the process that has the lock."""
     deadline = time.monotonic() + _MOMENT_S
     # Bound: `deadline`.
     while True:

@@ -1,10 +1,10 @@
-"""The prompts that were seen, as the store keeps them: leaves in the tree of nodes.
+"""Seen prompts in the store: leaves in the tree of nodes.
 
 The path of a seen prompt is its full blocks. A block of the path whose state is not stored is a *ghost*: a node with
-token ids and without payload. The record of a prompt has the name of its last full block and the token ids behind it,
-so prompts that share a beginning share its nodes. A node counts the seen prompts, and the children on their paths, that
-continue it; a ghost with count 0 is removed. The prompts of a root are numbered in the order in which they came.
-`FORMAT.md` gives the format byte by byte.
+token ids and without payload. The record of a prompt has the name of its last full block and the token ids after that
+block, so prompts that share a prefix share the nodes of the prefix. A node counts the seen prompts that continue it,
+and its children on the paths of seen prompts; a ghost with count 0 is removed. The prompts of a root are numbered in
+the order in which they came. `FORMAT.md` gives the format byte by byte.
 
 If the record of a prompt or of a block on its path is damaged, all seen prompts of its root are forgotten. That costs
 only a few guesses of the policy.
@@ -23,7 +23,7 @@ from msgspec import Struct
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.changes import Changes
-from diskprefix.store.schema import Kind, NodeRecord, PromptRecord, decode_record
+from diskprefix.store.schema import NodeKind, NodeRecord, PromptRecord, decode_record
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.tokens import HASH_BYTES, TokenIds, TokenPath
 
@@ -49,8 +49,8 @@ class SeenRecord(Struct, frozen=True, eq=False):
 
 
 def see(changes: Changes, path: TokenPath, group: bytes = b"", ttl_s: int = 0) -> None:
-    """Adds a prompt as the newest of its root, unless a block of it is damaged. `group` has 8 bytes or none; `ttl_s` is
-    as `eviction.recorded_ttl` returns it."""
+    """Adds a prompt as the newest one of its root. If one of its blocks is damaged, forgets the seen prompts of the
+    root instead. `group` has 8 bytes or none; `ttl_s` is as `eviction.recorded_ttl` returns it."""
     root, size, num_blocks = path.root, path.block_size, path.num_blocks
     newest = next(changes.last_under("seen", root), (b"", b""))[0]
     if newest and len(newest) != HASH_BYTES + _NUMBER.size:
@@ -59,7 +59,7 @@ def see(changes: Changes, path: TokenPath, group: bytes = b"", ttl_s: int = 0) -
     try:
         for number in reversed(range(num_blocks)):
             tokens = path.token_ids[number * size : (number + 1) * size]
-            ghost = NodeRecord(path.parent(number), root, number * size, tokens, Kind.GHOST, 0, 0, 0)
+            ghost = NodeRecord(path.parent(number), root, number * size, tokens, NodeKind.GHOST, 0, 0, 0)
             if changes.count_seen(path.parent(number + 1), 1, ghost).seen_children > 1:
                 break
     except StoreCorrupt as error:
@@ -71,11 +71,12 @@ def see(changes: Changes, path: TokenPath, group: bytes = b"", ttl_s: int = 0) -
     changes.put_prompt(root + _NUMBER.pack(number), prompt)
 
 
-def forget(changes: Changes, keys: Iterable[bytes]) -> int:
-    """Removes prompts, given by their keys, with the ghosts that no other needs. Returns how many there were."""
+def forget_prompts(changes: Changes, keys: Iterable[bytes]) -> int:
+    """Removes prompts, given by their keys, and the ghosts that no other prompt needs. Returns the number of removed
+    prompts."""
     num_removed = 0
     for key in keys:
-        value, root = changes.record("seen", key), key[:HASH_BYTES]
+        value, root = changes.get_record("seen", key), key[:HASH_BYTES]
         try:
             if value is not None:
                 name = decode_record(PromptRecord, key, value).parent
@@ -89,8 +90,8 @@ def forget(changes: Changes, keys: Iterable[bytes]) -> int:
 
 
 def newest_first(snapshot: Snapshot, root: bytes, max_bytes: float = math.inf) -> Iterator[SeenRecord]:
-    """Yields the prompts of a root, of all groups, newest first, until what was read of them has more than `max_bytes`.
-    Leaves out prompts that cannot be read."""
+    """Yields the prompts of a root, of all groups, newest first, until more than `max_bytes` were read. Leaves out
+    prompts that cannot be read."""
     blocks, num_bytes = _LastBlocks(snapshot), 0
     for key, value in snapshot.last_under("seen", root):
         if num_bytes + blocks.read_bytes > max_bytes:
@@ -113,8 +114,8 @@ def newest_first(snapshot: Snapshot, root: bytes, max_bytes: float = math.inf) -
 
 
 class _LastBlocks:
-    """Reads blocks of a snapshot. Keeps the last ones in memory, because prompts share them, up to `_KEPT_BYTES` of
-    token ids. `read_bytes` counts all that were read."""
+    """Reads blocks of a snapshot. Keeps the most recently used blocks in memory, up to `_KEPT_BYTES` of token ids,
+    because prompts share blocks. `read_bytes` counts the token ids that were read, in bytes."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.read_bytes = 0
@@ -139,7 +140,7 @@ class _LastBlocks:
 
 
 def has_expired(now: float, came_at: float, own_s: int, ttl_s: float) -> bool:
-    """Returns whether the time to live of a prompt is over: its own, `own_s`, or with 0 the daemon's, `ttl_s`, 0 for
-    none. A time far in the future, from a wrong clock, must not keep a prompt."""
+    """Returns whether a prompt has expired. `own_s` is its own time to live in seconds; if that is 0, the daemon's
+    `ttl_s` holds (0: none). A time far in the future, from a wrong clock, must not keep a prompt."""
     limit_s = own_s or ttl_s
     return bool(limit_s) and not abs(now - came_at) < limit_s

@@ -1,4 +1,4 @@
-"""Keeps a store in order between publications, and reports what is wrong with it. For the writing thread."""
+"""Maintains a store between publications, and reports its problems. For the writing thread."""
 
 from __future__ import annotations
 
@@ -32,26 +32,28 @@ class Housekeeping:
         self._recorded: tuple[ModelRecord, ...] = ()
         """The models that the store has a record of."""
         self.on_forget: list[Callable[[], None]] = []
-        """Called when records were deleted, by any process, or may have expired: memories of them must go too."""
-        self._epoch = store.epoch
-        """The epoch at the last call of `on_forget`."""
+        """These functions are called when a process has deleted records, or when records may have expired. Copies of
+        such records in memory must be dropped too."""
+        self._epochs = store.epochs
+        """The epochs at the last call of `on_forget`."""
         self._check_thread: threading.Thread | None = None
-        """The thread that looks for damage while prompts are written, as it reads the whole index or file."""
+        """The thread that searches for damage while prompts are written: it reads the whole index or the whole file."""
         self._damaged: tuple[StoreProblem, ...] = ()
-        """The problems that it found."""
+        """The problems that the check thread has found."""
         self.is_reading = False
-        """The thread reads records of the store."""
+        """The check thread is reading records of the store."""
         self.expired = self.quarantined = 0
         self.error: str | None = None
         """The store's last failure; None once a prompt is saved again."""
         self.least_bytes = 0
-        """The bytes that any saved prompt takes, 0 if not known. Without room for them, nothing can be saved."""
+        """The bytes that every saved prompt takes at least, 0 if unknown. Without room for them, nothing can be
+        saved."""
         self._lacks_room = False
         self.report_problem()
 
     @property
     def is_repairing(self) -> bool:
-        """Returns whether damaged records are searched, or wait to be removed."""
+        """Returns whether a search for damaged records is running, or damaged records wait to be removed."""
         return self.is_reading or bool(self._damaged)
 
     def attempt(self, step: Callable[[], None]) -> Exception | None:
@@ -60,12 +62,12 @@ class Housekeeping:
         try:
             step()
         except (PrefixGone, LargerThanStore) as error:
-            # This is a problem of one prompt, no failure of the store.
+            # This is a problem of one prompt, not a failure of the store.
             return error
         except CacheError as error:
-            self._report(self._store.message(error))
+            self._report(self._store.error_text(error))
             if isinstance(error, StoreCorrupt):
-                self._check(with_records=True)
+                self._start_check(with_records=True)
             return error
         except Exception as error:
             log.exception("[disk-cache] the writer failed")
@@ -79,11 +81,13 @@ class Housekeeping:
             self._report(self._store.problem)
 
     def check_room(self) -> None:
-        """Reports a disk that has no room for any prompt, before one is lost, and its end. For any thread."""
+        """Reports when the disk has no room for any prompt, before one is lost, and when it has room again. For any
+        thread."""
         if self._store.problem is not None or not self.least_bytes:
             return
         full_disk = self._store.evictor.full_disk()
-        # Near the limit, a few pages more or less would report this again and again. So it ends with a full disk only.
+        # Near the limit, a few pages more or less would change the report again and again. So the report ends only when
+        # the disk is no longer full.
         if full_disk is not None and not self._lacks_room and self._store.evictor.lacks_room(self.least_bytes):
             self._lacks_room = True
             self._report(full_disk)
@@ -94,11 +98,12 @@ class Housekeeping:
     def recover(self) -> None:
         """Ends the last failure, because a prompt was saved."""
         if self.error is not None:
-            self.error = None
+            # The line comes first, as in `_report`: who sees the new state finds it in the log.
             log.info("[disk-cache] saving again")
+            self.error = None
 
     def maintain(self) -> None:
-        """Opens the folder again if needed, removes what has expired, and records the models."""
+        """Opens the folder again if needed, removes expired records, and records the models."""
         if self._store.maintain():
             self.recover()
             self._recorded = ()
@@ -115,17 +120,17 @@ class Housekeeping:
             return
         new = self._unrecorded(models)
         if new:
-            self._store.evictor.make_room(sum(note_bytes(len(model.identity)) for model in new), frozenset())
+            self._store.evictor.evict_for(sum(note_bytes(len(model.identity)) for model in new), frozenset())
             with self._store.changes() as changes:
                 for model in new:
                     changes.put_model(model)
                 if any(model.has_own_root for model in new):
-                    # Nothing that any process has in memory is used any more.
+                    # State that any process has in memory must no longer be used.
                     changes.record_purge()
         self._recorded = models
 
     def _unrecorded(self, models: Sequence[ModelRecord]) -> list[ModelRecord]:
-        """Returns the models whose record the store lacks, or has otherwise."""
+        """Returns the models without a record in the store, or with a record that differs."""
         new = list[ModelRecord]()
         with self._store.reads.snapshot() as snapshot:
             for model in models:
@@ -137,12 +142,13 @@ class Housekeeping:
         return new
 
     def quarantine(self, name: bytes, parent: bytes) -> None:
-        """Removes a damaged node with all that continues it."""
+        """Removes a damaged node and all its descendants."""
         self.quarantined += self._store.quarantine(name, parent)
-        self._check(with_records=False)
+        self._start_check(with_records=False)
 
     def remove_damaged(self) -> None:
-        """Removes the records that were found damaged. Records that they hid are found when they make writing fail."""
+        """Removes the damaged records that the check has found. Damaged records that these hid are found later, when
+        they make a write fail."""
         if damaged := self._damaged:
             try:
                 self.quarantined += remove_problems(self._store, damaged).records
@@ -150,16 +156,16 @@ class Housekeeping:
                 self._damaged = ()
 
     def notice_purge(self) -> None:
-        """Reads what other processes have written. Calls `on_forget` if one of them has purged something, or if another
-        store is open."""
+        """Reads the changes of other processes. Calls `on_forget` if one of them has purged something, or if another
+        store is open now."""
         if self._store.problem is not None:
             return
         self._store.written()
-        epoch = self._store.read_epoch()
+        epochs = self._store.read_epochs()
         self._store.follow_budget()
-        if epoch != self._epoch:
-            self._epoch = self._store.epoch
-            # It may have removed their records.
+        if epochs != self._epochs:
+            self._epochs = self._store.epochs
+            # The purge may have removed the records of the models.
             self._recorded = ()
             self._have_forgotten()
 
@@ -170,15 +176,17 @@ class Housekeeping:
             self._expired_at = now
             self.expired += self._store.evictor.expire(self._ttl_s)
             self._have_forgotten()
-            # LMDB has read records of all prompts. So a daemon that saves nothing is proven too.
+            # LMDB has just read records of all prompts without ending the process. So a daemon that saves nothing
+            # proves the file too.
             self._store.prove()
 
     def _have_forgotten(self) -> None:
         for forget in self.on_forget:
             forget()
 
-    def _check(self, *, with_records: bool) -> None:
-        """Starts a search for damage: `with_records` in all records, then in the file, which `maintain` moves aside."""
+    def _start_check(self, *, with_records: bool) -> None:
+        """Starts a search for damage: with `with_records` first in all records, then in the file. `maintain` moves a
+        damaged file aside."""
         if self._check_thread is None or not self._check_thread.is_alive():
             self._check_thread = threading.Thread(
                 target=self._look_for_damage, args=(with_records,), name="kv-check", daemon=True

@@ -20,8 +20,8 @@ _CHOICE: dict[str, Any] = {"lib_version": _MAJOR} if hasattr(lmdb.Environment, "
 
 
 def open_lmdb(path: Path, **options: Any) -> lmdb.Environment:
-    """Opens the environment in folder `path`; `options` are those of `lmdb.open`. Every environment of this package is
-    opened here. Raises `lmdb.Error`, or `StoreUnavailable` if the installed package has no LMDB 0.9."""
+    """Opens the environment in folder `path`; `options` are options of `lmdb.open`. Every environment of this package
+    is opened here. Raises `lmdb.Error`, or `StoreUnavailable` if the installed package has no LMDB 0.9."""
     engine_version()
     return lmdb.open(str(path), **_CHOICE, **options)
 

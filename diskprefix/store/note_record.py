@@ -1,7 +1,7 @@
 """The format and the limits of notes: small records of other packages in the store, such as stored responses.
 
-To the store, a note is bytes under a root, a kind and an id, with a time to live of its own. `FORMAT.md` gives the
-format byte by byte.
+To the store, a note is bytes under a root, a kind and an id, with its own time to live. `FORMAT.md` gives the format
+byte by byte.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from diskprefix.tokens import HASH_BYTES
 MAX_NOTE_BYTES = 16 << 20
 """Limit for the content of one note."""
 _ROOT_SHARE, _TOTAL_SHARE = 64, 16
-"""Parts of the budget that the notes of one root, and all notes, may take."""
+"""The notes of one root may take 1/64 of the budget, and all notes 1/16."""
 _NOTE_SHARE = 4
-"""The part of its root's share that one note may take."""
+"""One note may take 1/4 of its root's share."""
 _SHRINK_TO = 0.75
-"""The part of a share that notes keep once they exceed it, so that notes are not counted again at every write."""
+"""Notes that exceed a share are reduced to this part of it, so that notes are not counted again at every write."""
 SHORT_TTL_S = 86400
-"""Notes with a shorter time to live expire as soon as nodes with a time to live of their own do."""
+"""Notes with a shorter time to live than these seconds are searched as often as nodes with their own time to live."""
 _RECORD_AFTER = 1 / 16
-"""The part of its time to live after which another use of a note is recorded. An agent uses all its turns each turn."""
+"""Another use of a note is recorded only after this part of its time to live: an agent uses all its turns in each
+turn."""
 _TIMES, _PROMPT = struct.Struct("<ddI"), struct.Struct(f"<I{HASH_BYTES}s")
 _HEADER_BYTES = _TIMES.size + _PROMPT.size
 _OWN_PAGE_BYTES = 2000
-"""A longer value shares no page with others."""
+"""A value of more bytes shares no page with others."""
 _KEY_BYTES = 2 * HASH_BYTES + 1
 
 
@@ -50,10 +51,10 @@ class NoteKind(IntEnum):
     SAVINGS = 2
     """The counts of `savings`."""
     LOGITS = 3
-    """The next-token logits at the end of a prompt whose tail a reply replaced. They save only a moment, and are
+    """The next-token logits at the end of a prompt whose tail a reply replaced. They save little time, so they are
     removed first."""
     PICTURE = 5
-    """Size and digest of a picture, for people. Its encoder's output is under the same root."""
+    """Size and digest of a picture, for people. The encoder's output for it is under the same root."""
 
 
 ENCODED_TEXT = 4
@@ -67,7 +68,7 @@ def note_key(root: bytes, kind: int, id_: str) -> bytes:
 
 
 def kind_of(key: bytes) -> int | None:
-    """Returns the `NoteKind` in a key; None, or another number, if the key is not that of a note."""
+    """Returns the `NoteKind` in a key; None or another number if it is not the key of a note."""
     return key[HASH_BYTES] if len(key) > HASH_BYTES else None
 
 
@@ -79,7 +80,7 @@ class NotePrompt(NamedTuple):
 
 
 NO_PROMPT = NotePrompt(0, bytes(HASH_BYTES))
-"""The prompt of a note that belongs to none, or to several."""
+"""The prompt of a note that belongs to no prompt, or to several."""
 
 
 class NoteTimes(NamedTuple):
@@ -91,7 +92,7 @@ class NoteTimes(NamedTuple):
     ttl_s: int
 
     def is_expired(self, now: float) -> bool:
-        # NaN, and a time far in the future from a clock that was wrong, must not keep a note forever.
+        # NaN, or a time far in the future (from a clock that was wrong), must not keep a note forever.
         return not abs(now - self.last_used) < self.ttl_s
 
     def is_outdated(self, now: float) -> bool:
@@ -156,7 +157,8 @@ class StoredNote(Struct, frozen=True):
 
 
 def note_bytes(value_bytes: int) -> int:
-    """Returns about how many bytes a note of that size takes in the file: whole pages if it is long."""
+    """Returns the approximate bytes in the file of a note whose value has `value_bytes`: whole pages for a long
+    note."""
     if value_bytes > _OWN_PAGE_BYTES:
         return paged_bytes(value_bytes) + 2 * _KEY_BYTES
     return 2 * (value_bytes + _KEY_BYTES)
@@ -186,12 +188,13 @@ def total_limit(budget_bytes: int) -> int:
 
 
 def surplus_notes(read: Callable[[], Iterable[StoredNote]], budget_bytes: int, stored_bytes: int = 0) -> list[bytes]:
-    """Returns the keys of the notes to remove, in the order of `read`, so that each root, and then all together, keep
-    to their shares of the budget: logits first, then the least recently used. An exceeded share is left three quarters
-    full. `stored_bytes` is the size of all notes in the file, if the notes are all notes and exceed their share.
+    """Returns the keys of the notes to remove, in the order of `read`, so that first the notes of each root and then
+    all notes fit their shares of the budget. Chooses logits first, then the least recently used notes. An exceeded
+    share is left three quarters full. `stored_bytes` is the size of all notes in the file, if the notes are all notes
+    and exceed their share.
 
-    `read` is called twice, and yields the same notes each time: there may be millions, of which memory has only a few
-    numbers each.
+    `read` is called twice, and yields the same notes each time: there may be millions, so only a few numbers of each
+    note are kept in memory.
     """
     ages, num_bytes, is_logits, owners = array("d"), array("q"), bytearray(), array("L")
     sizes: Counter[bytes] = Counter()
@@ -219,7 +222,7 @@ def surplus_notes(read: Callable[[], Iterable[StoredNote]], budget_bytes: int, s
         if not is_surplus[row]:
             is_surplus[row] = True
             total -= num_bytes[row] * file_bytes_each
-    return [note.key for note, is_one in zip(read(), is_surplus, strict=True) if is_one] if any(is_surplus) else []
+    return [note.key for note, is_gone in zip(read(), is_surplus, strict=True) if is_gone] if any(is_surplus) else []
 
 
 def _allowed_bytes(num_bytes: float, limit: int) -> float:

@@ -1,7 +1,7 @@
 """Notes while a process uses them: they are visible at once, and the writing thread writes them soon after.
 
-A note that cannot be written stays in memory, within a limit, and is tried again. A kill loses the notes of the last
-moments. For the format see `note_record`.
+A note that cannot be written stays in memory, within a limit, and is tried again. A kill loses the notes that were put
+just before it. For the format see `note_record`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from diskprefix.errors import CacheError, DiskStalled, StoreCorrupt
 from diskprefix.identity import identity_of_tenant
 from diskprefix.store.changes import RECORDS_AT_ONCE, Changes, SmallWrite, batches
+from diskprefix.store.epochs import Epoch, epochs_of
 from diskprefix.store.note_record import (
     MAX_NOTE_BYTES,
     NO_PROMPT,
@@ -40,11 +41,10 @@ from diskprefix.store.note_record import (
     total_limit,
 )
 from diskprefix.store.reads import Patience
-from diskprefix.store.savings import keep_counts
 from diskprefix.store.schema import ModelRecord, RootRecord
 from diskprefix.store.snapshot import Snapshot
+from diskprefix.store.statistics.savings import keep_counts
 from diskprefix.store.store import Store
-from diskprefix.store.store_identity import Epoch, epoch_of
 from diskprefix.tokens import HASH_BYTES, TokenIds, prompt_digest, root_hash
 
 log = logging.getLogger("diskprefix")
@@ -55,16 +55,16 @@ _WAITING_BYTES = 256
 _MAX_USED, _MAX_ROOTS = 1 << 14, 1 << 12
 """Limits for the remembered uses of notes and sizes of roots. Others are read again."""
 _MAX_RECENT, _MAX_RECENT_BYTES = 1 << 14, 16 << 20
-"""Limits for the notes that were put or read lately, and are still in memory."""
+"""Limits for the turns that stay in memory after they were put or read."""
 
 
 class Notes:
     """All notes of a store. `put` and `recent` are for any thread, do not wait for the disk and never raise; `put`
-    compresses. `get` and `delete` wait for the disk as long as the `patience` of a request allows, so they are not for
-    an event loop or the engine's thread. `write`, `writing` and `make_fit` are for the writing thread alone.
+    compresses. `get` and `delete` wait for the disk, as long as the `patience` of a request allows, so they must not be
+    called on an event loop or the engine's thread. `write`, `writing` and `make_fit` are for the writing thread alone.
 
-    The turns of conversations that were put or read lately stay in memory: an agent asks for all its turns with each
-    request. Other notes do not, because another process may delete them one by one."""
+    Turns of conversations that were put or read recently stay in memory: an agent asks for all its turns with each
+    request. Other notes do not stay, because another process may delete them one by one."""
 
     def __init__(self, store: Store, wake: Callable[[], None]) -> None:
         """`wake` is called when there is something to write."""
@@ -79,11 +79,9 @@ class Notes:
         """The root records of the waiting notes."""
         self._used: OrderedDict[bytes, float] = OrderedDict()
         """The time of the last use of each note by this process, the latest last."""
-        self._recent: OrderedDict[bytes, bytes] = OrderedDict()
-        """Turns as they are stored, by key, the latest last."""
+        self._recent: OrderedDict[bytes, tuple[Epoch, bytes]] = OrderedDict()
+        """Encoded turns by key, each with the epoch in which it was put or read; the latest last."""
         self._recent_bytes = 0
-        self._recent_epoch = store.epoch
-        """The epoch of the recent notes."""
         self._to_record: set[bytes] = set()
         """The keys of notes whose recorded last use is outdated; see `NoteTimes.is_outdated`."""
         self._is_new = self._is_being_written = False
@@ -109,9 +107,10 @@ class Notes:
         ttl_s: float,
         prompt: TokenIds | None = None,
     ) -> bool:
-        """Keeps a note, replacing one with the same kind and id. The note is deleted with the `prompt` that it came
-        from, and is not stored in another epoch than `epoch`, its request's. Returns False if it is too large, or if
-        the store fails and too much waits already."""
+        """Queues a note, which replaces any note with the same kind and id. The note is deleted with the `prompt` that
+        it came from. It is stored only until `epoch`, the epoch of its request, is over. Returns False if it is over
+        now, if the note is too large, or if the store fails and too many notes wait already."""
+        assert epoch.tenant == record.tenant, "the epoch is that of another tenant"
         key, now = note_key(root, kind, id_), self._store.clock()
         times = NoteTimes(now, now, max(1, min(round(ttl_s), 2**31 - 1)))
         came_from = NO_PROMPT
@@ -122,7 +121,7 @@ class Notes:
         self._store.evictor.may_have_own_ttls |= times.ttl_s < SHORT_TTL_S
         with self._lock:
             fits = fits and self.waiting_bytes + len(value) <= _MAX_WAITING_BYTES
-            if not fits or epoch != self._store.epoch:
+            if not fits or self._store.epochs.is_over(epoch):
                 self.dropped += 1
                 return False
             self._roots[root] = record
@@ -132,29 +131,31 @@ class Notes:
         return True
 
     def recent(self, root: bytes, kind: int, id_: str) -> tuple[bool, bytes | None]:
-        """Returns whether memory knows a note, and its content, None if there is no such note. Counts a use of it."""
+        """Returns whether memory knows the answer, and the note's content (None: there is no such note). Counts a use
+        of the note."""
         key = note_key(root, kind, id_)
         with self._lock:
             is_known, value = self._in_memory(key)
         return is_known, self._content(key, value) if is_known else None
 
-    def get(self, root: bytes, kind: int, id_: str, patience: Patience | None = None) -> bytes | None:
-        """Returns the content of a note, and counts a use of it. Returns None if there is none or it is damaged.
-        `patience` as for `Reads.ask`. Raises `DiskStalled`; None if the store fails in another way."""
-        return self.get_all(root, kind, [id_], patience)[id_]
+    def get(self, root: bytes, tenant: str, kind: int, id_: str, patience: Patience | None = None) -> bytes | None:
+        """Returns the content of a note of a root, and counts a use of it. `tenant` is the text of the root's tenant.
+        Returns None if there is no such note or it is damaged. `patience` as for `Reads.ask`. Raises `DiskStalled`;
+        None if the store fails in another way."""
+        return self.get_all(root, tenant, kind, [id_], patience)[id_]
 
     def get_all(
-        self, root: bytes, kind: int, ids: Sequence[str], patience: Patience | None = None
+        self, root: bytes, tenant: str, kind: int, ids: Sequence[str], patience: Patience | None = None
     ) -> dict[str, bytes | None]:
-        """Returns several notes by their ids, see `get`, in one read of the store."""
+        """Returns the contents of several notes by their ids, as `get` does, with one read of the store."""
         keys = {id_: note_key(root, kind, id_) for id_ in ids}
         with self._lock:
-            epoch = self._store.epoch
-            found = {id_: self._in_memory(key) for id_, key in keys.items()}
-        values = {id_: value for id_, (is_known, value) in found.items() if is_known}
+            epoch = self._store.epochs.of(tenant)
+            in_memory = {id_: self._in_memory(key) for id_, key in keys.items()}
+        values = {id_: value for id_, (is_known, value) in in_memory.items() if is_known}
         if missing := {id_: key for id_, key in keys.items() if id_ not in values}:
             try:
-                values |= self._store.reads.ask(partial(self._read, missing), patience)
+                values |= self._store.reads.ask(partial(self._read_notes, missing), patience)
             except DiskStalled:
                 raise
             except CacheError:
@@ -165,14 +166,15 @@ class Notes:
                         self._remember(key, value, epoch)
         return {id_: self._content(key, values[id_]) for id_, key in keys.items()}
 
-    def _read(self, keys: Mapping[str, bytes]) -> dict[str, bytes | None]:
-        # What was written meanwhile is in a snapshot that is taken now.
+    def _read_notes(self, keys: Mapping[str, bytes]) -> dict[str, bytes | None]:
+        # A snapshot that is taken now has the notes that were written meanwhile.
         with self._store.reads.snapshot() as snapshot:
-            values = {id_: snapshot.record("notes", key) for id_, key in keys.items()}
+            values = {id_: snapshot.get_record("notes", key) for id_, key in keys.items()}
             return {id_: None if value is None else bytes(value) for id_, value in values.items()}
 
     def _content(self, key: bytes, value: bytes | None) -> bytes | None:
-        """Returns the content of a note as it is stored, None if it has expired or is damaged. Counts a use of it."""
+        """Returns the content of an encoded note (`value`), None if it has expired or is damaged. Counts a use of
+        it."""
         if value is None:
             return None
         now = self._store.clock()
@@ -183,7 +185,7 @@ class Notes:
             self._delete(key)
             return None
         with self._lock:
-            # A value in memory does not have the uses since.
+            # A value in memory does not include the uses since it was read.
             if times.used(self._used.get(key, 0.0)).is_expired(now):
                 return None
             self._used[key] = now
@@ -194,15 +196,15 @@ class Notes:
                 self._to_record.add(key)
         return content
 
-    def delete(self, root: bytes, kind: NoteKind, id_: str, patience: Patience | None = None) -> bool:
-        """Removes a note. Returns whether there was one that could be read. Raises `DiskStalled`."""
-        if self.get(root, kind, id_, patience) is None:
+    def delete(self, root: bytes, tenant: str, kind: NoteKind, id_: str, patience: Patience | None = None) -> bool:
+        """Removes a note. Returns whether it existed and could be read. Raises `DiskStalled`."""
+        if self.get(root, tenant, kind, id_, patience) is None:
             return False
         self._delete(note_key(root, kind, id_))
         return True
 
     def settle(self, root: bytes, kind: NoteKind, id_: str, patience: Patience | None = None) -> bool:
-        """Waits until the last change of a note is on the disk. Returns False if the time runs out first."""
+        """Waits until the last change of a note is written. Returns False if the time runs out first."""
         key = note_key(root, kind, id_)
         with self._written:
             return self._written.wait_for(lambda: key not in self._waiting, (patience or Patience()).left_s)
@@ -216,13 +218,14 @@ class Notes:
             return [record for _, record in snapshot.models()]
 
     def write(self) -> None:
-        """Writes what waits in one transaction, then makes the notes fit their shares. Raises `CacheError`."""
+        """Writes all waiting notes in one transaction, then makes the notes fit their shares. Raises `CacheError`."""
         self._store.write_from(self.writing)
         self.make_fit()
 
     @contextmanager
     def writing(self) -> Iterator[SmallWrite | None]:
-        """Yields the write of all waiting notes, None if none waits. They continue to wait if the block raises."""
+        """Yields the write of all waiting notes, None if none waits. If the block raises, the notes continue to
+        wait."""
         with self._lock:
             waiting, roots, self._is_new = dict(self._waiting), dict(self._roots), False
             used = {key: self._used[key] for key in self._to_record - waiting.keys()}
@@ -230,70 +233,80 @@ class Notes:
             self._is_being_written = bool(waiting or used)
         sizes = {key: note_bytes(len(note.value)) for key, note in waiting.items() if note.value is not None}
 
-        def put(changes: Changes) -> None:
-            epoch = epoch_of(changes, self._store.names)
+        def put_notes(changes: Changes) -> None:
+            epochs = epochs_of(changes, self._store.names)
             changes.forget_notes([key for key, note in waiting.items() if note.value is None])
             for key, note in waiting.items():
-                if note.value is not None and note.epoch == epoch:
+                if note.value is not None and not epochs.is_over(note.epoch):
                     changes.put_root(key[:HASH_BYTES], roots[key[:HASH_BYTES]])
                     changes.put_note(key, note.value)
             for key, when in used.items():
                 changes.use_note(key, when)
 
         try:
-            yield SmallWrite(sum(sizes.values()), put) if self._is_being_written else None
-            self._forget(waiting)
+            yield SmallWrite(sum(sizes.values()), put_notes) if self._is_being_written else None
+            self._forget_waiting(waiting)
             self._not_counted |= sizes
         finally:
             self._is_being_written = False
 
     def _in_memory(self, key: bytes) -> tuple[bool, bytes | None]:
-        """Returns whether memory knows a note, and its value. The caller holds the lock."""
+        """Returns whether memory knows the answer, and the note's value (None: it is deleted). The caller holds the
+        lock."""
         if key in self._waiting:
             return True, self._waiting[key].value
-        if self._recent_epoch != self._store.epoch or key not in self._recent:
+        if key not in self._recent:
+            return False, None
+        epoch, value = self._recent[key]
+        if self._store.epochs.is_over(epoch):
+            self._drop_recent(key)
             return False, None
         self._recent.move_to_end(key)
-        return True, self._recent[key]
+        return True, value
 
     def _remember(self, key: bytes, value: bytes, epoch: Epoch) -> None:
-        """Keeps a turn in memory that was put or read in an epoch. The caller holds the lock."""
-        if key[HASH_BYTES] != NoteKind.TURN or epoch != self._store.epoch:
+        """Keeps an encoded turn in memory, which was put or read in `epoch`. Ignores other notes. The caller holds the
+        lock."""
+        if key[HASH_BYTES] != NoteKind.TURN or self._store.epochs.is_over(epoch):
             return
-        if self._recent_epoch != epoch:
-            # Something was purged.
-            self._recent.clear()
-            self._recent_bytes, self._recent_epoch = 0, epoch
-        self._recent_bytes += len(value) - len(self._recent.pop(key, b""))
-        self._recent[key] = value
+        self._drop_recent(key)
+        self._recent[key] = epoch, value
+        self._recent_bytes += len(value)
         # Bound: each round removes a turn; without any, both are 0.
         while self._recent_bytes > _MAX_RECENT_BYTES or len(self._recent) > _MAX_RECENT:
-            self._recent_bytes -= len(self._recent.popitem(last=False)[1])
+            self._drop_recent(next(iter(self._recent)))
+
+    def _drop_recent(self, key: bytes) -> None:
+        """Drops an encoded turn from memory. The caller holds the lock."""
+        _, value = self._recent.pop(key, (None, b""))
+        self._recent_bytes -= len(value)
 
     def _delete(self, key: bytes) -> None:
         with self._lock:
-            self._replace(key, _Waiting(self._store.epoch, None))
-            self._recent_bytes -= len(self._recent.pop(key, b""))
+            self._replace(key, _Waiting(Epoch(), None))
+            self._drop_recent(key)
         self._wake()
 
     def drop_outdated(self) -> None:
-        """Drops the notes that wait and are not of the store's epoch. For any thread."""
+        """Drops the notes in memory whose epoch is over. For any thread."""
         with self._lock:
-            epoch = self._store.epoch
-            outdated = {key: note for key, note in self._waiting.items() if note.value and note.epoch != epoch}
+            is_over = self._store.epochs.is_over
+            outdated = {key: note for key, note in self._waiting.items() if note.value and is_over(note.epoch)}
             self.dropped += len(outdated)
-        self._forget(outdated)
+            for key in [key for key, (epoch, _) in self._recent.items() if is_over(epoch)]:
+                self._drop_recent(key)
+        self._forget_waiting(outdated)
 
     def _replace(self, key: bytes, note: _Waiting) -> None:
-        """Lets a note wait. The caller holds the lock."""
+        """Adds a note to the waiting ones, in place of an earlier one with this key. The caller holds the lock."""
         if key in self._waiting:
             self.waiting_bytes -= self._waiting[key].num_bytes
         self._waiting[key] = note
         self._is_new = True
         self.waiting_bytes += note.num_bytes
 
-    def _forget(self, notes: Mapping[bytes, _Waiting]) -> None:
-        """Removes notes from those that wait, unless they were replaced meanwhile."""
+    def _forget_waiting(self, notes: Mapping[bytes, _Waiting]) -> None:
+        """Removes notes from the waiting ones, unless they were replaced meanwhile."""
         with self._lock:
             for key, note in notes.items():
                 if self._waiting.get(key) is note:
@@ -303,8 +316,8 @@ class Notes:
             self._written.notify_all()
 
     def make_fit(self) -> None:
-        """Removes the notes that exceed a share. Counts the notes of a root when this process writes one and does not
-        know their size; the size of all notes is that of their pages. Raises `CacheError`."""
+        """Removes the notes that exceed a share. Counts the notes of a root when this process writes one of them and
+        does not know their size. The size of all notes is the size of their pages. Raises `CacheError`."""
         if self._store.problem is not None:
             return
         written, self._not_counted = self._not_counted, {}
@@ -326,7 +339,7 @@ class Notes:
                 keep_counts(changes, {key[:HASH_BYTES] for key in some if kind_of(key) == NoteKind.SAVINGS})
                 changes.forget_notes(some)
         for root in list(self._sizes) if is_full else full:
-            # The next write counts them again.
+            # The next write counts the notes of this root again.
             self._sizes.pop(root, None)
         while len(self._sizes) > _MAX_ROOTS:
             self._sizes.popitem(last=False)
@@ -337,16 +350,17 @@ class Notes:
         with self._lock:
             used = dict(self._used)
 
-        def read() -> Iterator[StoredNote]:
+        def stored_notes() -> Iterator[StoredNote]:
             stored = snapshot.notes() if roots is None else (note for root in roots for note in snapshot.notes_of(root))
             for note in stored:
                 yield note.used(used[note.key]) if note.key in used else note
 
-        return surplus_notes(read, self._store.budget_bytes, stored_bytes if roots is None else 0)
+        return surplus_notes(stored_notes, self._store.budget_bytes, stored_bytes if roots is None else 0)
 
 
 class _Waiting(NamedTuple):
-    """An encoded note that waits, with the epoch of its request. Without a value, its deletion waits."""
+    """An encoded note that waits to be written, with the epoch of its request. With the value None, the deletion of the
+    note waits, in whatever epoch."""
 
     epoch: Epoch
     value: bytes | None
@@ -368,11 +382,12 @@ class TenantNotes(Struct, frozen=True):
     """The time to live of new notes after their last use, in seconds."""
 
     patience: Patience | None = None
-    """The time that the request may wait for the disk; None for as long as one that has not waited yet."""
+    """The time that the request may still wait for the disk. With None, reads wait as long as the disk answers, and
+    `settle` waits as long as a new `Patience` allows."""
 
     def holder(self, kind: NoteKind, id_: str) -> TenantNotes:
-        """Returns the notes of this tenant that have a note, with this model or another one of the store. Returns these
-        notes if none have it. Raises `DiskStalled`."""
+        """Returns this tenant's notes, of this model or another model of the store, that contain the given note.
+        Returns `self` if no notes contain it. Raises `DiskStalled`."""
         return next((notes for notes in (self, *self._with_other_models()) if notes.get(kind, id_) is not None), self)
 
     def _with_other_models(self) -> Iterator[TenantNotes]:
@@ -388,13 +403,13 @@ class TenantNotes(Struct, frozen=True):
         return self.notes.recent(self.root, kind, id_)
 
     def get(self, kind: NoteKind, id_: str) -> bytes | None:
-        return self.notes.get(self.root, kind, id_, self.patience)
+        return self.notes.get(self.root, self.record.tenant, kind, id_, self.patience)
 
     def get_all(self, kind: NoteKind, ids: Sequence[str]) -> dict[str, bytes | None]:
-        return self.notes.get_all(self.root, kind, ids, self.patience)
+        return self.notes.get_all(self.root, self.record.tenant, kind, ids, self.patience)
 
     def delete(self, kind: NoteKind, id_: str) -> bool:
-        return self.notes.delete(self.root, kind, id_, self.patience)
+        return self.notes.delete(self.root, self.record.tenant, kind, id_, self.patience)
 
     def settle(self, kind: NoteKind, id_: str) -> bool:
         return self.notes.settle(self.root, kind, id_, self.patience)

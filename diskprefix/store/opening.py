@@ -1,6 +1,6 @@
-"""Opens the file of a store, and moves aside a file that is damaged or has another format.
+"""Opens the file of a store, and moves a file aside that is damaged or has another format.
 
-Only a process that has the folder alone moves a file aside.
+A process moves a file aside only while no other process has the folder open.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ log = logging.getLogger("diskprefix")
 DAMAGED = "damaged.mdb"
 """The name of the file that was moved aside last."""
 _LARGE_BYTES = 1 << 30
-"""The check of a file of at least this size is logged."""
+"""Checks of files of at least this size are logged."""
 _FIRST_BYTES = 2 * mmap.PAGESIZE
 """The size of a new file: LMDB's two meta pages."""
 
@@ -89,21 +89,21 @@ def open_environment(
                 sync(path)
             crash = read_crash(path)
             if checks or crash or lock.mark.needs_check(env.inode):
-                _check(env, lock, on_wait, crash)
+                _check_file(env, lock, on_wait, crash)
             if not read_only:
-                lock.begin(env.inode, is_checked=env.is_checked)
+                lock.record_opening(env.inode, is_checked=env.is_checked)
                 if crash:
                     os.truncate(path / CRASH, 0)
     except BaseException:
         if env is not None:
-            # Open, it would keep the caller from opening the folder for reading.
+            # An open environment would keep the caller from opening the folder for reading.
             env.close()
         lock.close()
         raise
     return env, lock
 
 
-def _check(env: Environment, lock: FolderLock, on_wait: OnWait | None, crash: str) -> None:
+def _check_file(env: Environment, lock: FolderLock, on_wait: OnWait | None, crash: str) -> None:
     """Checks the file. Logs the `crash` that a daemon left, and the check of a large file. Raises `StoreCorrupt`."""
     reason = "because a signal ended a daemon" if crash else "for the first time since the machine was started"
     doing = f"checking the store's file, {reason}"
@@ -129,10 +129,10 @@ def _empty_unfinished(file: Path) -> None:
 
 
 def _make_durable(file: Path, *, may_write: bool) -> None:
-    """Makes durable what LMDB relies on, before anything is written. Raises `OSError`.
+    """Makes the pages durable that LMDB relies on, before anything is written. Raises `OSError`.
 
-    If the fsync after LMDB's first write of a new file failed, the kernel takes the pages for written, and a power
-    failure would lose them: so the pages of a file without a commit are written again. If writing the meta page of a
+    If the fsync after LMDB's first write of a new file failed, the kernel regards the pages as written, and a power
+    failure would lose them. So the pages of a file without a commit are written again. If writing the meta page of a
     commit fails, LMDB writes the previous one back without fsync: the disk may still have the new one, whose pages the
     next commit overwrites.
     """
@@ -145,11 +145,11 @@ def _make_durable(file: Path, *, may_write: bool) -> None:
 
 
 def set_aside(path: Path, inode: int, error: CacheError, on_wait: OnWait | None = None, *, mends: bool = False) -> None:
-    """Moves aside a file that is damaged or has another format. With `mends`, a file in which only headers of payloads
-    are damaged stays, and they are written again.
+    """Moves a file aside that is damaged or has another format. With `mends`, a file stays if only headers of payloads
+    are damaged in it; these are written again.
 
-    Does nothing if the file has another inode by now, or if another process has the folder open, which may have moved
-    the file already. For `on_wait` see `FolderLock`.
+    Does nothing if the file has another inode by now, or if another process has the folder open: that process may have
+    moved the file already. For `on_wait` see `FolderLock`.
     """
     lock = FolderLock(path, on_wait)
     try:
@@ -182,9 +182,9 @@ def inode_of(path: Path) -> int:
 
 
 _META = struct.Struct("<II16xI")
-"""Magic number, data version and page size, behind the header of a meta page."""
+"""Magic number, data version and page size, after the header of a meta page."""
 _MAGIC, _DATA_VERSION, _META_AT, _PAGE_HEADER_BYTES = 0xBEEFC0DE, 1, 16, (16, 24)
-"""These are of LMDB 0.9, but the second header is of later data versions."""
+"""The values of LMDB 0.9. The second header size is that of later data versions."""
 _PAGE_BYTES = tuple(1 << n for n in range(12, 16))
 
 

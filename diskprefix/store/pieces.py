@@ -6,14 +6,15 @@ import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.codec.codec import PIECE_BYTES, Element, Piece
-from diskprefix.store.schema import Kind
+from diskprefix.store.schema import NodeKind
 
 LAYOUT_VERSION = 1
 """The version of the byte format that a `LayoutText` describes."""
@@ -37,6 +38,17 @@ bits and their scale."""
 Payload: TypeAlias = Sequence[memoryview]
 """The raw bytes of each piece, C-contiguous. An index may make a copy each time."""
 
+
+class Hold(Protocol):
+    """Memory that holds payloads until they are written or lost. For any thread."""
+
+    def release(self) -> None:
+        """Gives the memory back. May be called twice."""
+
+    def frees(self) -> bool:
+        """Returns whether a release would free pages that others need."""
+
+
 Axis: TypeAlias = Literal["page", "head", "token", "dim"]
 _AXES: frozenset[tuple[Axis, ...]] = frozenset(
     {("head", "token", "dim"), ("page", "head", "token", "dim"), ("page", "token", "head", "dim")}
@@ -44,8 +56,8 @@ _AXES: frozenset[tuple[Axis, ...]] = frozenset(
 
 
 class LayoutGroup(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Per-token tensors of one form. A payload holds them in the order of the layers, so that its first pieces suffice
-    for the first layers.
+    """Per-token tensors of one form. A payload holds them in the order of the layers, so that its first pieces are
+    enough for the first layers.
 
     `axes` is the order of each tensor's axes. With an axis "page", the tokens are in pages of `page` tokens, and a page
     is never cut.
@@ -77,7 +89,7 @@ class LayoutGroup(msgspec.Struct, frozen=True, omit_defaults=True):
         return tuple(sizes[axis] for axis in self.axes)
 
     def rows(self) -> Piece:
-        """Returns all rows of one token. Raises `ValueError` for a form that no engine writes."""
+        """Returns the rows of one token. Raises `ValueError` for a form that no engine writes."""
         if self.axes not in _AXES or self.page < 1 or (self.page > 1 and self.axes[0] != "page"):
             raise ValueError(f"axes {','.join(self.axes)} with pages of {self.page} tokens")
         return _rows(len(self.tensors) * self.rows_each, self.row_elements, self.dtype)
@@ -93,8 +105,8 @@ class LayoutState(msgspec.Struct, frozen=True):
 
 
 class LayoutText(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The content of the text that `kv.layout.Layout.describe` returns. A connector writes one for the pages of its
-    engine.
+    """The parsed form of the text that `kv.layout.Layout.describe` returns. A connector makes such a text for the pages
+    of its engine.
 
     `shard` is the rank of the process that computed the state, and the number of ranks that share each token.
     """
@@ -110,18 +122,9 @@ class LayoutText(msgspec.Struct, frozen=True, omit_defaults=True):
         return msgspec.json.encode(self).decode()
 
 
-class Cut(Struct, frozen=True):
-    """One piece of a payload, with `piece.num_rows` rows of `group` from `first_row` on. `group` counts the groups of
-    per-token tensors, then those of states, then the logits."""
-
-    piece: Piece
-    group: int
-    first_row: int
-
-
 class PayloadLayout(Struct, frozen=True):
-    """The form of the payloads under one root. Each group is a piece with all its rows; `groups` have the size of one
-    token."""
+    """The form of the payloads under one root. Each group is given as one piece with all its rows; the `groups` have
+    the size of one token."""
 
     groups: tuple[Piece, ...]
     logits: Piece
@@ -143,17 +146,14 @@ class PayloadLayout(Struct, frozen=True):
         """The number of the group of the logits."""
         return len(self.groups) + len(self.states)
 
-    def payload_bytes(self, num_tokens: int, kind: Kind) -> int:
-        states_bytes = sum(rows.num_bytes for rows in self.states) if kind != Kind.BLOCK else 0
-        logits_bytes = self.logits.num_bytes if kind == Kind.TAIL else 0
+    def payload_bytes(self, num_tokens: int, kind: NodeKind) -> int:
+        states_bytes = sum(rows.num_bytes for rows in self.states) if kind != NodeKind.BLOCK else 0
+        logits_bytes = self.logits.num_bytes if kind == NodeKind.TAIL else 0
         return num_tokens * sum(rows.num_bytes for rows in self.groups) + states_bytes + logits_bytes
 
-    def pieces(self, num_tokens: int, kind: Kind) -> tuple[Piece, ...]:
+    def pieces(self, num_tokens: int, kind: NodeKind) -> tuple[Piece, ...]:
         """Returns the pieces of a node with `num_tokens` tokens, in the order of the payload."""
-        return tuple(cut.piece for cut in self.cuts(num_tokens, kind))
-
-    def cuts(self, num_tokens: int, kind: Kind) -> tuple[Cut, ...]:
-        return () if kind == Kind.GHOST else _cuts(self, num_tokens, kind)
+        return () if kind == NodeKind.GHOST else _pieces(self, num_tokens, kind)
 
 
 def split_payload(payload: memoryview, pieces: Iterable[Piece]) -> Payload:
@@ -163,24 +163,24 @@ def split_payload(payload: memoryview, pieces: Iterable[Piece]) -> Payload:
 
 
 @lru_cache(maxsize=1024)
-def _cuts(layout: PayloadLayout, num_tokens: int, kind: Kind) -> tuple[Cut, ...]:
-    cuts: list[Cut] = []
+def _pieces(layout: PayloadLayout, num_tokens: int, kind: NodeKind) -> tuple[Piece, ...]:
+    pieces: list[Piece] = []
     for group, rows in enumerate(layout.groups):
-        cuts += _cut_rows(group, rows, rows.row_bytes * num_tokens)
-    if kind != Kind.BLOCK:
+        pieces += _cut_rows(group, rows, rows.row_bytes * num_tokens)
+    if kind != NodeKind.BLOCK:
         for group, rows in enumerate(layout.states, start=len(layout.groups)):
-            cuts += _cut_rows(group, rows, rows.row_bytes)
-    if kind == Kind.TAIL:
-        cuts.append(Cut(layout.logits, layout.logits_group, 0))
-    return tuple(cuts)
+            pieces += _cut_rows(group, rows, rows.row_bytes)
+    if kind == NodeKind.TAIL:
+        pieces.append(replace(layout.logits, group=layout.logits_group))
+    return tuple(pieces)
 
 
-def _cut_rows(group: int, rows: Piece, row_bytes: int) -> list[Cut]:
+def _cut_rows(group: int, rows: Piece, row_bytes: int) -> list[Piece]:
     if not row_bytes:
         return []
     rows_in_piece = max(1, PIECE_BYTES // row_bytes)
     return [
-        Cut(Piece(min(rows_in_piece, rows.num_rows - first), row_bytes, rows.element), group, first)
+        Piece(min(rows_in_piece, rows.num_rows - first), row_bytes, rows.element, group, first)
         for first in range(0, rows.num_rows, rows_in_piece)
     ]
 

@@ -1,8 +1,8 @@
-"""Removes what a user selects: by saved prompt, model, tenant, age, or everything.
+"""Removes the records that a user selects: by saved prompt, model, tenant or age, or all.
 
-A plan is made from one snapshot, and carried out in small write transactions. Each checks again, so what others have
-continued or saved meanwhile stays, and a kill leaves the store in order. A block is removed only with all that
-continues it, and a checkpoint of a saved prompt with its block.
+A plan is made from one snapshot, and carried out in small write transactions. Each transaction checks again, so nodes
+that others have continued or saved meanwhile stay, and a kill leaves the store in order. A block is removed only
+together with all its descendants, and a checkpoint of a saved prompt together with its block.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from msgspec.structs import asdict
 from diskprefix.errors import EntryNotFound, StoreCorrupt
 from diskprefix.printable import shown
 from diskprefix.store.changes import NODES_AT_ONCE, RECORDS_AT_ONCE, Changes, batches
-from diskprefix.store.ghosts import PROMPTS_AT_ONCE, forget, newest_first
+from diskprefix.store.epochs import EVERYONE, of_salt, of_tenants
+from diskprefix.store.ghosts import PROMPTS_AT_ONCE, forget_prompts, newest_first
 from diskprefix.store.note_record import ENCODED_TEXT, note_prompt
-from diskprefix.store.savings import forget_lines
 from diskprefix.store.schema import NodeRecord
 from diskprefix.store.snapshot import Snapshot
+from diskprefix.store.statistics.savings import forget_lines
 from diskprefix.store.store import Store
 from diskprefix.store.store_identity import names_of
 from diskprefix.store.tree import PrefixTree
@@ -31,12 +32,12 @@ from diskprefix.tenant_ids import matches
 from diskprefix.tokens import HASH_BYTES, LEAST_TOKENS, TokenIds, common_prefix_length, num_common, prompt_digests
 
 _ROUNDS = 5
-"""A block that a daemon continues during a round stays. The next round removes both."""
+"""A block stays if a daemon continues it during a round. The next round removes both."""
 
 
 class PurgeFilter(Struct, frozen=True, kw_only=True):
-    """The conditions of a purge, which removes what meets them all. `entries` are names of saved prompts; with none,
-    the condition is left out. `salt` is an argument of `tenant_ids.matches`."""
+    """The conditions of a purge, which removes the records that meet all of them. `entries` are names of saved prompts;
+    an empty set is no condition. `salt` is passed to `tenant_ids.matches`."""
 
     entries: frozenset[bytes] = frozenset()
     model: str | None = None
@@ -47,15 +48,22 @@ class PurgeFilter(Struct, frozen=True, kw_only=True):
     def is_everything(self) -> bool:
         return self == PurgeFilter()
 
+    def purged(self, plan: PurgePlan) -> frozenset[str]:
+        """Returns whose epoch a purge with this plan ends (see `Purges.ids`): of a saved prompt, its tenant's, with all
+        models, because a draft model has read it too. `--salt` names tenants that may have unsaved state only."""
+        if self.entries and plan.tenants is not None:
+            return of_tenants(plan.tenants)
+        return EVERYONE if self.salt is None else of_salt(self.salt)
+
     def is_of(self, model: str, tenant: str) -> bool:
-        """Returns whether model and tenant of a root meet the conditions."""
+        """Returns whether a root's model and tenant meet the conditions."""
         return (self.model is None or model == self.model) and (self.salt is None or matches(tenant, self.salt))
 
 
 class GoneText(Struct, frozen=True, eq=False):
     """A saved or seen prompt that a purge removes under a root, which has blocks of `block_size` tokens (0: unknown). A
-    saved prompt that stays begins with its first `num_kept` tokens too. `key` is the key of a seen prompt, empty for a
-    saved one."""
+    saved prompt that stays shares its first `num_kept` tokens. `key` is the key of a seen prompt, empty for a saved
+    prompt."""
 
     root: bytes
     block_size: int
@@ -64,8 +72,8 @@ class GoneText(Struct, frozen=True, eq=False):
     key: bytes = b""
 
     def beginnings(self, secret: int, lengths: Iterable[int]) -> Iterator[tuple[bytes, int, bytes]]:
-        """Yields root, length and digest of the beginnings of these lengths. Leaves out beginnings of a seen prompt
-        that a saved one shares: notes of other turns of that conversation may have come from them."""
+        """Yields root, length and digest of the prefixes with these lengths. Leaves out prefixes of a seen prompt that
+        a saved prompt shares: notes of other turns of that conversation may have come from them."""
         min_length = self.num_kept if self.key else 0
         wanted = sorted(length for length in lengths if min_length < length <= len(self.token_ids))
         for length, digest in zip(wanted, prompt_digests(secret, self.root, self.token_ids, wanted), strict=True):
@@ -74,9 +82,10 @@ class GoneText(Struct, frozen=True, eq=False):
 
 class PurgePlan(Struct, frozen=True, kw_only=True):
     """The records that a purge removes. `nodes` are names, children first. `prompts`, `notes` and `models` are keys.
-    `roots` may have nothing left then. `stored_bytes` is the size of the nodes in the file. `kept_blocks` of the chosen
-    entries stay, because other blocks or saved prompts need them. `texts` are the chosen entries and the seen prompts
-    that are removed with them; none if the filter does not name entries.
+    `roots` may have no records left afterwards; `tenants` are their tenants, None if they are not known. `stored_bytes`
+    is the size of the nodes in the file. `kept_blocks` is the number of blocks of the chosen entries that stay, because
+    other blocks or saved prompts need them. `texts` are the chosen entries and the seen prompts that are removed with
+    them; empty if the filter does not name entries.
     """
 
     entries: frozenset[bytes]
@@ -84,6 +93,7 @@ class PurgePlan(Struct, frozen=True, kw_only=True):
     prompts: tuple[bytes, ...]
     notes: tuple[bytes, ...]
     roots: frozenset[bytes]
+    tenants: frozenset[str] | None
     models: tuple[bytes, ...]
     stored_bytes: int
     kept_blocks: int
@@ -94,10 +104,10 @@ class PurgePlan(Struct, frozen=True, kw_only=True):
 
 
 class Purged(Struct, kw_only=True):
-    """The result of a purge. `left_blocks` could not be removed, because another process kept continuing them, or
-    because they are damaged. `is_erased`: the file was rewritten, and no process has the old one open; None if that was
-    not asked for. `remote_objects` were removed from the bucket; None if there is no bucket, or if `remote_error` says
-    why it failed. For `texts` see `PurgePlan`."""
+    """The result of a purge. `left_blocks` could not be removed, because another process continued them again and
+    again, or because they are damaged. `is_erased`: the file was rewritten, and no process has the old file open; None
+    if rewriting was not requested. `remote_objects` is the number of objects removed from the bucket; None if there is
+    no bucket, or if removing failed, for the reason `remote_error`. For `texts` see `PurgePlan`."""
 
     entries: int = 0
     blocks: int = 0
@@ -131,31 +141,33 @@ def _repair_hint() -> Iterator[None]:
 
 @_repair_hint()
 def plan_purge(snapshot: Snapshot, purge_filter: PurgeFilter, now: float) -> PurgePlan:
-    """Returns what a purge at time `now` would remove. Raises `StoreCorrupt` if a record cannot be read."""
+    """Returns the plan of a purge at time `now`. Raises `StoreCorrupt` if a record cannot be read."""
     return _Planner(snapshot, purge_filter, now).plan()
 
 
 def purge(
     store: Store, purge_filter: PurgeFilter, now: float, advance: Callable[[int], None] = lambda _bytes: None
 ) -> Purged:
-    """Removes what the filter selects, and has daemons forget what they keep in memory. Afterwards, no process stores
-    anything for a request that began before the last round. `advance` is called with the stored bytes that were
-    removed.
+    """Removes the records that the filter selects, and has daemons drop their state in memory. Afterwards, no process
+    stores anything for a request that began before the last round. `advance` is called with the stored bytes that were
+    just removed.
 
     Raises `StoreCorrupt` if a record cannot be read, and `StoreUnavailable`.
     """
     purged = Purged()
     plan, number = _planned(store, purge_filter, now)
-    # A purge by model, tenant or of everything counts even if nothing is stored: daemons have unsaved state.
+    # A purge by model, by tenant or of everything ends epochs even if nothing is stored, because daemons may have
+    # unsaved state.
     if not plan and (purge_filter.entries or purge_filter.older_than_s):
         return purged
+    whose = purge_filter.purged(plan)
     for rounds_left in reversed(range(_ROUNDS + 1)):
-        # What began before this transaction is in the plan, or is never stored. The last plan is empty. A plan reads
-        # all records, so it is not made in the transaction, for which others would wait.
+        # The state of a request that began before this transaction is in the plan, or is never stored. The last plan is
+        # empty. A plan reads all records, so it is made outside the transaction: other writers would wait for that.
         with store.changes() as changes:
             is_current = changes.number == number + 1
-            changes.record_purge()
-        store.read_epoch()
+            changes.record_purge(whose)
+        store.read_epochs()
         if not is_current:
             plan, number = _planned(store, purge_filter, now)
         purged.left_blocks = len(plan.nodes)
@@ -174,7 +186,7 @@ def _planned(store: Store, purge_filter: PurgeFilter, now: float) -> tuple[Purge
 
 
 def delete_entry(entry_id: str, remove: Callable[[PurgeFilter], Purged]) -> Purged:
-    """Has the saved prompt with this id removed. Raises `EntryNotFound`, and what `remove` raises."""
+    """Calls `remove` for the saved prompt with this id. Raises `EntryNotFound`, and the errors of `remove`."""
     names: frozenset[bytes] = frozenset()
     with suppress(ValueError):
         names = frozenset({bytes.fromhex(entry_id)})
@@ -209,15 +221,19 @@ class _Planner:
             pictures, prompts, notes = [], list(self._old_prompts()), list(self._old_notes())
         entries = chosen | self._entries.intersection(nodes)
         nodes += [name for path, _ in pictures for name in reversed(path)]
-        roots = {self._nodes[name].root for name in nodes} | {key[:HASH_BYTES] for key in (*prompts, *notes)}
+        roots = {self._nodes[name].root for name in (*nodes, *entries)} | {
+            key[:HASH_BYTES] for key in (*prompts, *notes)
+        }
         if not self._filter.entries and self._filter.older_than_s is None:
             roots |= set(filter(self._is_wanted_root, self._records))
+        tenants = (self._records[root].tenant for root in roots & self._records.keys())
         return PurgePlan(
             entries=entries,
             nodes=tuple(nodes),
             prompts=tuple(sorted(prompts)),
             notes=tuple(notes),
             roots=frozenset(roots),
+            tenants=frozenset(tenants) if roots <= self._records.keys() else None,
             models=self._models(),
             stored_bytes=sum(self._usage[name][1] for name in nodes if name in self._usage),
             kept_blocks=len({node for name in chosen for node in self._tree.entry(name)}.difference(nodes)),
@@ -243,7 +259,7 @@ class _Planner:
         """Returns the nodes of the chosen entries that nothing else needs, children first."""
         others = self._entries.difference(chosen)
         nodes = self._childless({node for name in chosen for node in self._tree.entry(name)} - others)
-        # A checkpoint whose block stays can still be restored. But its tokens may belong to a deleted prompt alone.
+        # A checkpoint whose block stays can still be restored. But its tokens may belong only to a deleted prompt.
         blocks = set(nodes) - self._tree.checkpoints
         needed: set[bytes] = set()
         for name in others:
@@ -258,7 +274,7 @@ class _Planner:
         return list(filter(is_gone, nodes))
 
     def _childless(self, wanted: Collection[bytes]) -> list[bytes]:
-        """Returns those of the wanted nodes that no other node continues, children first."""
+        """Returns the wanted nodes that no other node continues, children first."""
         chosen: dict[bytes, None] = {}
         for name in reversed(list(self._tree.depth_first())):
             if name in wanted and all(child in chosen for child in self._tree.children.get(name, ())):
@@ -286,7 +302,7 @@ class _Planner:
         return tuple(key for key, model in self._snapshot.models() if self._filter.model in (None, model.model))
 
     def _texts(self, gone: Collection[bytes]) -> Iterator[GoneText]:
-        """Yields the texts of the entries that are `gone`, and of the seen prompts that are removed with them."""
+        """Yields the texts of the entries in `gone`, and of the seen prompts that are removed with them."""
         for root in {self._nodes[name].root for name in gone}:
             size = self._records[root].block_size if root in self._records else 0
             saved: dict[bytes, TokenIds] = {
@@ -304,8 +320,8 @@ class _Planner:
                     yield GoneText(root, size, seen.token_ids, num_kept, seen.key)
 
     def _encoded_of(self, texts: Sequence[GoneText]) -> Iterator[tuple[list[bytes], GoneText]]:
-        """Yields for each encoded picture of deleted texts its nodes, parents first, and its token ids. Another prompt
-        that needs it encodes the picture again."""
+        """Yields the nodes (parents first) and the token ids of each encoded picture in the deleted texts. Another
+        prompt that needs the picture encodes it again."""
         owners = {root: (record.model, record.tenant) for root, record in self._records.items()}
         for root, record in self._records.items():
             own = [text for text in texts if record.has_pictures and owners.get(text.root) == owners[root]]
@@ -321,12 +337,12 @@ class _Planner:
                     yield path, GoneText(root, record.block_size, ids, 0)
 
     def _notes_of(self, texts: Sequence[GoneText]) -> Iterator[bytes]:
-        """Yields the keys of the notes that came from these texts or from beginnings of them, and of all encoded texts
-        under their roots, which may be a part of any."""
+        """Yields the keys of the notes that came from these texts or from prefixes of them, and of all encoded texts
+        under their roots, because any of these may be a part of a deleted text."""
         secret = names_of(self._snapshot).secret
         lengths: dict[bytes, set[int]] = {text.root: set() for text in texts}
         notes = [
-            (note, note_prompt(self._snapshot.record("notes", note.key) or b""))
+            (note, note_prompt(self._snapshot.get_record("notes", note.key) or b""))
             for note in self._snapshot.notes()
             if note.root in lengths
         ]
@@ -339,19 +355,20 @@ class _Planner:
 
 
 def _is_of(prompt: TokenIds, text: TokenIds, num_kept: int) -> bool:
-    """Returns whether a seen prompt is removed with a deleted text. It must be more than the beginning of a saved
-    prompt that stays. And one of the two must begin with the other, or they share more than any template, and more than
-    the `num_kept` tokens that it shares with saved prompts that stay."""
+    """Returns whether a seen prompt is removed with a deleted text. The prompt must be longer than the `num_kept`
+    tokens that it shares with saved prompts that stay. And one of the two must be a prefix of the other, or their
+    common prefix must be longer than any template and longer than `num_kept`."""
     common = common_prefix_length(prompt, text)
     is_related = common == min(len(prompt), len(text)) or common >= max(LEAST_TOKENS, num_kept + 1)
     return num_kept < len(prompt) and is_related
 
 
 def _shared(ordered: Sequence[bytes], token_ids: TokenIds) -> int:
-    """Returns the length of the longest common prefix with one of the texts, which are sorted results of `_ordered`."""
+    """Returns the length of the longest common prefix of `token_ids` and any of the texts. `ordered` are the sorted
+    results of `_ordered`."""
     wanted = _ordered(token_ids)
     place = bisect_left(ordered, wanted)
-    # The texts are sorted, so the neighbours of its place share most.
+    # The texts are sorted, so a neighbour of this place has the longest common prefix.
     return max((num_common(wanted, text) for text in ordered[max(0, place - 1) : place + 1]), default=0)
 
 
@@ -361,11 +378,11 @@ def _ordered(token_ids: TokenIds) -> bytes:
 
 @_repair_hint()
 def _carry_out(store: Store, plan: PurgePlan, purged: Purged, advance: Callable[[int], None]) -> None:
-    """Carries out a plan as far as it still holds, and counts what is removed."""
-    # Entries are removed last: after a kill, the same purge finds them, and what is left of the rest.
+    """Carries out the parts of a plan that are still valid, and counts the removed records."""
+    # Entries are removed last: after a kill, the same purge selects them again, and with them the remaining records.
     for some in batches(plan.prompts, PROMPTS_AT_ONCE):
         with store.changes() as changes:
-            purged.prompts += forget(changes, some)
+            purged.prompts += forget_prompts(changes, some)
     for some in batches(plan.notes, RECORDS_AT_ONCE):
         with store.changes() as changes:
             purged.notes += sum(changes.delete_record("notes", key) for key in some)
@@ -381,12 +398,12 @@ def _carry_out(store: Store, plan: PurgePlan, purged: Purged, advance: Callable[
         purged.roots += changes.delete_bare_roots(set(plan.roots))
         for key in plan.models:
             changes.delete_record("meta", key)
-    forget_lines(store)
+    forget_lines(store, plan.roots)
 
 
 def _delete_nodes(changes: Changes, names: Sequence[bytes], entries: Collection[bytes], purged: Purged) -> None:
     """Deletes nodes, children first. Keeps nodes that were continued or saved as an entry since the plan was made, and
-    ghosts, whose payload was removed since."""
+    nodes that have become ghosts."""
     for name in names:
         usage, saved = changes.usage(name), changes.entry(name) is not None
         if (usage is not None and usage.children) or (saved and name not in entries) or changes.is_ghost(name):

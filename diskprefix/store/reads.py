@@ -1,10 +1,10 @@
-"""The reads of a store: each has a limit, and together they tell whether the disk answers.
+"""The reads of a store: each read has a time limit, and together they show whether the disk answers.
 
 A read of LMDB's map waits for the disk without a limit, and nothing can interrupt it. So a daemon opens its read
 transactions here alone, in one of two ways:
 
-* `Reads.snapshot`, on a thread that may hang because all who wait for it have limits of their own: the writer's, those
-  of fetches and of `ask`.
+* `Reads.snapshot`, on a thread that may hang because all callers that wait for it have their own limits: the thread of
+  the writer, and the threads of fetches and of `ask`.
 * `Reads.ask`, on any other thread. A thread of this module reads, and the caller waits as long as its `Patience` lasts.
 
 A read that has read nothing for `STALL_S` hangs: the disk does not answer. Until that read goes on, `ask` fails at
@@ -30,11 +30,11 @@ log = logging.getLogger("diskprefix")
 T = TypeVar("T")
 
 STALL_S = 10.0
-"""A read that has done nothing for so many seconds hangs. A disk that slept may take nearly as long."""
+"""A read that has read nothing for this many seconds hangs. A disk that wakes up may take nearly as long."""
 LIMIT_S = 8.0
-"""Seconds that a request waits for the disk, in all: with what threads take between them, less than ten."""
+"""Seconds that a request waits for the disk, in all. With the time between its reads, that is less than ten seconds."""
 _LOOK_S = 1.0
-"""Seconds between two looks whether the disk answers."""
+"""Seconds between two checks whether the disk answers."""
 _THREADS = 16
 """The threads of `ask`, which only wait."""
 
@@ -56,7 +56,7 @@ class Patience:
 
 
 class _Read:
-    """A read transaction that is open, or about to be."""
+    """A read transaction that is open or about to be opened."""
 
     def __init__(self) -> None:
         self._began_at = time.monotonic()
@@ -78,12 +78,12 @@ class Reads:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="disk-reader")
         self._is_stalled = False
         self.num_stalled = 0
-        """How many reads have hung."""
+        """The number of reads that have hung."""
 
     @contextmanager
     def snapshot(self) -> Iterator[Snapshot]:
-        """Yields a read transaction; see `StoreFile.snapshot`. May wait for ever: for threads that nobody waits for
-        without a limit."""
+        """Yields a read transaction; see `StoreFile.snapshot`. May wait forever, so it is for threads that nobody waits
+        for without a limit."""
         read = _Read()
         with self._lock:
             self._open.add(read)
@@ -91,7 +91,7 @@ class Reads:
             with self._open_snapshot() as read.snapshot:
                 yield read.snapshot
         finally:
-            # Also counts one that hung while nobody looked.
+            # This also counts a read that hung while nobody checked.
             self._look()
             with self._lock:
                 self._open.discard(read)
@@ -104,19 +104,22 @@ class Reads:
 
         Raises what `read` raises, and `DiskStalled`; then the read may still run, and its result is lost.
         """
-        began, answer = time.monotonic(), self._begin(read, patience)
+        began, answer = time.monotonic(), self._submit_read(read, patience)
         try:
-            # Bound: when patience does, or when the read that has not moved for `STALL_S` is found.
+            # Bound: ends when the patience ends, or once a read has not moved for `STALL_S`.
             while wait([answer], _LOOK_S if patience is None else patience.left_s).not_done:
                 if patience is not None or self.stalled is not None:
                     answer.cancel()
+                    if patience is not None:
+                        # By the clock, a timed wait may end a moment early: nothing may wait for that moment.
+                        patience.spend(patience.left_s)
                     raise self._too_slow()
             return answer.result()
         finally:
             if patience is not None:
                 patience.spend(time.monotonic() - began)
 
-    def _begin(self, read: Callable[[], T], patience: Patience | None) -> Future[T]:
+    def _submit_read(self, read: Callable[[], T], patience: Patience | None) -> Future[T]:
         if (stalled := self.stalled) is not None:
             raise DiskStalled(stalled)
         if patience is not None and not patience.left_s:
@@ -125,7 +128,7 @@ class Reads:
 
     @property
     def stalled(self) -> str | None:
-        """The message that the disk does not answer, None if it does. Logs when that changes."""
+        """The error text while the disk does not answer, None if it does. Logs each change."""
         waited_s = self._look()
         if not waited_s:
             return None
@@ -135,11 +138,11 @@ class Reads:
         )
 
     def close(self) -> None:
-        """Takes no more questions. Does not wait for those that hang."""
+        """Accepts no more reads of `ask`. Does not wait for reads that hang."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _look(self) -> float:
-        """Returns how long the read that hangs longest has hung, in seconds; 0 if none hangs."""
+        """Returns the seconds since the longest-hanging read last moved; 0 if none hangs."""
         now = time.monotonic()
         with self._lock:
             hanging = [read for read in self._open if now - read.moved_at > STALL_S]

@@ -18,14 +18,14 @@ from msgspec import Struct
 from diskprefix.errors import StoreCorrupt
 from diskprefix.tokens import HASH_BYTES, ID_BYTES, TokenIds, beginning_hashes, block_hash, checksum, root_hash
 
-FORMAT, NAMES, PURGED_AT = "format", "names", "purged_at"
+FORMAT, NAMES, PURGES = "format", "names", "purges"
 """Keys of the database `meta`."""
 MODEL_MARK = b"model "
 ENCODED_PICTURES = "pictures "
-"""The beginning of the identity of a root that holds what an encoder made of pictures."""
-FORMAT_VERSION = 10
+"""The beginning of the identity of a root that holds an encoder's output for pictures."""
+FORMAT_VERSION = 11
 MAX_PREFILL_S = 1e6
-"""Limit for the seconds that computing a node took. A record that says more is not believed."""
+"""Limit for the seconds that computing a node took. Greater values in a record are not trusted."""
 DATABASES = ("meta", "roots", "nodes", "children", "usage", "payloads", "entries", "seen", "notes")
 
 _HEADER = struct.Struct("<16s16sIIBxHIQQ")
@@ -37,44 +37,46 @@ _USAGE_TYPES = "ddfIQIi"
 _USAGE = struct.Struct("<" + _USAGE_TYPES)
 _PIECE_INDEX = struct.Struct(">H")
 _MAX_KEY_BYTES = 511
-"""LMDB takes no longer key."""
+"""LMDB's limit for the length of a key."""
 CHILD_IDS_BYTES = (_MAX_KEY_BYTES - 2 * HASH_BYTES) // 4 * 4
 """Bytes of token ids in one key of the database `children`."""
 CHECKSUM_BYTES = _CHECKSUM.size
 _PAGE_BYTES, _PAGE_HEADER_BYTES = 4096, 16
 
 
-class Kind(IntEnum):
+class NodeKind(IntEnum):
     BLOCK = 0
     TAIL = 1
     CHECKPOINT = 2
     GHOST = 3
-    """A block without payload. Its token ids are kept because it is on the path of a prompt that was seen."""
+    """A block without payload. Its token ids are kept because it is on the path of a seen prompt."""
 
 
-_KINDS = frozenset(Kind)
+_KINDS = frozenset(NodeKind)
 _NAME_MARKS = (b"", b"t", b"c", b"")
-"""By kind."""
+"""The mark in the name of a node, by kind."""
 
 
-def node_name(secret: int, parent: bytes, token_ids: TokenIds | bytes, kind: Kind) -> bytes:
+def node_name(secret: int, parent: bytes, token_ids: TokenIds | bytes, kind: NodeKind) -> bytes:
     """Returns the name of the node that continues `parent` with these token ids (see `tokens.block_hash`). The mark of
     its kind distinguishes tails and checkpoints from blocks with the same tokens."""
     return block_hash(secret, parent, token_ids, _NAME_MARKS[kind])
 
 
-def shorter_names(secret: int, parent: bytes, token_ids: bytes, kind: Kind) -> list[bytes]:
-    """Returns the names of all nodes that a new node replaces. It continues `parent` with these token ids (int32,
-    little-endian), and replaces partial blocks and tails with fewer of them. A tail also replaces the partial block
-    with as many."""
-    blocks, tails = (beginning_hashes(secret, parent, token_ids, _NAME_MARKS[k]) for k in (Kind.BLOCK, Kind.TAIL))
-    return blocks[: None if kind == Kind.TAIL else -1] + tails[:-1]
+def shorter_names(secret: int, parent: bytes, token_ids: bytes, kind: NodeKind) -> list[bytes]:
+    """Returns the names of all nodes that a new node replaces. The new node continues `parent` with these token ids
+    (int32, little-endian), and replaces partial blocks and tails that have only the first of them. A tail also replaces
+    the partial block with all of them."""
+    blocks, tails = (
+        beginning_hashes(secret, parent, token_ids, _NAME_MARKS[k]) for k in (NodeKind.BLOCK, NodeKind.TAIL)
+    )
+    return blocks[: None if kind == NodeKind.TAIL else -1] + tails[:-1]
 
 
-def checkpoint_names(secret: int, parent: bytes, token_ids: bytes) -> list[tuple[tuple[Kind, bytes], ...]]:
-    """Returns kinds and names of the checkpoints and tails that may continue `parent`: element n has those with the
+def checkpoint_names(secret: int, parent: bytes, token_ids: bytes) -> list[tuple[tuple[NodeKind, bytes], ...]]:
+    """Returns kinds and names of the checkpoints and tails that may continue `parent`. Element n has the nodes with the
     first n of these token ids (int32, little-endian)."""
-    kinds = (Kind.CHECKPOINT, Kind.TAIL)
+    kinds = (NodeKind.CHECKPOINT, NodeKind.TAIL)
     of_kinds = [beginning_hashes(secret, parent, token_ids, _NAME_MARKS[kind]) for kind in kinds]
     return [tuple(zip(kinds, names, strict=True)) for names in zip(*of_kinds, strict=True)]
 
@@ -89,7 +91,7 @@ class NodeRecord(Struct, frozen=True, eq=False):
     root: bytes
     position: int
     token_ids: TokenIds
-    kind: Kind
+    kind: NodeKind
     num_pieces: int
     raw_bytes: int
     stored_bytes: int
@@ -123,7 +125,7 @@ class UsageRecord(NamedTuple):
 
 
 USAGE_DTYPE = np.dtype([(name, "<" + code) for name, code in zip(UsageRecord._fields, _USAGE_TYPES, strict=True)])
-"""A usage record as a numpy type. Its fields are those of `UsageRecord`."""
+"""A usage record as a numpy type, with the fields of `UsageRecord`."""
 
 
 class RootRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,7 +151,7 @@ class RootRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def model_identity(self) -> str:
-        """The identity of the model. That of encoded pictures has it behind their layout."""
+        """The identity of the model. The identity of encoded pictures contains it after the layout."""
         if not self.has_pictures:
             return self.identity
         _, end = json.JSONDecoder().raw_decode(self.identity, len(ENCODED_PICTURES))
@@ -157,10 +159,10 @@ class RootRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that a store was served with, even if nothing of it is stored. `identity` is the shared tenant's
-    `RootRecord.identity`. `build` computed what is stored, or has computed some of it again; empty where the identity
-    has it. With `has_own_root`, the identity is that of this build alone, because it computes other bits than what was
-    stored by another one."""
+    """A model that a store was served with, even if none of its state is stored. `identity` is the shared tenant's
+    `RootRecord.identity`. `build` is the build that computed the stored state, or that has computed some of it again;
+    empty where the identity contains the build. With `has_own_root`, the identity belongs to this build alone, because
+    it computes other bits than the state that another build has stored."""
 
     model: str
     identity: str
@@ -180,8 +182,8 @@ class NamesRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EntryRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One saved prompt. The key is the name of its last node. `preview` is a part of its text. `reason` says in a word
-    why the policy kept so much of it, empty if unknown."""
+    """One saved prompt. The key is the name of its last node. `preview` is a part of its text. `reason` is one word
+    that says why the policy saved this many tokens, empty if unknown."""
 
     root: bytes
     num_tokens: int
@@ -193,7 +195,7 @@ class EntryRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 class PromptRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt that was seen at `came_at`, in seconds since the epoch. `parent` is its last full block, or its root;
-    `rest` has the token ids behind it (int32, little-endian). `ttl_s` is its time to live in seconds, 0 for the
+    `rest` has the token ids after that block (int32, little-endian). `ttl_s` is its time to live in seconds, 0 for the
     daemon's."""
 
     came_at: float
@@ -240,14 +242,14 @@ def decode_node(name: bytes, value: bytes | memoryview) -> NodeRecord:
     if len(token_ids) != 4 * num_tokens or kind not in _KINDS:
         raise StoreCorrupt(f"a node record of {len(value)} bytes claims {num_tokens} tokens of kind {kind}")
     ids = np.frombuffer(token_ids, dtype="<i4").astype(np.int32)
-    return NodeRecord(parent, root, position, ids, Kind(kind), num_pieces, raw_bytes, stored_bytes, seen)
+    return NodeRecord(parent, root, position, ids, NodeKind(kind), num_pieces, raw_bytes, stored_bytes, seen)
 
 
-def is_node(value: memoryview, parent: bytes, position: int, kind: Kind, token_ids: bytes) -> bool:
+def is_node(value: memoryview, parent: bytes, position: int, kind: NodeKind, token_ids: bytes) -> bool:
     """Returns whether a node record has this parent, position and kind, and these token ids (int32, little-endian).
 
-    A lookup calls this for every block, so it neither decodes nor verifies the record. What it compares needs no
-    checksum, and the rest of the record is compared with the layout before it is used.
+    A lookup calls this for every block, so it neither decodes nor verifies the record. The compared fields need no
+    checksum, and the other fields are checked against the layout before they are used.
     """
     if len(value) != _TOKENS_AT + len(token_ids):
         return False
@@ -268,7 +270,7 @@ def node_num_tokens(value: bytes | memoryview) -> int:
 
 def node_kind(value: bytes | memoryview) -> int:
     """Returns the kind in a node record, without verifying the record."""
-    return value[_KIND_AT] if len(value) >= _HEADER.size else Kind.BLOCK
+    return value[_KIND_AT] if len(value) >= _HEADER.size else NodeKind.BLOCK
 
 
 def node_position(value: bytes | memoryview) -> int:
@@ -277,7 +279,8 @@ def node_position(value: bytes | memoryview) -> int:
 
 
 def paged_bytes(num_bytes: int) -> int:
-    """Returns the size in the file of a value that is too long to share a page with others."""
+    """Returns the size in the file, in bytes, of a value of `num_bytes` that is too long to share a page with
+    others."""
     return -(-(num_bytes + _PAGE_HEADER_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
 
 
@@ -297,7 +300,7 @@ def child_key_ids(parent: bytes, token_ids: bytes) -> Iterator[tuple[bytes, byte
     little-endian): pairs of the beginning of a key (16 bytes) and some of the token ids.
 
     A key has no room for the token ids of a whole block. The first pair has the parent and the first token ids. Each
-    later one begins with a hash of the pair before it, so equal beginnings mean that all tokens before are equal.
+    later pair begins with a hash of the pair before it, so two keys with equal beginnings agree in all earlier tokens.
     """
     for start in range(0, len(token_ids), CHILD_IDS_BYTES):
         some_ids = token_ids[start : start + CHILD_IDS_BYTES]

@@ -1,4 +1,4 @@
-"""The read side of the store: one consistent view of the tree, its payloads, entries and the prompts that were seen."""
+"""The read side of the store: one consistent view of the tree, its payloads, the entries and the seen prompts."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from diskprefix.store.schema import (
     MODEL_MARK,
     USAGE_DTYPE,
     EntryRecord,
-    Kind,
     ModelRecord,
+    NodeKind,
     NodeRecord,
     PromptRecord,
     RootRecord,
@@ -57,30 +57,32 @@ class Snapshot:
         self._txn = txn
         self._copy_payloads = copy_payloads
         self.read_at = time.monotonic()
-        """When something was read last. A snapshot whose reader waits for the disk keeps this time; see `reads`."""
+        """The time of the last read (`time.monotonic`). It does not change while a read waits for the disk; see
+        `reads`."""
         self.number = int(txn.id())
-        """The number of the last commit that it sees; of a write transaction, that of its own commit."""
+        """The number of the last commit that this snapshot sees. For a write transaction, the number of its own
+        commit."""
 
     def node(self, name: bytes) -> NodeRecord | None:
         """Returns the index record of a stored node, or None; None for a ghost too. Raises `StoreCorrupt`."""
         node = self.node_or_ghost(name)
-        return None if node is None or node.kind == Kind.GHOST else node
+        return None if node is None or node.kind == NodeKind.GHOST else node
 
     def node_or_ghost(self, name: bytes) -> NodeRecord | None:
         """Returns the index record of a node or ghost, or None. Raises `StoreCorrupt` if it does not verify."""
-        value = self.record("nodes", name)
+        value = self.get_record("nodes", name)
         return None if value is None else decode_node(name, value)
 
     def is_ghost(self, name: bytes) -> bool:
-        """Returns whether there is a ghost of this name. Does not verify its record."""
-        value = self.record("nodes", name)
-        return value is not None and node_kind(value) == Kind.GHOST
+        """Returns whether the node of this name is a ghost. Does not verify its record."""
+        value = self.get_record("nodes", name)
+        return value is not None and node_kind(value) == NodeKind.GHOST
 
-    def has(self, name: bytes, parent: bytes, position: int, kind: Kind, token_ids: bytes) -> bool:
+    def has(self, name: bytes, parent: bytes, position: int, kind: NodeKind, token_ids: bytes) -> bool:
         """Returns whether this node is stored. `token_ids` are int32, little-endian. Raises `StoreCorrupt` if the node
         with this name has another parent, position, kind or tokens."""
-        value = self.record("nodes", name)
-        if value is None or node_kind(value) == Kind.GHOST:
+        value = self.get_record("nodes", name)
+        if value is None or node_kind(value) == NodeKind.GHOST:
             return False
         if not is_node(value, parent, position, kind, token_ids):
             raise StoreCorrupt("its record is damaged or that of another prefix")
@@ -105,22 +107,22 @@ class Snapshot:
         # Bound: the cursor moves on.
         while is_at_key and (key := bytes(cursor.key()))[:HASH_BYTES] == name:
             self.read_at = time.monotonic()
-            # A key of another length is damaged. It hides no piece that follows it.
+            # A key of another length is damaged. It does not hide the pieces after it.
             if (index := piece_index(key, name)) is not None:
                 yield index, memoryview(cursor.value())
             is_at_key = cursor.next()
 
-    def record(self, database: str, key: bytes) -> Any:
+    def get_record(self, database: str, key: bytes) -> Any:
         """Returns a record, None if there is none."""
         value = self._txn.get(key, db=self._databases[database])
         self.read_at = time.monotonic()
         return value
 
     def listed(self, database: str, key: bytes) -> Any:
-        """Returns the record of a key that was listed. If there is none, the order of the file's pages is broken, which
+        """Returns the record of a key that was listed. If there is none, the keys in the file are out of order, which
         LMDB does not notice: raises `lmdb.CorruptedError`, or `StoreCorrupt` if a writer may have removed the record
         meanwhile."""
-        value = self.record(database, key)
+        value = self.get_record(database, key)
         if value is None and not self._copy_payloads:
             raise lmdb.CorruptedError(f"a key of {database!r} that it lists is not found")
         if value is None:
@@ -129,7 +131,7 @@ class Snapshot:
 
     def has_record(self, database: str, key: bytes) -> bool:
         """Returns whether there is a record of this key, sound or not."""
-        return self.record(database, key) is not None
+        return self.get_record(database, key) is not None
 
     def num_records(self, database: str) -> int:
         """Returns the number of records of a database."""
@@ -149,12 +151,12 @@ class Snapshot:
             yield bytes(key)
 
     def usage(self, name: bytes) -> UsageRecord | None:
-        value = self.record("usage", name)
+        value = self.get_record("usage", name)
         return None if value is None else decode_usage(value)
 
     def usages(self, names: Iterable[bytes] | None = None) -> UsageTable:
-        """Returns the usage records of all nodes, or of those of `names` that are stored. Raises `StoreCorrupt`."""
-        records = self.records("usage") if names is None else ((name, self.record("usage", name)) for name in names)
+        """Returns the usage records of all nodes, or of the nodes in `names` that are stored. Raises `StoreCorrupt`."""
+        records = self.records("usage") if names is None else ((name, self.get_record("usage", name)) for name in names)
         usages = {name: value for name, value in records if value is not None}
         for name, value in usages.items():
             if len(value) != USAGE_DTYPE.itemsize:
@@ -162,9 +164,9 @@ class Snapshot:
         return UsageTable(list(usages), np.frombuffer(b"".join(usages.values()), USAGE_DTYPE))
 
     def saves_nothing(self, served: Collection[str] = ()) -> Callable[[bytes], bool] | None:
-        """Returns a function that tells whether a leaf of this name is useless: one that another build has computed of
-        the models with the identities `served`, or a block of a layout with states, where only checkpoints and tails
-        can be restored. Returns None if the store has neither."""
+        """Returns a function that tells whether the leaf of a given name is useless: another build has computed it for
+        a model in `served` (identities), or it is a block of a layout with states, where only checkpoints and tails can
+        be restored. Returns None if the store has no such leaves."""
         roots, outdated = set[bytes](), set[bytes]()
         for root, value in self.records("roots"):
             with suppress(StoreCorrupt, ValueError):
@@ -177,31 +179,32 @@ class Snapshot:
             return None
 
         def is_useless(name: bytes) -> bool:
-            value = self.record("nodes", name)
+            value = self.get_record("nodes", name)
             root = b"" if value is None else node_root(value)
-            return root in outdated or (root in roots and value is not None and node_kind(value) == Kind.BLOCK)
+            return root in outdated or (root in roots and value is not None and node_kind(value) == NodeKind.BLOCK)
 
         return is_useless
 
     def parent(self, name: bytes) -> bytes:
         """Returns the node or root that a node continues, empty if there is no such node."""
-        value = self.record("nodes", name)
+        value = self.get_record("nodes", name)
         return b"" if value is None else bytes(value[:HASH_BYTES])
 
     def children(self, name: bytes, secret: int) -> list[bytes]:
-        """Returns the stored nodes that continue a node. `secret` is the store's: the index of children does not list
-        nodes without tokens, but their names follow from it."""
+        """Returns the stored nodes that continue a node. `secret` is the secret of the store. The index of children
+        does not list nodes without tokens, but the secret gives their names."""
         if len(name) != HASH_BYTES:
             return []
-        bare = [node_name(secret, name, b"", kind) for kind in (Kind.TAIL, Kind.CHECKPOINT)]
+        bare = [node_name(secret, name, b"", kind) for kind in (NodeKind.TAIL, NodeKind.CHECKPOINT)]
         names = dict.fromkeys([*bare, *(key[-HASH_BYTES:] for key in self.keys_under("children", name))])
         return [child for child in names if self.has_record("nodes", child)]
 
     def similar_children(self, parent: bytes, token_ids: bytes) -> Iterator[bytes]:
         """Yields the names of the nodes that continue `parent` and have the first of these token ids (int32,
-        little-endian), those with the longest common prefix first. Does not verify records, which may be missing."""
+        little-endian). The node with the longest common prefix comes first. Does not verify the records, which may be
+        missing."""
         yielded: set[bytes] = set()
-        # Keys with a later beginning have all token ids of the keys before.
+        # A key with a later beginning shares all token ids of the earlier keys.
         for beginning, some_ids in reversed(list(child_key_ids(parent, token_ids))):
             for name in self._similar_keys(beginning, some_ids):
                 if name not in yielded:
@@ -209,13 +212,13 @@ class Snapshot:
                     yield name
 
     def _similar_keys(self, beginning: bytes, some_ids: bytes) -> Iterator[bytes]:
-        """Yields the names in the keys with this beginning, those with the longest common prefix with `some_ids` first:
-        the keys are sorted, so the nearest keys before and after its place come first."""
+        """Yields the names in the keys with this beginning. The key with the longest common prefix with `some_ids`
+        comes first: the keys are sorted, so it is next to the place of `some_ids`."""
         after, before = (self._txn.cursor(self._databases["children"]) for _ in range(2))
         num_after = _common_at(after, after.set_range(beginning + some_ids), beginning, some_ids)
         has_before = before.prev() if before.set_range(beginning + some_ids) else before.last()
         num_before = _common_at(before, has_before, beginning, some_ids)
-        # Bound: one of the cursors moves on.
+        # Bound: each round moves one of the cursors.
         while num_after or num_before:
             self.read_at = time.monotonic()
             if num_after >= num_before:
@@ -230,8 +233,8 @@ class Snapshot:
         record. Does not verify records; the walk always ends."""
         position = 1 << 32
         # Bound: positions fall.
-        while (value := self.record("nodes", name)) is not None and node_position(value) < position:
-            if node_kind(value) == Kind.GHOST:
+        while (value := self.get_record("nodes", name)) is not None and node_position(value) < position:
+            if node_kind(value) == NodeKind.GHOST:
                 break
             yield name
             position, name = node_position(value), bytes(value[:HASH_BYTES])
@@ -244,7 +247,7 @@ class Snapshot:
         return [root for root in roots if self.has_under("children", root)]
 
     def root(self, root: bytes) -> RootRecord | None:
-        value = self.record("roots", root)
+        value = self.get_record("roots", root)
         return None if value is None else decode_record(RootRecord, root, value)
 
     def roots(self) -> Iterator[tuple[bytes, RootRecord]]:
@@ -253,17 +256,17 @@ class Snapshot:
 
     def entry(self, name: bytes) -> EntryRecord | None:
         """Returns the entry of the saved prompt that ends at a node, or None. Raises `StoreCorrupt`."""
-        value = self.record("entries", name)
+        value = self.get_record("entries", name)
         return None if value is None else decode_record(EntryRecord, name, value)
 
     def meta(self, key: str) -> bytes | None:
-        value = self.record("meta", key.encode())
+        value = self.get_record("meta", key.encode())
         return None if value is None else bytes(value)
 
     def model(self, identity: str) -> ModelRecord | None:
         """Returns the record of a model that the store was served with. Raises `StoreCorrupt`."""
         key = model_key(identity)
-        value = self.record("meta", key)
+        value = self.get_record("meta", key)
         return None if value is None else decode_record(ModelRecord, key, value)
 
     def models(self) -> Iterator[tuple[bytes, ModelRecord]]:
@@ -288,17 +291,18 @@ class Snapshot:
         return max(0, int(self._stat("nodes")["entries"]) - int(self._stat("usage")["entries"]))
 
     def used_bytes(self) -> int:
-        """Returns the size of the pages that hold data, without the free pages of the file."""
+        """Returns the bytes of the pages that hold data, without the free pages of the file."""
         return sum(map(self.bytes_in, DATABASES))
 
     def seen_bytes(self) -> int:
-        """Returns the approximate size of the seen prompts and the ghosts, which count as large as other nodes."""
+        """Returns the approximate bytes of the seen prompts and the ghosts. A ghost counts as large as an average node
+        record."""
         num_nodes = max(1, int(self._stat("nodes")["entries"]))
         return self.bytes_in("seen") + self.bytes_in("nodes") * self._num_ghosts() // num_nodes
 
     def seen_times(self) -> Iterator[tuple[bytes, float, int]]:
-        """Yields for each seen prompt its key, when it came, and its time to live in seconds (0: the daemon's). The
-        time of a damaged record is 0."""
+        """Yields the key of each seen prompt, the time when it came (seconds since the epoch; 0 for a damaged record),
+        and its time to live in seconds (0: the daemon's)."""
         for key, value in self.records("seen"):
             came_at, ttl_s = 0.0, 0
             with suppress(StoreCorrupt):
@@ -324,11 +328,12 @@ class Snapshot:
     def notes_of(self, root: bytes) -> Iterator[StoredNote]:
         """Yields the notes of a root, without their contents."""
         for key in self.keys_under("notes", root):
-            yield StoredNote.of(key, self.record("notes", key))
+            yield StoredNote.of(key, self.get_record("notes", key))
 
     def keys_under(self, database: str, root: bytes) -> Iterator[bytes]:
         """Yields the keys that begin with a root: of `seen`, `notes`, or `children` for its first blocks. A root from a
-        damaged record may be too short, and would be the beginning of any key: it has no key but itself."""
+        damaged record may be too short, and would then be the beginning of any key, so only keys whose first 16 bytes
+        equal `root` are yielded."""
         cursor = self._txn.cursor(self._databases[database])
         is_at_key = cursor.set_range(root)
         # Bound: the cursor moves on.
@@ -343,7 +348,7 @@ class Snapshot:
 
     def roots_beyond(self, limit_bytes: int) -> list[bytes]:
         """Returns the roots to remove if the records of roots exceed the limit: roots without nodes, the least recently
-        used first, until three quarters of the limit are left."""
+        used first, until the records take three quarters of the limit."""
         if self.bytes_in("roots") <= limit_bytes:
             return []
         used: dict[bytes, float] = {}
@@ -362,7 +367,7 @@ class Snapshot:
         return surplus
 
     def bytes_in(self, database: str) -> int:
-        """Returns the size of the pages of a database."""
+        """Returns the bytes of the pages of a database."""
         stat = self._stat(database)
         pages = stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]
         return int(stat["psize"] * pages)

@@ -1,7 +1,7 @@
 """The store: nodes of the prefix tree, their payloads, entries and seen prompts in one LMDB environment.
 
-A `Snapshot` is one read transaction, a publication one write transaction. There is one writer at a time, in this
-process or another. The budget is the size of the memory map, so LMDB itself keeps the file within it.
+A `Snapshot` is one read transaction, a publication one write transaction. Only one thread of one process writes at a
+time. The budget is the size of the memory map, so LMDB itself keeps the file within it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -20,16 +20,18 @@ from msgspec.structs import replace
 
 from diskprefix.errors import CacheError, PrefixGone, StoreFull
 from diskprefix.namespace_key import NamespaceKey
-from diskprefix.store.changes import NODES_AT_ONCE, Changes, NewNode, SmallWrite, Use
+from diskprefix.store.changes import NODES_AT_ONCE, Changes, NewNode, SmallWrite, Use, WriteSource
 from diskprefix.store.codec.codec import Codec
+from diskprefix.store.epochs import Epoch, epochs_of
 from diskprefix.store.eviction import recorded_ttl
 from diskprefix.store.evictor import Evictor
 from diskprefix.store.folder import OnWait
 from diskprefix.store.ghosts import see
-from diskprefix.store.schema import EntryRecord, Kind, RootRecord, encode_record
+from diskprefix.store.pieces import Hold
+from diskprefix.store.schema import EntryRecord, NodeKind, RootRecord, encode_record
 from diskprefix.store.snapshot import Snapshot
+from diskprefix.store.statistics.savings import keep_counts
 from diskprefix.store.store_file import OnCorruption, StoreFile
-from diskprefix.store.store_identity import Epoch, epoch_of
 from diskprefix.store.written import WRITTEN, WrittenBytes, read_written
 from diskprefix.tokens import TokenPath
 from diskprefix.units import counted, format_size
@@ -37,14 +39,15 @@ from diskprefix.units import counted, format_size
 log = logging.getLogger("diskprefix")
 
 _MAX_PROMPTS_READ = 1000
-OUTDATED = "something was purged, or the store was replaced, since it began"
+OUTDATED = "something of its tenant was purged, or the store was replaced, since it began"
 _RECORDED_BYTES = 1 << 16
-"""The end of a process records what it has written if it is more than this, which recording itself may write."""
+"""At its end, a process records its written bytes only if they are more than this, because recording may itself write
+as many."""
 
 
 class Publication(Struct, frozen=True, eq=False):
-    """The records that one transaction adds to a store of this `epoch`: new nodes (parents first), an entry, a seen
-    prompt."""
+    """The records that one transaction adds to the store: new nodes (parents first), an entry, a seen prompt. `epoch`
+    is that of the root's tenant when the request began."""
 
     epoch: Epoch
     root: bytes
@@ -66,10 +69,17 @@ class Publication(Struct, frozen=True, eq=False):
     """The daemon's time to live, 0 for none."""
     small_writes: tuple[SmallWrite, ...] = ()
     """These changes come first in the transaction."""
+    holds: Sequence[Hold] = ()
+    """They keep the payloads, and are released when the publication is written or lost. Set by the writer."""
+    queued_at: float = 0.0
+    """The time, on the clock of `time.monotonic`, when the writer queued the publication."""
+
+    def __post_init__(self) -> None:
+        assert self.epoch.tenant == self.root_record.tenant, "the epoch is that of another tenant"
 
     def without_nodes(self) -> Publication:
-        """Returns what is left of the publication if its nodes are lost."""
-        return replace(self, nodes=(), last_node=None, entry=None)
+        """Returns the rest of the publication after its nodes are lost: the seen prompt."""
+        return replace(self, nodes=(), last_node=None, entry=None, holds=())
 
     @property
     def base(self) -> bytes | None:
@@ -80,7 +90,7 @@ class Publication(Struct, frozen=True, eq=False):
 
     @property
     def used_names(self) -> frozenset[bytes]:
-        """The nodes that this publication continues or contains, which must not be evicted for it."""
+        """The nodes that this publication continues or contains. They must not be evicted to make room for it."""
         names = {node.parent for node in self.nodes if node.position > 0} | {node.name for node in self.nodes}
         return frozenset(names | ({self.last_node} if self.last_node else set()))
 
@@ -95,15 +105,15 @@ class Publication(Struct, frozen=True, eq=False):
 
 
 class Subtrees(NamedTuple):
-    """The names of nodes, and of those nodes at which saved prompts end."""
+    """The names of nodes, and the names of the nodes at which saved prompts end (`entries`)."""
 
     nodes: list[bytes]
     entries: list[bytes]
 
 
 class Store(StoreFile):
-    """An open store. `codec` is the codec of new payloads. `evictor` makes room. Methods raise `StoreUnavailable` if
-    LMDB or the file system fails."""
+    """An open store. `codec` is the codec of new payloads, and `evictor` makes room for them. Methods raise
+    `StoreUnavailable` if LMDB or the file system fails."""
 
     def __init__(
         self,
@@ -127,7 +137,8 @@ class Store(StoreFile):
         belongs to another program). With `on_corruption` "refuse", raises `StoreFormatError` for a store of another
         format and `StoreCorrupt` for a damaged file; with "quarantine", moves that file aside.
 
-        `namespace` seeds the names of a new store. Raises `StoreUnavailable` if a daemon's is not that of the store.
+        `namespace` seeds the names of a new store. With `serving`, raises `StoreUnavailable` if it is not the namespace
+        of the store.
 
         `serving` is for a daemon: it evicts until the budget holds, a read-only or full file system is no error,
         because `maintain` tries again, and DISK.md says when the file is checked. Other processes always check it.
@@ -139,9 +150,9 @@ class Store(StoreFile):
             *(clock, namespace, min_free_bytes, on_wait),
         )
         self.codec = Codec.RAW
-        self.evictor = Evictor(self)
+        self.evictor = Evictor(self, before_drop=keep_counts)
         self._written = WrittenBytes(), 0
-        """The record as it was last read, and `meter.recorded_bytes` at that time."""
+        """The record of written bytes when it was last read, and `meter.recorded_bytes` at that time."""
         if serving:
             self.written()
             self._fit_budget_or_log()
@@ -155,18 +166,20 @@ class Store(StoreFile):
         return self.names.secret
 
     def close(self) -> None:
-        """Closes the folder, after recording what this process has written, if that is more than a record takes."""
+        """Closes the folder. First records the bytes that this process has written, if they are more than recording
+        itself writes."""
         if self.meter.total_bytes - self.meter.recorded_bytes > _RECORDED_BYTES:
             with suppress(CacheError):
                 self.record_written()
         super().close()
 
     def publish(self, publication: Publication) -> int:
-        """Writes a publication in one transaction, after evicting what it needs. Returns the number of evicted nodes.
+        """Writes a publication in one transaction, after evicting nodes to make room for it. Returns the number of
+        evicted nodes.
 
-        Raises `StoreFull` if it does not fit, `LargerThanStore` if it would not even in an empty store, `PrefixGone` if
-        the node that it continues is gone, or something was purged since its request began, and `ReaderStays` if a
-        reader that does not end keeps evicted pages from being reused.
+        Raises `StoreFull` if it does not fit, `LargerThanStore` if it would not fit even in an empty store,
+        `PrefixGone` if the node that it continues is gone, or if the epoch of its request is over, and `ReaderStays` if
+        a reader that does not end keeps evicted pages from being reused.
         """
         with self.reads.snapshot() as snapshot:
             self._require_epoch(snapshot, publication)
@@ -176,49 +189,50 @@ class Store(StoreFile):
             before = () if publication.base is None else snapshot.ancestry(publication.base)
             kept_bytes = int(snapshot.usages(before).records["stored_bytes"].sum())
         need += sum(small_write.need_bytes for small_write in publication.small_writes)
-        # The nodes that it continues are not evicted for it.
+        # The nodes that the publication continues are not evicted for it.
         self.evictor.check_fits(need + kept_bytes)
-        evicted = self.evictor.make_room(need, publication.used_names)
+        evicted = self.evictor.evict_for(need, publication.used_names)
         if self.evictor.may_grow(need) and self._try_write(publication):
             return evicted
         # The free pages are too young, or a reader still uses them, or they are too scattered for a payload. Evicting
-        # more helps only in the last case, so wait for the others first.
+        # more helps only in the third case, so wait for the first two to end.
         self.environment.wait_for_readers()
         room = need
-        # Bound: the room doubles, and `make_room` raises an error for more than the budget.
+        # Bound: the room doubles, and `evict_for` raises an error for more than the budget.
         while True:
             self.evictor.let_freed_pages_age()
             if self._try_write(publication):
                 return evicted
             room = 2 * room + 2**20
-            evicted += self.evictor.make_room(room, publication.used_names)
+            evicted += self.evictor.evict_for(room, publication.used_names)
 
     def _require_epoch(self, snapshot: Snapshot, publication: Publication) -> None:
-        if publication.epoch != epoch_of(snapshot, self.names):
+        if epochs_of(snapshot, self.names).is_over(publication.epoch):
             raise PrefixGone(OUTDATED)
 
     def write(self, small_writes: Sequence[SmallWrite]) -> None:
-        """Makes small writes in one transaction, after evicting what they need. Raises what `publish` does."""
+        """Makes small writes in one transaction, after evicting nodes to make room for them. Raises the errors of
+        `publish`."""
         if need_bytes := sum(small_write.need_bytes for small_write in small_writes):
-            self.evictor.make_room(need_bytes, frozenset())
+            self.evictor.evict_for(need_bytes, frozenset())
         with self.changes() as changes:
             for small_write in small_writes:
                 small_write.put(changes)
 
-    def write_from(self, source: Callable[[], AbstractContextManager[SmallWrite | None]]) -> None:
-        """Makes the small write that a source yields, if there is one. Raises what `publish` does."""
+    def write_from(self, source: WriteSource) -> None:
+        """Makes the small write that a source yields, if it yields one. Raises the errors of `publish`."""
         with source() as small_write:
             if small_write is not None:
                 self.write([small_write])
 
     def quarantine(self, name: bytes, parent: bytes) -> int:
-        """Removes a damaged node and all that continues it. Returns the number of removed nodes. `parent` is the node
-        that it continues, which its own record may not name."""
+        """Removes a damaged node and all its descendants. Returns the number of removed nodes. `parent` is the node
+        that the damaged one continues; the damaged record may not name it."""
         return len(self.remove_subtrees({name: parent}).nodes)
 
     def remove_subtrees(self, tops: Mapping[bytes, bytes] | Iterable[bytes]) -> Subtrees:
-        """Removes nodes and all that continues them, children first. A mapping gives the parents of the nodes;
-        otherwise their own records do."""
+        """Removes nodes and all their descendants, children first. A mapping gives the parent of each node; otherwise
+        the nodes' own records do."""
         removed, known = Subtrees([], []), set(tops)
         left = [(name, tops[name] if isinstance(tops, Mapping) else None) for name in tops]
         # Bound: no node is added twice, and each round removes one, or adds the nodes that continue it.
@@ -228,7 +242,7 @@ class Store(StoreFile):
                 # Bound: as above.
                 while left and len(removed.nodes) < num_removed + NODES_AT_ONCE:
                     name, parent = left[-1]
-                    # A damaged index could lead around in a circle.
+                    # A damaged index could contain a cycle.
                     children = [child for child in changes.children(name, self.secret) if child not in known]
                     known.update(children)
                     left += [(child, name) for child in children]
@@ -249,37 +263,40 @@ class Store(StoreFile):
             return snapshot.counts() | {"used_bytes": snapshot.used_bytes(), "file_bytes": self.file_bytes()}
 
     def written(self) -> WrittenBytes:
-        """Returns what was written to the file, by all processes as far as they have recorded it. If the store cannot
-        be read, returns what they had recorded when it was last read."""
-        # Read before the record: what is recorded meanwhile would otherwise count twice.
+        """Returns the bytes written to the file: by other processes as far as they have recorded them, and by this
+        process. If the store cannot be read, the recorded bytes are those of the last successful read."""
+        # Read before the record: bytes that are recorded in between would otherwise count twice.
         recorded_bytes = self.meter.recorded_bytes
         with suppress(CacheError), self.reads.snapshot() as snapshot:
             self._written = read_written(snapshot), recorded_bytes
         return self.written_lately()
 
     def written_lately(self) -> WrittenBytes:
-        """Returns what `written` returned last, with what this process has written since. Does not read the store."""
+        """Returns the last result of `written`, plus the bytes that this process has written since. Does not read the
+        store."""
         written, recorded_bytes = self._written
         written = msgspec.structs.replace(written, hours=dict(written.hours))
         return self.meter.add_to(written, self.clock(), recorded_bytes)
 
     def record_written(self) -> None:
-        """Records what this process has written since its last publication, if the store can be written. Raises
-        `CacheError`."""
+        """Records the bytes that this process has written since its last publication, if the store can be written.
+        Raises `CacheError`."""
         if self.problem is None and self.meter.total_bytes > self.meter.recorded_bytes:
             with self.changes() as changes:
                 recorded = self._put_written(changes)
             self.meter.recorded_bytes = recorded
 
     def _put_written(self, changes: Changes) -> int:
-        """Adds to the record what it lacks of this process. Returns the meter's `recorded_bytes` after the commit."""
+        """Adds the bytes of this process that the record does not include yet. Returns the meter's `recorded_bytes`
+        after the commit."""
         recorded_bytes = self.meter.recorded_bytes
         written = self.meter.add_to(read_written(changes), self.clock(), recorded_bytes)
         changes.put_meta(WRITTEN, encode_record(WRITTEN.encode(), written))
         return written.recorded_bytes
 
     def longest_prompt(self) -> int:
-        """Returns the number of tokens of the longest of a thousand saved prompts, 0 if none can be read."""
+        """Returns the number of tokens of the longest saved prompt (among the first thousand), 0 if none can be
+        read."""
         longest = 0
         with suppress(CacheError), self.reads.snapshot() as snapshot:
             for _, entry in islice(snapshot.entries(), _MAX_PROMPTS_READ):
@@ -293,14 +310,14 @@ class Store(StoreFile):
         """Evicts until a lowered budget holds, and compacts the file if no other process has it open. Returns the
         number of evicted nodes."""
         before = self.counts()
-        evicted = self.evictor.make_room(0, frozenset())
+        evicted = self.evictor.evict_for(0, frozenset())
         if evicted:
             after = self.counts()
             log.warning(
                 "[disk-cache] %s and %s were removed, because they do not fit %s",
                 counted(before["entries"] - after["entries"], "saved prompt"),
                 format_size(before["used_bytes"] - after["used_bytes"]),
-                self.evictor.limit(),
+                self.evictor.limit_text(),
             )
         file_bytes = self.file_bytes()
         if file_bytes > self.budget_bytes:
@@ -313,8 +330,8 @@ class Store(StoreFile):
         return evicted
 
     def maintain(self) -> bool:
-        """Opens the folder again if needed; see `reopen`. Returns whether it did and the store can be written. Never
-        raises."""
+        """Opens the folder again if needed; see `reopen`. Returns True if it was opened again and the store can be
+        written. Never raises."""
         if not self.reopen():
             return False
         self.evictor.may_have_own_ttls = True
@@ -345,7 +362,7 @@ class Store(StoreFile):
                         changes.remove_shorter(node, self.secret)
                     elif node.name == last_node:
                         last_node = holder
-                    if publication.anchors is not None and node.kind != Kind.BLOCK:
+                    if publication.anchors is not None and node.kind != NodeKind.BLOCK:
                         changes.remove_superseded(
                             *(node, self.secret, publication.anchors),
                             ttl_s=publication.daemon_ttl_s,
@@ -354,7 +371,7 @@ class Store(StoreFile):
                         )
                 if last_node is not None:
                     changes.touch(last_node, Use(self.clock(), 0, recorded_ttl(publication.ttl_s)))
-                    # A prompt that a longer saved one contains has no entry of its own.
+                    # A prompt that is a prefix of a longer saved prompt has no entry of its own.
                     if publication.entry is not None and last_node == publication.last_node:
                         changes.put_entry(last_node, publication.entry)
                 if publication.prompt is not None:

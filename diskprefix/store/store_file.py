@@ -26,12 +26,13 @@ from diskprefix.settings import MAX_BUDGET, MIN_BUDGET
 from diskprefix.store.changes import Changes
 from diskprefix.store.compact import compact_folder
 from diskprefix.store.environment import Environment
+from diskprefix.store.epochs import Epoch, Epochs, epochs_of
 from diskprefix.store.folder import FolderLock, FolderUnavailable, OnWait, disk_full
 from diskprefix.store.opening import inode_of, open_environment, set_aside
 from diskprefix.store.reads import Reads
 from diskprefix.store.schema import NamesRecord
 from diskprefix.store.snapshot import Snapshot
-from diskprefix.store.store_identity import Epoch, epoch_of, identify, require_namespace
+from diskprefix.store.store_identity import identify, require_namespace
 from diskprefix.store.written import WriteMeter
 from diskprefix.units import format_size
 
@@ -45,15 +46,15 @@ _RETRY_S = 2.0
 _WRITE_PATIENCE_S = 30.0
 """A daemon reports a write that has waited this long for another process."""
 _RESIZE_S, _RESIZE_AGAIN_S = 1.0, 10.0
-"""How long the memory map waits for transactions to end before it is resized, and the time between two attempts."""
+"""How long resizing the memory map waits for transactions to end, and the time between two attempts."""
 
 
 class StoreFile:
     """The environment and the lock of a store's folder. One thread at a time may open, close or reopen it.
 
-    `names` are those of the open store. `budget_bytes` is the budget of the folder, as this process read it last; see
-    `follow_budget`. `meter` counts the bytes that this process writes to the file. `clock` returns seconds since the
-    epoch.
+    `names` is the identity of the open store. `budget_bytes` is the budget of the folder when this process last read
+    it; see `follow_budget`. `meter` counts the bytes that this process writes to the file. `clock` returns seconds
+    since the epoch.
     """
 
     def __init__(
@@ -75,15 +76,15 @@ class StoreFile:
         self.budget_bytes = budget_bytes or new_budget_bytes
         self.clock = clock
         self.names = NamesRecord(store_id=b"", secret=0, created_at=0.0)
-        self.epoch = Epoch()
-        """The epoch that this process read last. A request keeps the one that it begins with."""
-        self._epoch_lock = threading.Lock()
-        """Held while the epoch is read, so that no thread replaces a newer one by an older one."""
+        self.epochs = Epochs()
+        """The epochs that this process read last."""
+        self._epochs_lock = threading.Lock()
+        """Held while the epochs are read, so that no thread replaces newer ones by older ones."""
         self.meter = WriteMeter()
         self.reads = Reads(path, self.snapshot)
         """The reads of a daemon."""
         self._sets_budget = budget_bytes > 0
-        """The budget of the folder is not set yet to the one that was given."""
+        """The folder's budget must still be set to the given one."""
         self._has_budget = self.budget_bytes > 0
         """A folder without a budget gets one."""
         self._is_reader = read_only
@@ -91,7 +92,7 @@ class StoreFile:
         self._namespace = namespace
         self._on_corruption = on_corruption
         self._mapped_budget = self.budget_bytes
-        """The budget that the memory map has room for."""
+        """The budget for which the memory map was sized."""
         self._resize_at = 0.0
         """The time of `time.monotonic` from which on `follow_budget` may try again."""
         self._env: Environment | None = None
@@ -124,13 +125,14 @@ class StoreFile:
     @property
     def write_s(self) -> float:
         """The seconds that the oldest write of this process has taken so far, or has waited for another process; 0 if
-        nothing is written."""
+        no write is running or waiting."""
         env = self._env
         return self.write_waited_s if env is None else max(self.write_waited_s, env.write_lock.writing_s)
 
     @property
     def write_waited_s(self) -> float:
-        """The seconds that a write of this process has waited for another one, also to open the folder again."""
+        """The seconds that a write of this process has waited for another write, or for the folder to be opened
+        again."""
         env = self._env
         return max(self._reopening_s, env.write_lock.waited_s if env is not None else 0.0)
 
@@ -147,8 +149,8 @@ class StoreFile:
             raise StoreUnavailable(self._problem or f"{self.path}: the store is closed")
         return env
 
-    def message(self, error: CacheError) -> str:
-        """Returns the message of an error. For a full disk it also says how much is to stay free."""
+    def error_text(self, error: CacheError) -> str:
+        """Returns the message of an error. For a full disk, the message also says how many bytes must stay free."""
         is_full = isinstance(error, FolderUnavailable) and error.is_full
         return disk_full(self.path, self.min_free_bytes) if is_full else str(error)
 
@@ -160,18 +162,19 @@ class StoreFile:
         with env.transaction() as txn:
             yield Snapshot(env.databases, txn, copy_payloads=not env.has_lock)
 
-    def read_epoch(self) -> Epoch:
-        """Returns the epoch in the file, which a purge of another process changes. Raises `CacheError`."""
-        with self._epoch_lock, self.reads.snapshot() as snapshot:
-            self.epoch = epoch_of(snapshot, self.names)
+    def read_epochs(self) -> Epochs:
+        """Returns the epochs in the file, which a purge of another process changes. Raises `CacheError`."""
+        with self._epochs_lock, self.reads.snapshot() as snapshot:
+            self.epochs = epochs_of(snapshot, self.names)
             # Another process may have set another budget.
             self.budget_bytes = self._stored_budget(snapshot) or self.budget_bytes
-            return self.epoch
+            return self.epochs
 
     def follow_budget(self) -> None:
-        """Fits the memory map to the budget, which another process may have set. Without it the file could not grow as
-        far. Waits a moment for the transactions of this process; later ones wait meanwhile. If they do not end (a
-        read may hang), a call in ten seconds tries again. Raises `CacheError`."""
+        """Resizes the memory map to the budget, which another process may have set. Without that, the file could not
+        grow to the budget. Waits up to a second for the transactions of this process; new ones wait meanwhile. If the
+        transactions do not end (a read may hang), a call at least ten seconds later tries again. Raises
+        `CacheError`."""
         env, now = self.environment, time.monotonic()
         if self._mapped_budget != self.budget_bytes and not env.read_only and now >= self._resize_at:
             budget_bytes, self._resize_at = self.budget_bytes, now + _RESIZE_AGAIN_S
@@ -181,9 +184,9 @@ class StoreFile:
                 self._mapped_budget = budget_bytes
 
     def is_current(self, epoch: Epoch) -> bool:
-        """Returns whether nothing was purged since `epoch`, by any process, as far as the file can be read."""
+        """Returns whether an epoch is not over, as far as the file can be read."""
         try:
-            return self.read_epoch() == epoch
+            return not self.read_epochs().is_over(epoch)
         except CacheError:
             return False
 
@@ -211,7 +214,7 @@ class StoreFile:
         self.prove()
 
     def prove(self) -> None:
-        """Records that LMDB has used the file without ending this process."""
+        """Records that LMDB has used the file without crashing this process."""
         if self._lock is not None:
             self._lock.prove()
 
@@ -229,8 +232,8 @@ class StoreFile:
         self._problem = None
 
     def try_file(self) -> None:
-        """Checks the B-trees of the file, once after each opening, because a record was found damaged. If the check
-        fails, `reopen` moves the file aside. For any thread, also while the writer writes."""
+        """Checks the B-trees of the file, once after each opening, because a record was damaged. If the check fails,
+        `reopen` moves the file aside. For any thread, also while the writer writes."""
         env = self.environment
         if not env.is_checked:
             env.is_checked = True
@@ -240,7 +243,7 @@ class StoreFile:
                 env.broken, env.damage = str(error), error
 
     def close(self) -> None:
-        """Closes the folder. Raises `StoreUnavailable` if a transaction of this process does not end."""
+        """Closes the folder. Raises `ReaderStays` if a transaction of this process does not end."""
         env, self._env = self._env, None
         if env is not None and not env.close():
             self._env = env
@@ -284,7 +287,7 @@ class StoreFile:
         self.reopen()
 
     def _is_due(self) -> bool:
-        """Returns whether the folder is to be opened again now."""
+        """Returns whether the folder must be opened again now."""
         env = self._env
         if env is not None and (env.broken or not env.is_in_place()):
             self._problem = env.broken or f"{self.path} was removed or replaced"
@@ -306,7 +309,7 @@ class StoreFile:
                 require_namespace(self.path, names, self._namespace)
             self._agree_on_budget(env)
             with env.transaction() as txn:
-                epoch = epoch_of(Snapshot(env.databases, txn), names)
+                epochs = epochs_of(Snapshot(env.databases, txn), names)
         except BaseException:
             env.close()
             lock.close(is_refused=True)
@@ -314,11 +317,11 @@ class StoreFile:
         env.write_lock.on_wait = None
         if self._is_serving:
             env.write_lock.patience_s = _WRITE_PATIENCE_S
-        with self._epoch_lock:
-            self.names, self._env, self._lock, self.epoch = names, env, lock, epoch
+        with self._epochs_lock:
+            self.names, self._env, self._lock, self.epochs = names, env, lock, epochs
 
     def _agree_on_budget(self, env: Environment) -> None:
-        """Stores the budget that was given, once, or that of a new folder. Otherwise takes the one in the file."""
+        """Stores the given budget, once, or the budget for a new folder. Otherwise uses the budget in the file."""
         mapped = self.budget_bytes
         with env.transaction() as txn:
             stored = self._stored_budget(Snapshot(env.databases, txn))
@@ -326,7 +329,7 @@ class StoreFile:
             if stored != self.budget_bytes and not env.read_only:
                 with env.transaction(write=True) as txn:
                     Changes(env.databases, txn, self.clock()).put_meta("budget", _U64.pack(self.budget_bytes))
-            # Opened again, this process follows the others.
+            # When this process opens the folder again, it uses the budget that another process may have set meanwhile.
             self._sets_budget = env.read_only and self._sets_budget
         else:
             self.budget_bytes = stored or env.file_bytes()
@@ -344,4 +347,4 @@ class StoreFile:
         """Opens the store for reading, if there is one. `error` says why it cannot be written."""
         with suppress(CacheError):
             self._open(read_only=True)
-        self._problem = self.message(error)
+        self._problem = self.error_text(error)

@@ -1,11 +1,11 @@
-"""The identity of a store: its format, and what the names of its nodes are made with."""
+"""The identity of a store: its format, its id, and the secret that seeds the names of its nodes."""
 
 from __future__ import annotations
 
 import secrets
 import struct
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from diskprefix.errors import StoreCorrupt, StoreFormatError, StoreUnavailable
 from diskprefix.namespace_key import NamespaceKey
@@ -17,7 +17,6 @@ from diskprefix.store.schema import (
     FORMAT,
     FORMAT_VERSION,
     NAMES,
-    PURGED_AT,
     NamesRecord,
     decode_record,
     encode_record,
@@ -26,17 +25,6 @@ from diskprefix.store.snapshot import Snapshot
 from diskprefix.tokens import HASH_BYTES
 
 _U32 = struct.Struct("<I")
-
-
-class Epoch(NamedTuple):
-    """The store that a request begins with, and its last purge. The store refuses what belongs to another epoch.
-
-    `secret` seeds the names. `purged_at` is the time of the last purge as it is stored, None if there was none.
-    """
-
-    store_id: bytes = b""
-    secret: int = 0
-    purged_at: bytes | None = None
 
 
 def identify(path: Path, env: Environment, now: float, namespace: NamespaceKey | None) -> NamesRecord:
@@ -64,13 +52,13 @@ def identify(path: Path, env: Environment, now: float, namespace: NamespaceKey |
             if not any(Snapshot(env.databases, txn).keys("meta")):
                 _create(Changes(env.databases, txn, now), now, namespace)
     with env.transaction() as txn:
-        names = _read(path, env, txn)
+        names = _read_identity(path, env, txn)
     env.open_databases(DATABASES)
     return names
 
 
 def require_namespace(path: Path, names: NamesRecord, namespace: NamespaceKey | None) -> None:
-    """Raises `StoreUnavailable` unless the names of the store in folder `path` are seeded as `namespace` says."""
+    """Raises `StoreUnavailable` unless the names of the store in folder `path` are seeded with `namespace`."""
     if names.namespace == (namespace.digest if namespace else b""):
         return
     if not names.namespace:
@@ -94,16 +82,11 @@ def _create(changes: Changes, now: float, namespace: NamespaceKey | None) -> Non
 
 
 def names_of(snapshot: Snapshot) -> NamesRecord:
-    """Returns what the names of an open store are made with. Raises `StoreCorrupt`."""
+    """Returns the identity of an open store, with the secret of its names. Raises `StoreCorrupt`."""
     return decode_record(NamesRecord, NAMES.encode(), snapshot.meta(NAMES) or b"")
 
 
-def epoch_of(snapshot: Snapshot, names: NamesRecord) -> Epoch:
-    """Returns the epoch of an open store with these names."""
-    return Epoch(names.store_id, names.secret, snapshot.meta(PURGED_AT))
-
-
-def _read(path: Path, env: Environment, txn: Any) -> NamesRecord:
+def _read_identity(path: Path, env: Environment, txn: Any) -> NamesRecord:
     """Returns a store's identity."""
     snapshot = Snapshot(env.databases, txn)
     version, names = snapshot.meta(FORMAT), snapshot.meta(NAMES)
@@ -124,5 +107,5 @@ def _read(path: Path, env: Environment, txn: Any) -> NamesRecord:
 
 
 def foreign_file(path: Path) -> StoreUnavailable:
-    """The error for a `data.mdb` that another program made: a store neither adds to it nor moves it."""
+    """Returns the error for a `data.mdb` of another program: a store neither adds to such a file nor moves it."""
     return StoreUnavailable(f"{path / DATA} belongs to another program; choose another --kv-cache-dir")

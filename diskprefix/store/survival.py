@@ -1,9 +1,9 @@
-"""Checks, without LMDB, that LMDB survives a data file.
+"""Checks without LMDB that LMDB can use a data file without crashing.
 
 LMDB trusts its file: a damaged page number, length or free list may end the process by a signal, or hold it in a loop.
-This module reads the pages of all B-trees with ordinary reads. It checks all that LMDB relies on there, and that every
-page is either used once or free. It reads neither payloads, which have checksums, nor the headers of their pages, which
-`Environment.require_sound_runs` checks before LMDB uses them.
+This module reads the pages of all B-trees with ordinary reads. It checks everything that LMDB relies on there, and that
+every page is either used once or free. It reads neither payloads, which have checksums, nor the headers of their pages,
+which `Environment.require_sound_runs` checks before LMDB uses them.
 
 Names follow LMDB's mdb.c, data version 1: `MDB_meta`, `MDB_db` (here a tree), `MDB_page`, `MDB_node`.
 """
@@ -38,7 +38,7 @@ _META_HEADER, _TREE, _META_END = struct.Struct("<QHHI II16x"), struct.Struct("<I
 _MAIN_AT = _META_HEADER.size + _TREE.size
 _OVERFLOW_HEADER = struct.Struct("<QHHI")
 _AHEAD = 256
-"""The number of pages that the kernel is asked to read ahead."""
+"""The kernel is asked to read this many pages ahead."""
 _PAYLOADS = b"payloads"
 """The database whose overflow pages are not read."""
 _OURS = b"meta"
@@ -47,7 +47,7 @@ _OURS = b"meta"
 
 _Key: TypeAlias = bytes | int
 _Place: TypeAlias = tuple[int, _Key | None, _Key | None]
-"""A page of a B-tree, the minimum of its keys, and the key that they stay below; None for no limit."""
+"""A page of a B-tree, the lower limit of its keys, and their upper limit (exclusive); None for no limit."""
 
 
 class _Tree(NamedTuple):
@@ -69,8 +69,8 @@ class _Meta(NamedTuple):
 
 
 class _Node(NamedTuple):
-    """`data` is the value, or the number of its first overflow page. `child` is the page below a node of a branch
-    page."""
+    """`data` is the value, or the number of its first overflow page. `child` is the page below the node, if the node is
+    in a branch page."""
 
     key: bytes
     size: int
@@ -94,9 +94,9 @@ def require_sound_meta(path: Path) -> None:
 
 
 def require_survivable(path: Path, fd: int, txnid: int) -> bool:
-    """Checks the file `path`, open as `fd`, as of commit `txnid`, whose pages an open read transaction must protect.
-    Returns False if later commits have overwritten its meta page. For any thread. Raises `StoreCorrupt` if the file is
-    damaged or cannot be read."""
+    """Checks the file `path`, open as `fd`, in the state of commit `txnid`. The caller must have a read transaction of
+    that commit open, which protects its pages. Returns False if later commits have overwritten its meta page. For any
+    thread. Raises `StoreCorrupt` if the file is damaged or cannot be read."""
     try:
         meta = _read_metas(path, fd)[txnid & 1]
         if meta.txnid != txnid:
@@ -108,8 +108,8 @@ def require_survivable(path: Path, fd: int, txnid: int) -> bool:
 
 
 def mend_runs(path: Path) -> bool:
-    """Writes wrong headers of payloads in overflow pages again, whose content the B-trees give. No process may have the
-    file open. Returns False if no header is wrong, or if the B-trees are damaged too. Raises `OSError`."""
+    """Repairs wrong headers of payloads in overflow pages: the B-trees give the content of these headers. No process
+    may have the file open. Returns False if no header is wrong, or if the B-trees are damaged too. Raises `OSError`."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         check = _FileCheck(path, fd, max(_read_metas(path, fd), key=lambda meta: meta.txnid), keeps_runs=True)
@@ -123,12 +123,13 @@ def mend_runs(path: Path) -> bool:
 
 def is_sound_run(fd: int, key: bytes, value_bytes: int, around: Callable[[int], bytes]) -> bool:
     """Returns whether the overflow pages of a record have the header that LMDB expects when it deletes the record, or
-    the record has no such pages. `around(n)` returns the n bytes before its value in LMDB's map, and n bytes of it."""
+    the record has no such pages. `around(n)` returns the n bytes before the value in LMDB's map, and the first n bytes
+    of the value."""
     if _NODE_BYTES + len(key) + value_bytes <= _MAX_NODE_BYTES:
         return True
     start = around(_HEADER_BYTES)
     first, _, kind, count = _OVERFLOW_HEADER.unpack_from(start)
-    # The page that the header names must be its own.
+    # The header must name the page that it is in.
     is_own = first < 1 << 48 and os.pread(fd, len(start), first * _PAGE_BYTES) == start
     return is_own and kind == _OVERFLOW and count == -(-(_HEADER_BYTES + value_bytes) // _PAGE_BYTES)
 
@@ -148,10 +149,10 @@ def _read_metas(path: Path, fd: int) -> tuple[_Meta, _Meta]:
         free, main = (_Tree(*_TREE.unpack_from(data, at + place)) for place in (_META_HEADER.size, _MAIN_AT))
         meta = _Meta(free, main, *_META_END.unpack_from(data, at + _MAIN_AT + _TREE.size))
         is_own = (page, kind, magic, version) == (number, _META, _MAGIC, _VERSION)
-        # Another flag of the free list's tree would have LMDB map the file at an address that the file names.
+        # With another flag of the free list's tree, LMDB would map the file at an address that the file names.
         if not is_own or (free.pad, free.flags) != (_PAGE_BYTES, _INTEGER_KEYS):
             raise _damaged(path, f"meta page {number} is wrong")
-        # LMDB would map as much as the page says.
+        # LMDB would map as many pages as the meta page says.
         if meta.last_page * _PAGE_BYTES > 2 * os.fstat(fd).st_size + 2**30:
             raise _damaged(path, f"meta page {number} names pages far behind its end")
         metas.append(meta)
@@ -163,7 +164,7 @@ def _read_metas(path: Path, fd: int) -> tuple[_Meta, _Meta]:
 
 
 class _FileCheck:
-    """One check of a file. `_used` has a byte for each page: 1 once the page is known to be in use or free."""
+    """One check of a file. `_used` has one byte per page, which is 1 once the page is known to be in use or free."""
 
     def __init__(self, path: Path, fd: int, meta: _Meta, *, keeps_runs: bool = False) -> None:
         self._path, self._fd, self._meta, self._keeps_runs = path, fd, meta, keeps_runs
@@ -174,7 +175,7 @@ class _FileCheck:
         """With `keeps_runs`, first page and number of pages of each payload in overflow pages."""
 
     def mend_runs(self) -> int:
-        """Writes wrong headers of payloads again, after `run`. Returns how many there were."""
+        """Repairs wrong headers of payloads. Call it after `run`. Returns the number of wrong headers."""
         num_wrong = 0
         for first, count in self._payload_runs:
             number, _, kind, stated = _OVERFLOW_HEADER.unpack(os.pread(self._fd, _HEADER_BYTES, first * _PAGE_BYTES))
@@ -185,12 +186,12 @@ class _FileCheck:
         return num_wrong
 
     def run(self) -> None:
-        """Raises `StoreCorrupt` or `OSError`."""
+        """Checks the file. Raises `StoreCorrupt` or `OSError`."""
         trees: dict[bytes, _Tree] = {}
         for _, node in self._leaf_nodes(self._meta.main):
             if node.flags == _IS_TREE:
                 trees[node.key] = _Tree(*_TREE.unpack(node.data))
-        # Another program may use flags that a store does not. Its file is refused later, and left alone.
+        # Another program may use flags that a store does not use. Its file is refused later, and not changed.
         has_flags = any(tree.flags for tree in (self._meta.main, *trees.values()))
         if has_flags and _OURS not in trees:
             return
@@ -210,8 +211,8 @@ class _FileCheck:
     def _leaf_nodes(
         self, tree: _Tree, *, has_numbers: bool = False, reads_runs: bool = True
     ) -> Iterator[tuple[_Key, _Node]]:
-        """Checks a tree and yields its nodes with their keys, which are numbers with `has_numbers`. Without
-        `reads_runs`, does not read the headers of its overflow pages."""
+        """Checks a tree and yields the nodes of its leaves with their keys; with `has_numbers`, the keys are numbers.
+        Without `reads_runs`, does not read the headers of overflow pages."""
         if tree.root == _NO_PAGE:
             if any(tree[2:7]):
                 raise self._damage("an empty database has pages")
@@ -247,9 +248,9 @@ class _FileCheck:
             raise self._damage("a database has another number of pages or records than it says")
 
     def _require_order(self, keys: list[_Key], low: _Key | None, high: _Key | None) -> None:
-        """Checks that keys ascend from `low` to below `high`, or lookups would miss keys."""
+        """Checks that keys ascend from `low` to below `high`; otherwise lookups would miss keys."""
         bounded = [*keys, *([] if high is None else [high])]
-        is_ordered = all(one < other for one, other in pairwise(bounded))  # type: ignore[operator]
+        is_ordered = all(key < following for key, following in pairwise(bounded))  # type: ignore[operator]
         if not is_ordered or (low is not None and keys and keys[0] < low):  # type: ignore[operator]
             raise self._damage("keys are not in their order")
 
@@ -261,14 +262,14 @@ class _FileCheck:
                 for number, _, _ in level[at : at + _AHEAD]:
                     os.posix_fadvise(self._fd, number * _PAGE_BYTES, _PAGE_BYTES, os.POSIX_FADV_WILLNEED)
             number = place[0]
-            self._use(number, 1)
+            self._mark_used(number, 1)
             page = os.pread(self._fd, _PAGE_BYTES, number * _PAGE_BYTES)
             if int.from_bytes(page[:8], "little") != number:
                 raise self._damage(f"page {number} is another one")
             yield place, page
 
     def _nodes(self, page: bytes, kind: int) -> list[_Node]:
-        """Returns the nodes of a page, which fill it from its upper end without gaps."""
+        """Returns the nodes of a page. They must fill the page from its upper end without gaps."""
         words = memoryview(page).cast("H")
         lower, upper = words[6], words[7]
         is_sound = words[5] == kind and _HEADER_BYTES < lower <= upper <= _PAGE_BYTES and not lower & 1
@@ -300,7 +301,7 @@ class _FileCheck:
             return node.size == _TREE.size == len(node.data)
         return node.flags in (0, _IN_OVERFLOW)
 
-    def _use(self, first: int, count: int) -> None:
+    def _mark_used(self, first: int, count: int) -> None:
         """Records pages that are in use."""
         end = first + count
         if first < 2 or end > len(self._used) or end * _PAGE_BYTES > self._num_bytes:
@@ -316,12 +317,12 @@ class _FileCheck:
             count = self._run_pages(first, count)
         elif self._keeps_runs:
             self._payload_runs.append((first, count))
-        self._use(first, count)
+        self._mark_used(first, count)
         return count
 
     def _run_pages(self, first: int, min_pages: int) -> int:
-        """Returns the number of pages of a run by its header. It is more than `min_pages` if a record was written twice
-        in one transaction and became shorter."""
+        """Returns the number of pages of a run, which its header gives. The run is longer than `min_pages` if a record
+        was written twice in one transaction and became shorter."""
         header = os.pread(self._fd, _OVERFLOW_HEADER.size, first * _PAGE_BYTES) if first < len(self._used) else b""
         if len(header) < _OVERFLOW_HEADER.size:
             raise self._damage(f"page {first} is not in the file")

@@ -10,7 +10,7 @@ from functools import cached_property
 from msgspec import Struct
 
 from diskprefix.errors import StoreCorrupt
-from diskprefix.store.schema import EntryRecord, Kind, NodeRecord, node_kind, node_name
+from diskprefix.store.schema import EntryRecord, NodeKind, NodeRecord, node_kind, node_name
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.tokens import HASH_BYTES
 
@@ -33,7 +33,7 @@ class PrefixTree:
     def node(self, name: bytes) -> NodeRecord | None:
         """Returns a node, or None if it is not stored, or only a ghost. Raises `StoreCorrupt`."""
         node = self.node_or_ghost(name)
-        return None if node is None or node.kind == Kind.GHOST else node
+        return None if node is None or node.kind == NodeKind.GHOST else node
 
     def node_or_ghost(self, name: bytes) -> NodeRecord | None:
         if name in self._nodes:
@@ -43,7 +43,7 @@ class PrefixTree:
             return None
         if self._secret is not None and name != node_name(self._secret, node.parent, node.token_ids, node.kind):
             raise StoreCorrupt("its name is not the hash of its parent and its tokens")
-        if node.kind != Kind.GHOST:
+        if node.kind != NodeKind.GHOST:
             self._nodes[name] = node
         return node
 
@@ -56,7 +56,7 @@ class PrefixTree:
             if node is None:
                 raise StoreCorrupt(f"node {name.hex()} is missing from its path")
             start = path[-1][1].position if path else node.end
-            if node.end != start or (path and (node.kind != Kind.BLOCK or not node.num_tokens)):
+            if node.end != start or (path and (node.kind != NodeKind.BLOCK or not node.num_tokens)):
                 raise StoreCorrupt(f"node {name.hex()} does not end at token {start}, where its child starts")
             path.append((name, node))
             if node.position == 0:
@@ -64,13 +64,13 @@ class PrefixTree:
             name = node.parent
 
     def entry(self, name: bytes) -> dict[bytes, NodeRecord]:
-        """Returns the nodes of the saved prompt that ends with node `name`: its path from the first block on, each
-        block followed by the checkpoints that continue it and lie in the prompt. Raises `StoreCorrupt`."""
+        """Returns the nodes of the saved prompt that ends with node `name`: the path from the first block on, where
+        each block is followed by the prompt's checkpoints that continue it. Raises `StoreCorrupt`."""
         path = self.path(name)
         following = [*path.values(), None]
         nodes: dict[bytes, NodeRecord] = {}
         for step, behind in zip([path[next(iter(path))].parent, *path], following, strict=True):
-            if step in path and path[step].kind == Kind.BLOCK:
+            if step in path and path[step].kind == NodeKind.BLOCK:
                 nodes[step] = path[step]
             names = [child for child in self.children.get(step, ()) if child in self.checkpoints]
             checkpoints = {child: node for child in names if (node := self.node(child)) and _is_before(node, behind)}
@@ -81,20 +81,20 @@ class PrefixTree:
     def all_nodes(self) -> Iterator[tuple[bytes, NodeRecord]]:
         """Yields names and records of all nodes. Does not read ghosts. Raises `StoreCorrupt`."""
         for name, value in self._snapshot.records("nodes"):
-            if node_kind(value) != Kind.GHOST and (node := self.node(name)) is not None:
+            if node_kind(value) != NodeKind.GHOST and (node := self.node(name)) is not None:
                 yield name, node
 
     @cached_property
     def checkpoints(self) -> set[bytes]:
         """The names of all checkpoints."""
-        return {name for name, value in self._snapshot.records("nodes") if node_kind(value) == Kind.CHECKPOINT}
+        return {name for name, value in self._snapshot.records("nodes") if node_kind(value) == NodeKind.CHECKPOINT}
 
     @cached_property
     def children(self) -> dict[bytes, list[bytes]]:
         """The names of the nodes that continue each node or root, without ghosts."""
         children: dict[bytes, list[bytes]] = {}
         for name, value in self._snapshot.records("nodes"):
-            if node_kind(value) != Kind.GHOST:
+            if node_kind(value) != NodeKind.GHOST:
                 children.setdefault(bytes(value[:HASH_BYTES]), []).append(name)
         return children
 
@@ -110,13 +110,13 @@ class PrefixTree:
 
 
 class EntryInfo(Struct, frozen=True, kw_only=True):
-    """One saved prompt. Sizes are in bytes and include its checkpoints; `shared_bytes` is the part that other entries
-    use as well.
+    """One saved prompt. Sizes are in bytes and include the checkpoints; `shared_bytes` is the size of the nodes that
+    other entries also use.
 
-    `checkpoints` are the positions of its checkpoints, and `checkpoint_bytes` their size. Times are seconds since the
-    epoch. `hits` counts the requests that restored any beginning of it. `ttl_s`: the time to live after its last use
-    that requests asked for, in seconds, None if none did. `default_ttl`: a request asked for none, so the daemon's
-    `--kv-cache-ttl` holds if that is longer.
+    `checkpoints` are the positions of the checkpoints, and `checkpoint_bytes` their size. Times are seconds since the
+    epoch. `hits` counts the requests that restored any prefix of the prompt. `ttl_s`: the time to live after the last
+    use that requests asked for, in seconds; None if no request asked for any. `default_ttl`: a request did not ask for
+    any, so the daemon's `--kv-cache-ttl` holds if that is longer.
     """
 
     id: str
@@ -152,7 +152,7 @@ def list_entries(snapshot: Snapshot) -> list[EntryInfo]:
 
 
 def _is_before(checkpoint: NodeRecord, node: NodeRecord | None) -> bool:
-    """Returns whether a checkpoint holds only tokens of `node`, which continues the same node."""
+    """Returns whether the tokens of a checkpoint are the first tokens of `node`, which has the same parent."""
     tokens = b"" if node is None else node.token_ids.tobytes()
     return tokens.startswith(checkpoint.token_ids.tobytes())
 
@@ -161,7 +161,7 @@ def _info(
     snapshot: Snapshot, name: bytes, entry: EntryRecord, nodes: dict[bytes, NodeRecord], users: Counter[bytes]
 ) -> EntryInfo:
     root, usage = snapshot.root(entry.root), snapshot.usage(name)
-    checkpoints = [node for node in nodes.values() if node.kind == Kind.CHECKPOINT]
+    checkpoints = [node for node in nodes.values() if node.kind == NodeKind.CHECKPOINT]
     return EntryInfo(
         id=name.hex(),
         model=root.model if root else "",
@@ -171,7 +171,7 @@ def _info(
         shared_bytes=sum(node.stored_bytes for step, node in nodes.items() if users[step] > 1),
         checkpoints=tuple(sorted(node.end for node in checkpoints)),
         checkpoint_bytes=sum(node.stored_bytes for node in checkpoints),
-        # A use of a node is one of all that it continues, so the first block has the uses of any part.
+        # A use of a node is also a use of all its ancestors, so the first block counts the uses of any prefix.
         hits=max(
             (use.restores for step in nodes if nodes[step].position == 0 and (use := snapshot.usage(step))), default=0
         ),

@@ -1,11 +1,11 @@
 """Checks the records of the store against each other, and removes those that fail.
 
-A node that fails a check is removed with all that continues it, the seen prompts of a root all together, any other
-record alone.
+A node that fails a check is removed with all its descendants. If a seen prompt fails, all seen prompts of its root are
+removed. Any other record is removed alone.
 
 `verify_index` works within one snapshot. `verify_payloads` checks the contents of the payloads. That takes long, and an
-open snapshot keeps freed pages from being reused, so it takes a new snapshot for each slice of the payloads. It leaves
-out nodes that were evicted meanwhile.
+open snapshot keeps freed pages from being reused, so it uses a new snapshot for each slice of the payloads. It skips
+nodes that were evicted meanwhile.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from diskprefix.store.schema import (
     DATABASES,
     MODEL_MARK,
     EntryRecord,
-    Kind,
     ModelRecord,
+    NodeKind,
     NodeRecord,
     PromptRecord,
     RootRecord,
@@ -51,9 +51,10 @@ from diskprefix.tokens import HASH_BYTES, checksum, root_hash
 from diskprefix.values import Tenant
 
 _CHECK_AGAIN_S = (0.1, 1.0)
-"""The pauses before checking again what a writer may just have changed."""
+"""The pauses before records are checked again that a writer may just have changed."""
 _PASSES = 3
-"""A node whose record is cut short names no parent. The next pass finds that its parent counts one child too many."""
+"""A node whose record is cut short names no parent. Only the next pass notices that the parent counts one child too
+many."""
 _SUMS = 1 << 64
 _NO_ROOT = "there is no sound record of its root"
 
@@ -89,8 +90,8 @@ class RemovedRecords(NamedTuple):
 
 
 def remove_damaged(store: Store, problems: Sequence[StoreProblem] | None = None) -> RemovedRecords:
-    """Removes what these problems name, and what `verify_index` finds then. Without `problems`, begins with what
-    `verify_index` finds. Raises `CacheError`."""
+    """Removes the records that `problems` name, then the records that `verify_index` reports. Without `problems`,
+    begins with a report of `verify_index`. Raises `CacheError`."""
     removed = RemovedRecords()
     if problems is None:
         problems = verify_index(store).problems
@@ -103,13 +104,14 @@ def remove_damaged(store: Store, problems: Sequence[StoreProblem] | None = None)
 
 
 def remove_problems(store: Store, problems: Sequence[StoreProblem]) -> RemovedRecords:
-    """Removes what problems name: nodes with all that continues them, and other records that are still wrong. Daemons
-    may use the store meanwhile, and a kill leaves it in order. Raises `CacheError`."""
+    """Removes the records that problems name: nodes with all their descendants, and other records if they are still
+    wrong. Daemons may use the store meanwhile, and a kill leaves it in order. Raises `CacheError`."""
     counts: Counter[str] = Counter()
     nodes, entries = store.remove_subtrees(
         [bytes.fromhex(problem.key) for problem in problems if problem.database == "nodes"]
     )
-    for some in batches([one for one in problems if one.database not in ("nodes", "seen")], RECORDS_AT_ONCE):
+    others = [problem for problem in problems if problem.database not in ("nodes", "seen")]
+    for some in batches(others, RECORDS_AT_ONCE):
         with store.changes() as changes:
             check = RecordCheck(changes, store.secret)
             for problem in some:
@@ -118,7 +120,8 @@ def remove_problems(store: Store, problems: Sequence[StoreProblem]) -> RemovedRe
                     changes.delete_record(problem.database, key)
                     counts[problem.database] += 1
                     entries += [key] if problem.database == "entries" else []
-    counts["seen"] = _forget_wrong_seen(store, {bytes.fromhex(one.key) for one in problems if one.database == "seen"})
+    roots = {bytes.fromhex(problem.key) for problem in problems if problem.database == "seen"}
+    counts["seen"] = _forget_wrong_seen(store, roots)
     return RemovedRecords(
         entries=tuple(entries),
         blocks=len(nodes),
@@ -128,9 +131,9 @@ def remove_problems(store: Store, problems: Sequence[StoreProblem]) -> RemovedRe
 
 
 def _forget_wrong_seen(store: Store, roots: set[bytes]) -> int:
-    """Removes the seen prompts of those of `roots` where they are still wrong. Returns the number of prompts. Looks
-    before the transactions, not in them, because it reads all nodes: if another process mends a root in between, only
-    guesses of the policy are lost."""
+    """Removes the seen prompts of the `roots` where they are still wrong. Returns the number of prompts. Checks them
+    before the transactions, not inside, because that reads all nodes: if another process repairs a root in between,
+    only guesses of the policy are lost."""
     wrong: dict[bytes, str] = {}
     if roots:
         with store.reads.snapshot() as snapshot:
@@ -143,7 +146,7 @@ def _forget_wrong_seen(store: Store, roots: set[bytes]) -> int:
 
 
 def verify_index(store: Store) -> IndexReport:
-    """Checks all records but the contents of the payloads.
+    """Checks all records except the contents of the payloads.
 
     Writers do not see a process that cannot write to LMDB's lock file, and may change pages under its snapshot. Such a
     process checks again, twice, and returns the problems that all checks find.
@@ -196,7 +199,7 @@ class RecordCheck:
                 self.roots[root], self._layouts[root] = _checked_root(root, value)
 
     def wrong(self, database: str, key: bytes) -> str | None:
-        """Returns what is wrong with a stored record, None if it is sound.
+        """Returns the problem of a stored record, None if it is sound.
 
         The check of a node includes its usage record, its keys in the index of children, and its pieces, but not their
         contents. For those records themselves, only their node must exist.
@@ -227,9 +230,10 @@ class RecordCheck:
         """For each root whose seen prompts are not sound, the reason: a damaged prompt, a missing block, a wrong
         count.
 
-        Each block counts what continues it. To compare, every prompt and node adds the checksum of its parent's name to
-        the sum of its root, and every node takes that of its own name away, as often as it counts. The sum is 0 if all
-        counts are right, and (for one in 2**64) hardly ever else. So no block is kept in memory.
+        Each block counts the prompts and nodes that continue it. To check the counts, every prompt and node adds the
+        checksum of its parent's name to the sum of its root, and every node subtracts the checksum of its own name
+        times its count. The sum is 0 if all counts are right; otherwise it is 0 only with a probability of 1 in 2**64.
+        So no block is kept in memory.
         """
         wrong: dict[bytes, str] = {}
         sums: Counter[bytes] = Counter()
@@ -244,7 +248,7 @@ class RecordCheck:
             # A damaged record is a problem of the node.
             with suppress(StoreCorrupt):
                 node = self.tree.node_or_ghost(name)
-                if node is not None and (node.seen_children or node.kind == Kind.GHOST):
+                if node is not None and (node.seen_children or node.kind == NodeKind.GHOST):
                     sums[node.root] += checksum(node.parent) if node.parent != node.root else 0
                     sums[node.root] -= checksum(name) * node.seen_children
         for root, total in sums.items():
@@ -259,7 +263,7 @@ class RecordCheck:
         assert node is not None, "it is listed"
         if node.root not in self.roots:
             return f"{_NO_ROOT} {node.root.hex()}"
-        if (message := self._wrong_shape(node)) or node.kind == Kind.GHOST:
+        if (message := self._wrong_shape(node)) or node.kind == NodeKind.GHOST:
             return message
         return self._wrong_parent(node) or self._wrong_pieces(name, node) or self._wrong_usage(name, node)
 
@@ -282,7 +286,7 @@ class RecordCheck:
         try:
             node = self.tree.node(name)
         except StoreCorrupt:
-            # The node itself is wrong, and this record goes with it.
+            # The node itself is wrong, and this record is removed with it.
             return None
         is_due = node is not None and (database != "children" or key in _child_keys(name, node))
         return None if is_due else "it belongs to no block"
@@ -293,32 +297,32 @@ class RecordCheck:
         try:
             parent = self.tree.node(node.parent)
         except StoreCorrupt:
-            # This is a problem of the parent, and both go with it.
+            # This is a problem of the parent, and this node is removed with it.
             return None
         if parent is None:
             return f"the block {node.parent.hex()} that it continues is missing"
-        if (parent.root, parent.end, parent.kind) != (node.root, node.position, Kind.BLOCK):
+        if (parent.root, parent.end, parent.kind) != (node.root, node.position, NodeKind.BLOCK):
             where = f"at token {node.position}, the block {node.parent.hex()} that it continues ends at {parent.end}"
             return f"it starts {where}, or is of another kind or root"
         return None
 
     def _wrong_shape(self, node: NodeRecord) -> str | None:
         block_size, layout = self.roots[node.root].block_size, self._layouts[node.root]
-        # Where the layout has states, nothing can be restored from the beginning of a block.
+        # If the layout has states, no part of a block can be restored alone.
         shortest_block = block_size if layout.states else 1
         is_sized = {
-            Kind.BLOCK: shortest_block <= node.num_tokens <= block_size,
-            Kind.TAIL: node.num_tokens < block_size,
-            Kind.CHECKPOINT: node.num_tokens < block_size,
-            Kind.GHOST: node.num_tokens == block_size,
+            NodeKind.BLOCK: shortest_block <= node.num_tokens <= block_size,
+            NodeKind.TAIL: node.num_tokens < block_size,
+            NodeKind.CHECKPOINT: node.num_tokens < block_size,
+            NodeKind.GHOST: node.num_tokens == block_size,
         }[node.kind]
         if node.position % block_size or not is_sized:
             kind = node.kind.name.lower()
             return f"a {kind} of {node.num_tokens} tokens at {node.position}, the root's blocks have {block_size}"
-        if node.kind == Kind.CHECKPOINT and not (node.end and layout.states):
+        if node.kind == NodeKind.CHECKPOINT and not (node.end and layout.states):
             return f"a checkpoint at {node.end}: there are none at 0, nor where the layout has no states"
-        cuts = layout.cuts(node.num_tokens, node.kind)
-        wanted = len(cuts), sum(cut.piece.num_bytes for cut in cuts)
+        pieces = layout.pieces(node.num_tokens, node.kind)
+        wanted = len(pieces), sum(piece.num_bytes for piece in pieces)
         if (node.num_pieces, node.raw_bytes) != wanted:
             return f"{node.num_pieces} pieces of {node.raw_bytes} bytes, the layout has {wanted[0]} of {wanted[1]}"
         return None
@@ -370,11 +374,12 @@ def _checked_root(root: bytes, value: bytes | memoryview) -> tuple[RootRecord, P
 
 
 _SLICE_BYTES = 128 << 20
-"""Payload that is checked with one snapshot: a fraction of a second from memory, a second or two from a disk."""
+"""The payload bytes that are checked with one snapshot: a fraction of a second from memory, a second or two from a
+disk."""
 _SLICE_NODES = 1024
 _THREADS = 2
 _MAX_PIECE_BYTES = 1 << 28
-"""A layout is a part of the file, so its sizes are not trusted with memory."""
+"""The layout comes from the file, so memory is not allocated for any size that it states."""
 
 
 class PayloadReport(Struct, frozen=True, kw_only=True):
@@ -405,9 +410,9 @@ def verify_payloads(store: Store, stored_bytes: dict[bytes, int], advance: Calla
     problems: list[StoreProblem] = []
     num_pieces = num_bytes = 0
     for names in _slices(stored_bytes):
-        found, sizes = _check_slice(store, names)
-        again, _ = _check_slice(store, sorted({bytes.fromhex(problem.key) for problem in found}))
-        problems += [problem for problem in again if problem in found]
+        first, sizes = _check_slice(store, names)
+        again, _ = _check_slice(store, sorted({bytes.fromhex(problem.key) for problem in first}))
+        problems += [problem for problem in again if problem in first]
         num_pieces += len(sizes)
         num_bytes += sum(sizes)
         advance(sum(stored_bytes[name] for name in names))
@@ -443,12 +448,13 @@ def _check_slice(store: Store, names: Iterable[bytes]) -> tuple[list[StoreProble
     # The threads end before the snapshot is closed, because they use its views.
     with store.reads.snapshot() as snapshot, ThreadPoolExecutor(_THREADS, thread_name_prefix="verify") as pool:
         pieces = [piece for name in names for piece in _stored_payload(snapshot, name)]
-        found = [problem for problem in pool.map(_problem, pieces) if problem is not None]
-        return found, [len(piece.stored) for piece in pieces]
+        problems = [problem for problem in pool.map(_problem, pieces) if problem is not None]
+        return problems, [len(piece.stored) for piece in pieces]
 
 
 def _stored_payload(snapshot: Snapshot, name: bytes) -> list[StoredPiece]:
-    """Returns the pieces of a node; none if the node is gone or its records are wrong, which `verify_index` finds."""
+    """Returns the pieces of a node; none if the node is gone, or if its records are wrong, which `verify_index`
+    reports."""
     try:
         node = snapshot.node(name)
         root = snapshot.root(node.root) if node else None
@@ -460,7 +466,7 @@ def _stored_payload(snapshot: Snapshot, name: bytes) -> list[StoredPiece]:
 
 
 def _problem(piece: StoredPiece) -> StoreProblem | None:
-    """Returns what is wrong with a piece: its checksum, its encoding or its size. For any thread."""
+    """Returns the problem of a piece (its checksum, its encoding or its size), None if it is sound. For any thread."""
     expected = piece.expected
     try:
         if expected.num_bytes > _MAX_PIECE_BYTES:

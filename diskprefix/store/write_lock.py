@@ -1,8 +1,9 @@
-"""Tells which process writes to the store, and how long a write of this process has waited for it.
+"""Reports which process writes to the store, and how long a write of this process has waited for that process.
 
-LMDB lets one process write at a time, with a lock that has no time limit and names nobody: a process that is suspended
-inside a write transaction stops all others. So a writer marks the file as long as its transaction lasts, with a lock
-on one byte, which keeps nobody out. The kernel knows whose it is and removes it with the process.
+LMDB lets one process write at a time, with a lock that has no time limit and names no process: a process that is
+suspended inside a write transaction stops all others. So while its transaction lasts, a writer marks the file with a
+shared lock on one byte, which keeps no process out. The kernel knows the process that holds this lock, and releases the
+lock when the process ends.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from diskprefix.store.processes import described, is_suspended
 log = logging.getLogger("diskprefix")
 
 _COMMAND_PATIENCE_S = 2.0
-"""A command and a start say what they wait for after this time."""
+"""A command, and a daemon that starts, report a wait after this time."""
 _WRITE_S = 30.0
-"""A write of this process takes seconds, even on a slow disk. One that takes longer hangs in the disk."""
+"""A write of this process takes seconds, even on a slow disk. A write that takes longer than this hangs in the disk."""
 _POLL_S = 0.01
 # struct flock: l_type, l_whence, l_start, l_len, l_pid, where type and whence come last on macOS.
 _IS_MAC = sys.platform == "darwin"
@@ -50,11 +51,11 @@ class WriteLock:
         self._writing_since: float | None = None
         """When the open transaction of this process began."""
         self._waiting: dict[int, float] = {}
-        """The threads that wait, and the times at which their waits began."""
+        """The ids of the waiting threads, and the times at which their waits began."""
 
     @property
     def waited_s(self) -> float:
-        """The seconds that the oldest write of this process has waited."""
+        """The seconds that the longest-waiting write of this process has waited; 0 if none waits."""
         began_at = min(list(self._waiting.values()), default=None)
         return 0.0 if began_at is None else time.monotonic() - began_at
 
@@ -72,11 +73,13 @@ class WriteLock:
             return f"--kv-cache-dir {self._path}: the disk has not finished a write for {seconds:.0f} s"
         return None if self.waited_s < self.patience_s else self._message()
 
-    def take(self, begin: Callable[[], _Begun], last_commit: Callable[[], int]) -> _Begun:
-        """Returns the transaction that `begin` waits for. `last_commit` returns the number of the file's last one.
+    def begin_write(self, begin: Callable[[], _Begun], last_commit: Callable[[], int]) -> _Begun:
+        """Returns the transaction of `begin`, which waits for LMDB's lock. `last_commit` returns the number of the
+        file's last commit.
 
         While another process writes, the main thread waits here and not in LMDB, where Ctrl+C would have no effect. But
-        once that process has committed, it waits in LMDB: a process that writes again and again would never let it in.
+        once that process has committed, the main thread waits in LMDB; otherwise a process that writes again and again
+        could keep it waiting forever.
         """
         thread = threading.get_ident()
         self._waiting[thread] = time.monotonic()
@@ -91,13 +94,13 @@ class WriteLock:
         finally:
             del self._waiting[thread]
         self._writing_since = time.monotonic()
-        # Some file systems have no locks. Then nobody is named.
+        # Some file systems have no locks. Then no process is named.
         with suppress(OSError):
             fcntl.lockf(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB, 1)
         return begun
 
     def give_back(self) -> None:
-        """Ends the mark. Call it when the transaction has ended."""
+        """Removes the mark. Call it when the transaction has ended."""
         self._writing_since = None
         with suppress(OSError):
             fcntl.lockf(self._fd, fcntl.LOCK_UN, 1)
@@ -109,7 +112,8 @@ class WriteLock:
             time.sleep(_POLL_S)
 
     def _holder(self) -> int | None:
-        """Returns the other process that writes, 0 if it is one of another container, None if none is known."""
+        """Returns the id of the other process that writes, 0 if it is in another container, None if no writer is
+        known."""
         wanted = fcntl.F_WRLCK, os.SEEK_SET
         asked = (0, 1, 0, *wanted) if _IS_MAC else (*wanted, 0, 1, 0)
         try:
@@ -117,11 +121,11 @@ class WriteLock:
         except OSError:
             return None
         kind, pid = (answer[3], answer[2]) if _IS_MAC else (answer[0], answer[4])
-        # On macOS, -1 is an answer about a lock of `flock`, which every process has that opened the file.
+        # On macOS, -1 stands for a lock of `flock`, which every process has that opened the file.
         return None if kind == fcntl.F_UNLCK or pid < 0 else int(pid)
 
     def _message(self) -> str:
-        """Returns what a write waits for."""
+        """Returns the message that says what a write waits for."""
         is_own = self._writing_since is not None
         holder = 0 if is_own else self._holder() or 0
         if is_own:

@@ -1,4 +1,4 @@
-"""The background writer: what waits to be saved, and a thread that writes it to the store.
+"""The background writer: a queue of publications, and a thread that writes them to the store.
 
 A failure of the store is logged once and counted, and the daemon continues to serve.
 """
@@ -18,35 +18,35 @@ from types import MappingProxyType
 from msgspec.structs import replace
 
 from diskprefix.errors import CacheError, LargerThanStore, PrefixGone, ReaderStays, StoreReplaced
-from diskprefix.store.changes import NewNode, SmallWrite, Use, touches
+from diskprefix.store.changes import NewNode, SmallWrite, Use, WriteSource, touches
 from diskprefix.store.eviction import recorded_ttl
 from diskprefix.store.housekeeping import Housekeeping
 from diskprefix.store.notes import Notes
-from diskprefix.store.save import Hold, Save, Waiting
-from diskprefix.store.savings import SavingsLog
+from diskprefix.store.pieces import Hold
+from diskprefix.store.save import Save
 from diskprefix.store.schema import ModelRecord
 from diskprefix.store.store import OUTDATED, Publication, Store
 
 log = logging.getLogger("diskprefix")
 
 _TOUCH_INTERVAL_S = 1.0
-"""The interval in which uses of nodes and counts of requests are written, and the folder is checked. A kill loses the
+"""The interval at which uses of nodes and counts of requests are written, and the folder is checked. A kill loses the
 uses and counts of this time."""
 _HUNG_WRITE_S = 20.0
-"""A stop does not wait for a write that has taken so long: LMDB rolls it back."""
+"""A stop does not wait for a write that has taken longer than this: LMDB rolls it back."""
 _FOREIGN_WRITE_S = 10.0
-"""A stop does not wait for LMDB's lock when it has waited so long for it: another process does not end its write."""
+"""A stop no longer waits for LMDB's lock after this time: another process does not end its write."""
 _LAST_WRITE_S = 10.0
-"""A stop waits at least so long for the write that is running."""
+"""A stop waits at least this long for the running write."""
 _JOIN_S = 0.5
 _RETRY_S = 1.0
 """The time between two attempts to write a publication while the store fails."""
 _PAUSE_S = 2.0
-"""The pause of one step of a prompt, longer than most steps. A cancelled prompt just does not renew it."""
+"""The pause for one step of a prompt, longer than most steps. A cancelled prompt no longer renews it."""
 _MAX_HELD_S = 10.0
-"""The longest time that pauses keep a publication from being written. A kill loses it."""
+"""Pauses delay a publication by at most this time. A kill loses the delayed publications."""
 _MAX_SAVES = 1000
-"""Limit for the saves that wait. Each may hold the logits at its prompt's end, which are outside KV memory."""
+"""Limit for the waiting saves. Each may hold the logits at its prompt's end, which are outside KV memory."""
 
 
 class Room:
@@ -66,32 +66,35 @@ class Room:
 class Writer:
     """Owns the writing thread. The methods are for any thread, never raise, and wait for the disk only if they say so.
 
-    The oldest `Save` with something to write is served first. Payloads are in held pages, so KV memory limits what
-    waits. Other memory is reserved from the buffer first, with `reserve`.
+    The oldest `Save` with something to write is served first. Payloads are in held pages, so KV memory limits the
+    waiting payloads. Other memory is first reserved from the buffer, with `reserve`.
     """
 
-    def __init__(self, store: Store, *, buffer_bytes: int, ttl_s: float = 0.0) -> None:
-        """For `ttl_s` see `Housekeeping`."""
-        self._store = store
+    def __init__(
+        self, store: Store, *, buffer_bytes: int, ttl_s: float = 0.0, also_writes: Sequence[WriteSource] = ()
+    ) -> None:
+        """For `ttl_s` see `Housekeeping`. The writes that `also_writes` yield are made with each publication, and at
+        least once a second."""
+        self._store, self._also_writes = store, also_writes
         self.housekeeping = Housekeeping(store, ttl_s)
         self.notes = Notes(store, self._wake)
-        self.savings = SavingsLog(store)
         self.housekeeping.on_forget.append(self.drop_outdated)
         self.dropped = self.evicted = self.written_bytes = self.written_tokens = 0
         self.pending: Mapping[bytes, NewNode] = MappingProxyType({})
-        """The nodes that are not yet in the store, an immutable view. Read it *before* taking a snapshot, or a node may
-        be in neither."""
+        """The nodes that are not yet in the store, as an immutable view. Read it *before* taking a snapshot; otherwise
+        a node may be in neither."""
         self.pending_bytes = 0
         """The bytes of waiting payloads."""
         self._buffer_bytes, self._reserved_bytes = buffer_bytes, 0
         self._changed = threading.Condition()
         self._saves: dict[Save, None] = {}
         """The saves with something to write, or whose requests have not ended, oldest first."""
-        self._writing: Waiting | None = None
+        self._writing: Save | None = None
+        """The save whose first publication is being written."""
         self._views: dict[object, Mapping[bytes, NewNode]] = {}
         """The value of `pending` that each open `view` has."""
-        self._to_release: list[tuple[Waiting, frozenset[object]]] = []
-        """What left the queue and is still held, with the views that show it."""
+        self._to_release: list[tuple[Publication, frozenset[object]]] = []
+        """Publications that have left the queue but are still held, with the views that show them."""
         self._num_held = 0
         """The number of publications whose holds are not released."""
         self._touches: dict[bytes, Use] = {}
@@ -99,7 +102,8 @@ class Writer:
         self._held_until = 0.0
         """The time of `time.monotonic` until which writing is paused."""
         self._waits_for_reader = False
-        """A reader keeps the store from being written. Nothing is lost for that, even after `_MAX_HELD_S`."""
+        """A reader keeps the store from being written. No publication is lost because of that, even after
+        `_MAX_HELD_S`."""
         self._num_waiting = 0
         """The number of callers that wait until something is written."""
         self._closing = self._has_ended = False
@@ -113,7 +117,7 @@ class Writer:
 
     @property
     def num_pending(self) -> int:
-        """The number of saves of which something waits or is being written."""
+        """The number of saves with a publication that waits or is being written."""
         return sum(bool(save.waiting) for save in list(self._saves))
 
     @property
@@ -142,11 +146,13 @@ class Writer:
             self._reserved_bytes -= num_bytes
             self._changed.notify_all()
 
-    def add(self, save: Save, publication: Publication, holds: Sequence[Hold] = (), *, is_last: bool = False) -> None:
-        """Queues a publication behind the others of its save. `holds` keep its payloads, and are released when it is
-        written or lost. Its nodes are visible at once. Of a failed save only the seen prompt is written, and nothing
-        once the thread has ended. With `is_last`, ends the save."""
-        waiting = Waiting(save, publication, holds)
+    def queue_publication(
+        self, save: Save, publication: Publication, holds: Sequence[Hold] = (), *, is_last: bool = False
+    ) -> None:
+        """Queues a publication after the others of its save. `holds` keep its payloads, and are released when it is
+        written or lost. Its nodes are visible at once. Of a failed save, only the seen prompt is written; nothing is
+        written if too many saves wait or the thread has ended. With `is_last`, ends the save."""
+        publication = _queued(publication, holds)
         with self._changed:
             save.is_finished |= is_last
             is_refused = self._has_ended or (save not in self._saves and len(self._saves) >= _MAX_SAVES)
@@ -154,15 +160,15 @@ class Writer:
                 self.fail(save, "" if self._has_ended else "too many prompts wait for the disk")
             self._num_held += bool(holds)
             if save.has_failed:
-                self._to_release.append((waiting, frozenset()))
-                self._release()
-                waiting = Waiting(save, publication.without_nodes())
+                self._to_release.append((publication, frozenset()))
+                self._release_holds()
+                publication = publication.without_nodes()
             if not save.has_failed or (publication.prompt is not None and not is_refused):
-                save.has_nodes |= bool(waiting.nodes)
-                save.waiting.append(waiting)
+                save.has_nodes |= bool(publication.nodes)
+                save.waiting.append(publication)
                 self._saves[save] = None
-                self.pending = MappingProxyType(dict(self.pending) | {node.name: node for node in waiting.nodes})
-                self.pending_bytes += waiting.publication.payload_bytes
+                self.pending = MappingProxyType(dict(self.pending) | {node.name: node for node in publication.nodes})
+                self.pending_bytes += publication.payload_bytes
                 self._pin(save)
                 self._changed.notify_all()
 
@@ -173,8 +179,8 @@ class Writer:
             self._pin(save)
 
     def note_loss(self, save: Save, why: str) -> None:
-        """Records that a part of a save is lost that nothing continues. Counts and logs the first loss of a save; an
-        empty reason is not logged."""
+        """Records the loss of a part that no other part of the save continues. Counts and logs the first loss of a
+        save; an empty reason is not logged."""
         with self._changed:
             if save.lost is not None:
                 return
@@ -184,49 +190,50 @@ class Writer:
             log.warning("[disk-cache] %s is not saved, or not all of it: %s", save.label, why)
 
     def fail(self, save: Save, why: str = "", keep: int = sys.maxsize, *, keeps_prompt: bool = True) -> None:
-        """Drops the waiting publications of a save but the first `keep`, and all that would come. Still writes the seen
+        """Drops the waiting publications of a save except the first `keep`, and all later ones. Still writes the seen
         prompt, unless `keeps_prompt` is False. For `why` see `note_loss`."""
         with self._changed:
             self.note_loss(save, why)
             save.has_failed = True
-            is_writing = self._writing is not None and self._writing.save is save
-            lost = [save.waiting.pop() for _ in range(len(save.waiting) - max(keep, is_writing))]
-            seen = [waiting.publication for waiting in lost if waiting.publication.prompt is not None and keeps_prompt]
-            save.waiting.extend(Waiting(save, publication.without_nodes()) for publication in seen)
-            self._forget(lost)
+            num_kept = max(keep, self._writing is save)
+            lost = [save.waiting.pop() for _ in range(len(save.waiting) - num_kept)]
+            seen = [publication for publication in lost if publication.prompt is not None and keeps_prompt]
+            save.waiting.extend(_queued(publication.without_nodes()) for publication in seen)
+            self._hide_publications(lost)
             self._pin(save)
 
     def drop_outdated(self) -> None:
-        """Drops what waits for requests that began before the last purge, or in a store that was replaced. No reader
-        finds it from now on."""
-        epoch = self._store.epoch
+        """Drops the waiting publications and notes of requests whose epoch is over. From now on they are visible to no
+        reader."""
+        epochs = self._store.epochs
         with self._changed:
-            for save in [save for save in self._saves if save.waiting and save.epoch != epoch]:
+            for save in [save for save in self._saves if save.waiting and epochs.is_over(save.epoch)]:
                 self.fail(save, OUTDATED, 0, keeps_prompt=False)
-                # The transaction will refuse what is being written. Nobody may find it meanwhile.
-                self._hide([node for waiting in save.waiting for node in waiting.nodes])
+                # The transaction will refuse the publication that is being written. It must not be visible meanwhile.
+                self._hide([node for publication in save.waiting for node in publication.nodes])
         self.notes.drop_outdated()
 
     def drop_pages(self) -> bool:
-        """Drops the last publication, of the latest save, whose pages become free then, because others need them. What
-        it continues is still written. Returns False if there is none."""
+        """Frees pages by dropping one waiting publication: the last one of the newest save that would free any. The
+        publications before it are still written; the rest of its save fails. Returns False if no publication would free
+        pages."""
         with self._changed:
-            waiting = [(save, n) for save in self._saves for n in range(len(save.waiting))]
-            last = next((place for place in reversed(waiting) if self._can_drop(place[0].waiting[place[1]])), None)
+            places = [(save, n) for save in self._saves for n in range(len(save.waiting))]
+            last = next((place for place in reversed(places) if self._can_drop(*place)), None)
             if last is not None:
                 self.fail(last[0], "its memory was needed before the disk had room for it", last[1])
         return last is not None
 
     def write_pages(self, timeout_s: float) -> bool:
-        """Has waiting publications written now, because others need their pages, and waits for the first. Returns False
-        if there is none or the time runs out."""
+        """Ends pauses, because others need the pages of waiting publications, and waits until a publication has
+        released its pages. Returns False if no publication holds any or the time runs out."""
         with self._changed, self._waited_for():
             before = self._num_held
             return self._changed.wait_for(lambda: not before or self._num_held < before, timeout_s) and before > 0
 
     @contextmanager
     def view(self) -> Iterator[Mapping[bytes, NewNode]]:
-        """Yields `pending`, whose payloads are held until the end of the block."""
+        """Yields `pending`. Its payloads are held until the end of the block."""
         view = object()
         with self._changed:
             pending = self._views[view] = self.pending
@@ -235,15 +242,15 @@ class Writer:
         finally:
             with self._changed:
                 del self._views[view]
-                self._release()
+                self._release_holds()
 
     # The time of writing, and other records, for any thread.
 
     def pause_writing(self) -> None:
         """Pauses writing for two seconds or until `resume_writing`, because the model needs the processors for a
-        prompt. Pauses end after ten seconds in all, when payloads of half the buffer's size wait, and while a caller
-        waits for the writing."""
-        self._hold(_PAUSE_S)
+        prompt. Pauses end after ten seconds in all, when waiting payloads exceed half of the buffer, and while a caller
+        waits until something is written."""
+        self._pause_for(_PAUSE_S)
 
     def resume_writing(self) -> None:
         with self._changed:
@@ -256,7 +263,7 @@ class Writer:
         `ttl_s`: the time to live that the request asks for, in seconds; None for the daemon's. `hits` is 0 if only the
         time to live is new.
         """
-        self._use({name: Use(when, hits, recorded_ttl(ttl_s))})
+        self._queue_uses({name: Use(when, hits, recorded_ttl(ttl_s))})
 
     def quarantine(self, name: bytes, parent: bytes) -> None:
         """Removes a damaged node before the next publication is written."""
@@ -265,32 +272,33 @@ class Writer:
             self._changed.notify_all()
 
     def set_model(self, model: ModelRecord, before: ModelRecord | None = None) -> None:
-        """Adds a model to those that the store is served with, in the place of the one `before`. They are recorded
-        before anything of them is stored, and again after a purge and in a new file of the store."""
+        """Adds a model to the models that the store is served with, in place of `before`. The models are recorded
+        before any of their state is stored, and again after a purge and in a new file of the store."""
         with self._changed:
-            models = (*(one for one in self.housekeeping.models if one != before), model)
+            models = (*(known for known in self.housekeeping.models if known != before), model)
             self.housekeeping.models = models
-            self._store.evictor.served = tuple(one.identity for one in models)
+            self._store.evictor.served = tuple(known.identity for known in models)
 
     def flush(self, timeout_s: float) -> bool:
-        """Waits until all publications are written, notes are written or refused, and records that made writing fail
-        are removed. Returns False if the time runs out first."""
+        """Waits until no publication is waiting, each note was written or an attempt was made, and records that made a
+        write fail are removed. Returns False if the time runs out first."""
         with self._changed, self._waited_for():
             return self._changed.wait_for(
                 lambda: not (self.num_pending or self.notes.is_waiting or self.housekeeping.is_repairing), timeout_s
             )
 
     def close(self, timeout_s: float) -> bool:
-        """Writes what is queued, then stops. Waits. Returns False if the time ran out and something was lost."""
+        """Writes the queue, then stops the thread. Waits for both. Returns False if the time ran out and something was
+        lost."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         self._join(timeout_s)
         with self._changed:
-            unwritten = [save for save in self._saves if save.waiting and save.waiting[-1] is not self._writing]
+            unwritten = [save for save in self._saves if len(save.waiting) > (self._writing is save)]
             for save in unwritten:
                 self.fail(save, "", 0, keeps_prompt=False)
-        # The running transaction may finish, or LMDB would roll it back.
+        # Let the running transaction finish: otherwise LMDB would roll it back.
         self._join(max(timeout_s, _LAST_WRITE_S))
         num_lost = len(unwritten) + self._thread.is_alive()
         if num_lost:
@@ -299,8 +307,8 @@ class Writer:
         return not num_lost
 
     def _join(self, timeout_s: float) -> None:
-        """Waits for the end of the thread, but not while it has waited long for a process that does not end its write
-        (then no transaction of this process is running), nor while the disk does not finish a write."""
+        """Waits for the end of the thread. Returns early if the thread has waited too long for a process that does not
+        end its write (then no transaction of this process is running), or if the disk does not finish a write."""
         deadline = time.monotonic() + timeout_s
         # Bound: `deadline`.
         while self._thread.is_alive() and (left_s := deadline - time.monotonic()) > 0:
@@ -310,19 +318,19 @@ class Writer:
 
     # The queue, under its lock.
 
-    def _next(self) -> Waiting | None:
-        """Returns the publication to write now, None if there is none."""
-        first = next((save.waiting[0] for save in self._saves if save.waiting), None)
-        return None if first is None or self._is_held(first) else first
+    def _next(self) -> Save | None:
+        """Returns the save whose first publication is to be written now, None if there is none."""
+        oldest = next((save for save in self._saves if save.waiting), None)
+        return None if oldest is None or self._is_held(oldest.waiting[0]) else oldest
 
-    def _is_held(self, first: Waiting) -> bool:
+    def _is_held(self, first: Publication) -> bool:
         if self._closing or self._num_waiting or self.pending_bytes > self._buffer_bytes // 2:
             return False
-        latest = math.inf if self._waits_for_reader else first.made_at + _MAX_HELD_S
+        latest = math.inf if self._waits_for_reader else first.queued_at + _MAX_HELD_S
         return time.monotonic() < min(self._held_until, latest)
 
-    def _hold(self, seconds: float) -> bool:
-        """Pauses writing. Returns whether a publication waits because of it."""
+    def _pause_for(self, seconds: float) -> bool:
+        """Pauses writing. Returns whether a publication waits because of the pause."""
         with self._changed:
             self._held_until = time.monotonic() + seconds
             return self._next() is None and self.num_pending > 0
@@ -342,10 +350,10 @@ class Writer:
             self._changed.notify_all()
 
     def _pin(self, save: Save, written: Sequence[NewNode] = ()) -> None:
-        """Pins the node that the first waiting publication of a save continues, or else the last of the `written` ones.
-        At the end of the save, unpins it and removes the save from the queue."""
+        """Pins the node that the first waiting publication of a save continues, otherwise the last of the `written`
+        nodes. At the end of the save, unpins the node and removes the save from the queue."""
         pinned = written[-1].name if written else save.pinned
-        if save.waiting and (base := save.waiting[0].publication.base) is not None:
+        if save.waiting and (base := save.waiting[0].base) is not None:
             pinned = base
         if save.is_finished and not save.waiting:
             self._saves.pop(save, None)
@@ -357,37 +365,38 @@ class Writer:
             if pinned is not None:
                 self._store.evictor.unpin(pinned)
 
-    def _can_drop(self, waiting: Waiting) -> bool:
-        frees_pages = any(hold.frees() for hold in waiting.holds)
-        return waiting is not self._writing and frees_pages and not self._views_of(waiting)
+    def _can_drop(self, save: Save, number: int) -> bool:
+        publication, is_writing = save.waiting[number], self._writing is save and number == 0
+        frees_pages = any(hold.frees() for hold in publication.holds)
+        return not is_writing and frees_pages and not self._views_of(publication)
 
-    def _forget(self, done: Sequence[Waiting]) -> None:
-        """Hides publications that were written or are lost. They are held as long as views show them."""
-        self._hide([node for waiting in done for node in waiting.nodes])
-        self._to_release += [(waiting, self._views_of(waiting)) for waiting in done]
-        self.pending_bytes -= sum(waiting.publication.payload_bytes for waiting in done)
-        self._release()
+    def _hide_publications(self, done: Sequence[Publication]) -> None:
+        """Hides publications that were written or are lost. Their holds are released once no view shows them."""
+        self._hide([node for publication in done for node in publication.nodes])
+        self._to_release += [(publication, self._views_of(publication)) for publication in done]
+        self.pending_bytes -= sum(publication.payload_bytes for publication in done)
+        self._release_holds()
 
     def _hide(self, nodes: Sequence[NewNode]) -> None:
         hidden = {node.name for node in nodes}
         self.pending = MappingProxyType({name: node for name, node in self.pending.items() if name not in hidden})
 
-    def _views_of(self, waiting: Waiting) -> frozenset[object]:
+    def _views_of(self, publication: Publication) -> frozenset[object]:
         """Returns the views that show a node of a publication."""
         views = self._views.items()
-        return frozenset(view for view, shown in views if any(shown.get(n.name) is n for n in waiting.nodes))
+        return frozenset(view for view, shown in views if any(shown.get(n.name) is n for n in publication.nodes))
 
-    def _release(self) -> None:
+    def _release_holds(self) -> None:
         """Releases the holds of publications that left the queue and that no open view shows."""
         open_views = self._views.keys()
-        done = [waiting for waiting, views in self._to_release if views.isdisjoint(open_views)]
+        done = [publication for publication, views in self._to_release if views.isdisjoint(open_views)]
         self._to_release = [entry for entry in self._to_release if not entry[1].isdisjoint(open_views)]
-        for hold in [hold for waiting in done for hold in waiting.holds]:
+        for hold in [hold for publication in done for hold in publication.holds]:
             hold.release()
-        self._num_held -= sum(bool(waiting.holds) for waiting in done)
+        self._num_held -= sum(bool(publication.holds) for publication in done)
         self._changed.notify_all()
 
-    def _use(self, uses: Mapping[bytes, Use]) -> None:
+    def _queue_uses(self, uses: Mapping[bytes, Use]) -> None:
         with self._changed:
             for name, use in uses.items():
                 noted = self._touches.get(name)
@@ -395,8 +404,8 @@ class Writer:
 
     @contextmanager
     def _using(self) -> Iterator[SmallWrite | None]:
-        """Yields the write of the uses of stored nodes, None if there are none. They continue to wait if the block
-        raises."""
+        """Yields the write of the uses of stored nodes, None if there are none. If the block raises, the uses continue
+        to wait."""
         with self._changed:
             used, self._touches = self._touches, {}
             # The uses of nodes that are not in the store yet continue to wait.
@@ -404,7 +413,7 @@ class Writer:
         try:
             yield touches(used) if used else None
         except BaseException:
-            self._use(used)
+            self._queue_uses(used)
             raise
 
     # The thread.
@@ -418,68 +427,70 @@ class Writer:
                 self._changed.wait_for(
                     lambda: self._next() or self._damaged or self._closing or self.notes.is_waiting, _TOUCH_INTERVAL_S
                 )
-                waiting = self._writing = self._next()
+                save = self._writing = self._next()
                 damaged, self._damaged = self._damaged, {}
-                self._has_ended = self._closing and waiting is None
+                self._has_ended = self._closing and save is None
             for name, parent in damaged.items():
                 attempt(partial(self.housekeeping.quarantine, name, parent))
             attempt(self.housekeeping.remove_damaged)
-            if waiting is not None and self._store.problem is None:
+            if save is not None and self._store.problem is None:
                 attempt(self.housekeeping.record_models)
-            is_done = self._write_all(waiting)
+            is_done = self._write_all(save)
             self._wake()
-            if waiting is not None:
-                self._end_writing(waiting, is_done=is_done)
+            if save is not None:
+                self._end_writing(save, is_done=is_done)
             attempt(self.notes.make_fit)
             if self._has_ended:
                 with suppress(CacheError):
-                    # What was found out about a model a moment ago. Without it, the next start finds it out again.
+                    # Records a fact that was measured about a model just before the end. Otherwise the next start has
+                    # to measure it again.
                     self.housekeeping.record_models()
                 attempt(self._store.record_written)
                 return
-            if waiting is None or self._store.problem is not None:
+            if save is None or self._store.problem is not None:
                 attempt(self.housekeeping.maintain)
 
-    def _end_writing(self, waiting: Waiting, *, is_done: bool) -> None:
+    def _end_writing(self, save: Save, *, is_done: bool) -> None:
         with self._changed:
             self._writing = None
             if is_done:
-                waiting.save.waiting.popleft()
-                self._forget([waiting])
-                self._pin(waiting.save, () if waiting.save.has_failed else waiting.nodes)
+                publication = save.waiting.popleft()
+                self._hide_publications([publication])
+                self._pin(save, () if save.has_failed else publication.nodes)
 
-    def _write_all(self, waiting: Waiting | None) -> bool:
-        """Writes a publication and all small writes in one transaction. If that fails, tries each one alone, so that
-        none keeps the others back. Returns False if the publication is to be tried again."""
-        left = None if waiting is None else self._left_of(waiting)
-        # Uses come first, as the publication may replace what was used.
-        sources = (self._using, self.notes.writing, self.savings.writing)
+    def _write_all(self, save: Save | None) -> bool:
+        """Writes the first publication of a save and all small writes in one transaction. If that fails, tries each of
+        them alone, so that a failing one does not stop the others. Returns False if the publication must be tried
+        again."""
+        left = None if save is None else self._left_of(save)
+        # Uses come first, because the publication may replace the nodes that were used.
+        sources = (self._using, self.notes.writing, *self._also_writes)
         try:
             with ExitStack() as writing:
                 yielded = [writing.enter_context(source()) for source in sources]
                 small_writes = tuple(small_write for small_write in yielded if small_write is not None)
-                if waiting is not None and left is not None:
-                    self._publish(waiting.save, replace(left, small_writes=small_writes))
+                if save is not None and left is not None:
+                    self._write_publication(save, replace(left, small_writes=small_writes))
                 elif small_writes:
                     self._store.write(small_writes)
         except Exception as error:  # noqa: BLE001 (the attempts alone report it)
-            if waiting is not None:
-                waiting.save.has_written_nodes = False
+            if save is not None:
+                save.has_written_nodes = False
             if isinstance(error, StoreReplaced):
                 self.housekeeping.attempt(self.housekeeping.maintain)
             for source in sources:
                 self.housekeeping.attempt(partial(self._store.write_from, source))
-            return waiting is None or left is None or self._publish_alone(waiting.save, left)
-        if waiting is not None and left is not None and left.last_node is not None and waiting.save.has_written_nodes:
+            return save is None or left is None or self._publish_alone(save, left)
+        if save is not None and left is not None and left.last_node is not None and save.has_written_nodes:
             # Nodes of a saved prompt were written. On a full disk, a small write alone may still fit.
             self.housekeeping.recover()
         return True
 
-    def _left_of(self, waiting: Waiting) -> Publication | None:
-        """Returns what is to be written of a publication, or None. Drops a save that is outdated, and one whose state
-        is not finite, of which the seen prompt is still written."""
-        save, publication = waiting.save, waiting.publication
-        if save.epoch != self._store.epoch:
+    def _left_of(self, save: Save) -> Publication | None:
+        """Returns the publication to write, or None. Fails outdated saves, and saves whose state is not finite; for the
+        latter, the seen prompt is still written."""
+        publication = save.waiting[0]
+        if self._store.epochs.is_over(save.epoch):
             self.fail(save, OUTDATED, 0, keeps_prompt=False)
             return None
         try:
@@ -492,21 +503,26 @@ class Writer:
         return publication
 
     def _publish_alone(self, save: Save, publication: Publication) -> bool:
-        """Writes a publication. Returns False if it is to be tried again."""
-        failure = self.housekeeping.attempt(partial(self._publish, save, publication))
+        """Writes a publication. Returns False if it must be tried again."""
+        failure = self.housekeeping.attempt(partial(self._write_publication, save, publication))
         # A reader ends at some time, so there is no limit for the attempts.
         self._waits_for_reader = isinstance(failure, (ReaderStays, StoreReplaced))
         if isinstance(failure, (PrefixGone, LargerThanStore)):
             self.fail(save, str(failure), 0)
-        elif isinstance(failure, CacheError) and self._hold(_RETRY_S):
+        elif isinstance(failure, CacheError) and self._pause_for(_RETRY_S):
             return False
         elif failure is not None:
             self.fail(save, "", 0)
         return True
 
-    def _publish(self, save: Save, publication: Publication) -> None:
+    def _write_publication(self, save: Save, publication: Publication) -> None:
         self.evicted += self._store.publish(publication)
         self._waits_for_reader = False
         save.has_written_nodes |= bool(publication.nodes)
         self.written_bytes += publication.payload_bytes
         self.written_tokens += sum(len(node.token_ids) for node in publication.nodes)
+
+
+def _queued(publication: Publication, holds: Sequence[Hold] = ()) -> Publication:
+    """Returns a publication as it is queued now."""
+    return replace(publication, holds=holds, queued_at=time.monotonic())

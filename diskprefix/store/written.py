@@ -1,8 +1,8 @@
-"""The bytes that a store's file has cost its disk: in all, and in the last 24 hours.
+"""The bytes that were written to a store's file: in all, and in the last 24 hours.
 
 LMDB writes its pages in system calls, and Linux counts their bytes for each thread (`wchar` in `/proc/thread-self/io`).
-`write_bytes` there is no measure: it grows by whole folios, which may be several times as large as the pages in
-them. Where the count cannot be read (on other systems), stored records are counted in whole pages.
+`write_bytes` there is not suitable: it grows by whole folios, which may be several times as large as the written pages.
+If the count cannot be read (on other systems), stored records are counted in whole pages.
 
 A process adds its counts to the record of the store with each publication.
 """
@@ -26,15 +26,16 @@ WRITTEN = "written"
 _HOUR_S = 3600
 _HOURS = 24
 _KEPT_HOURS = 2 * (_HOURS + 1)
-"""Hours in the record. More than count, as some may be those of a clock that was wrong."""
+"""Hours in the record. These are more than the hours that count, because some may come from a clock that was wrong."""
 _IO = Path("/proc/thread-self/io")
 
 
 class WrittenBytes(msgspec.Struct, kw_only=True):
-    """Bytes that were written: in all, and in each of the last hours, by hours since the epoch, oldest first.
+    """Bytes that were written: in all (`total`), and by hour (`hours`; the keys are hours since the epoch), in the
+    order of their first write.
 
     `budget_bytes` is `--kv-cache-write-budget` of the last daemon, 0 for none. `recorder` is the process that added to
-    the record last, and `recorded_bytes` what it has added in all.
+    the record last, and `recorded_bytes` the bytes that this process has added in all.
     """
 
     total: int = 0
@@ -47,18 +48,19 @@ class WrittenBytes(msgspec.Struct, kw_only=True):
         hour = int(now // _HOUR_S)
         self.total += num_bytes
         self.hours[hour] = self.hours.get(hour, 0) + num_bytes
-        # Not by the clock: if it is wrong once, nothing may be forgotten.
+        # Drops the hours that were added first, not the earliest ones: a clock that is wrong once must not delete the
+        # others.
         self.hours = dict(list(self.hours.items())[-_KEPT_HOURS:])
 
     def last_day(self, now: float) -> int:
-        """Returns the bytes of the last 24 hours and of the beginning of the hour before them, so that no 24 hours have
-        more than the budget. Hours in the future are those of a clock that was wrong; they count for as long."""
+        """Returns the bytes of the last 24 hours and of the beginning of the hour before them, so that no 24 hours
+        exceed the budget. Hours in the future come from a clock that was wrong; they count for the same time."""
         hour = int(now // _HOUR_S)
         return sum(n for at, n in self.hours.items() if abs(at - hour) <= _HOURS)
 
 
 def read_written(snapshot: Snapshot) -> WrittenBytes:
-    """Returns the record of a store. A damaged one counts as none."""
+    """Returns the record of a store; an empty record if it is damaged."""
     try:
         return decode_record(WrittenBytes, WRITTEN.encode(), snapshot.meta(WRITTEN) or b"")
     except CacheError:
@@ -66,7 +68,7 @@ def read_written(snapshot: Snapshot) -> WrittenBytes:
 
 
 class WriteMeter:
-    """The bytes that this process has written (`total_bytes`), and how many of them are known to be recorded
+    """Counts the bytes that this process has written (`total_bytes`), and how many of them are recorded for certain
     (`recorded_bytes`). For any thread.
 
     `budget_bytes`: see `WrittenBytes`; None in a tool, which has no budget of its own.
@@ -84,8 +86,8 @@ class WriteMeter:
 
     @contextmanager
     def measure(self, otherwise: Callable[[], int] = lambda: 0) -> Iterator[None]:
-        """Counts what this thread writes inside the block. If what the kernel counts cannot be read, counts what
-        `otherwise` returns at the end, unless the block fails."""
+        """Counts the bytes that this thread writes inside the block. If the kernel's count cannot be read, adds the
+        result of `otherwise` at the end instead, unless the block fails."""
         before, if_unread = _written_by_thread(), 0
         try:
             yield
@@ -95,9 +97,10 @@ class WriteMeter:
             self.count(if_unread if before is None or after is None else after - before)
 
     def add_to(self, written: WrittenBytes, now: float, recorded_bytes: int) -> WrittenBytes:
-        """Adds to a store's record what it lacks of this process, and the budget. Returns the record. Pass this meter's
-        `recorded_bytes` as it was *before* the record was read: otherwise bytes recorded in between count twice."""
-        # The record may be committed already, and this meter not told yet.
+        """Adds to a store's record the bytes of this process that it does not include yet, and the budget. Returns the
+        record. Pass this meter's `recorded_bytes` as it was *before* the record was read: otherwise bytes recorded in
+        between count twice."""
+        # The record may be committed already while this meter does not know it yet.
         known = written.recorded_bytes if written.recorder == self._name else recorded_bytes
         in_all = max(known, self.total_bytes)
         written.add(in_all - known, now)
@@ -108,7 +111,7 @@ class WriteMeter:
 
 
 def _written_by_thread() -> int | None:
-    """Returns the bytes that this thread has handed to the kernel, None where that cannot be read."""
+    """Returns the bytes that this thread has passed to the kernel, None if the count cannot be read."""
     try:
         text = _IO.read_text()
     except OSError:

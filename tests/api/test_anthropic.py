@@ -78,7 +78,7 @@ def said(message: Message) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("messages", "system", "found"),
+    ("messages", "system", "expected"),
     [
         *(([USER], system, [("user", ["hello"])]) for system in (None, "", list[Any]())),
         ([USER], "Be brief.", [("system", ["Be brief."]), ("user", ["hello"])]),
@@ -106,10 +106,12 @@ def said(message: Message) -> list[str]:
         ),
     ],
 )
-def test_who_says_what_in_which_order(messages: list[Any], system: Any, found: list[tuple[str, list[str]]]) -> None:
+def test_messages_keep_their_roles_and_order(
+    messages: list[Any], system: Any, expected: list[tuple[str, list[str]]]
+) -> None:
     """Messages of one role that follow each other are one, and each result of a tool is one of its own."""
     neutral = conversation(*messages, system=system).messages
-    assert [(message.role, said(message)) for message in neutral] == found
+    assert [(message.role, said(message)) for message in neutral] == expected
     calls = [call for message in neutral for call in message.tool_calls]
     assert calls == [ToolCall("toolu_1", "read", {"path": "a.py"})] * len(calls)
     assert {message.tool_call_id for message in neutral if message.role == "tool"} <= {"toolu_1"}
@@ -125,14 +127,14 @@ def test_who_says_what_in_which_order(messages: list[Any], system: Any, found: l
         (result([{"type": "tool_reference", "tool_name": "grep"}]), ["grep"]),
     ],
 )
-def test_what_the_model_reads_of_a_result(sent: dict[str, Any], read: list[str]) -> None:
+def test_a_result_is_rendered_as_its_text_with_errors_marked(sent: dict[str, Any], read: list[str]) -> None:
     assert said(conversation(USER, assistant(CALL), user(sent)).messages[2]) == read
 
 
 def test_thoughts_are_reasoning_and_redacted_ones_are_left_out() -> None:
     redacted = {"type": "redacted_thinking", "data": "EqQB"}
-    [_, found, _] = conversation(USER, assistant(redacted, THOUGHT, text("so")), USER).messages
-    assert (found.reasoning, said(found)) == ("hm", ["so"])
+    [_, message, _] = conversation(USER, assistant(redacted, THOUGHT, text("so")), USER).messages
+    assert (message.reasoning, said(message)) == ("hm", ["so"])
 
 
 @pytest.mark.parametrize(
@@ -142,13 +144,13 @@ def test_thoughts_are_reasoning_and_redacted_ones_are_left_out() -> None:
         ({"type": "url", "url": "https://example.com/a.png"}, "https://example.com/a.png", "url"),
     ],
 )
-def test_images_keep_the_path_of_what_may_be_wrong_with_them(source: Any, uri: str, path: str) -> None:
+def test_images_keep_the_path_for_errors(source: Any, uri: str, path: str) -> None:
     image = {"type": "image", "source": source}
-    for found, place in (
+    for parsed, place in (
         (conversation(user(text("see"), image)), "messages.0.content.1"),
         (conversation(user(result([image]))), "messages.0.content.0.content.0"),
     ):
-        assert found.messages[0].content[-1] == ImagePart(uri, place, f"{place}.source.{path}")
+        assert parsed.messages[0].content[-1] == ImagePart(uri, place, f"{place}.source.{path}")
 
 
 def test_documents_of_text_and_search_results_are_text() -> None:
@@ -158,8 +160,8 @@ def test_documents_of_text_and_search_results_are_text() -> None:
         "source": {"type": "text", "media_type": "text/plain", "data": "A"},
     }
     nested = {"type": "document", "source": {"type": "content", "content": [text("B")]}}
-    found = {"type": "search_result", "title": "C", "source": "https://c", "content": [text("D")]}
-    assert said(conversation(user(document, nested, found)).messages[0]) == ["a.txt", "A", "B", "C", "https://c", "D"]
+    search = {"type": "search_result", "title": "C", "source": "https://c", "content": [text("D")]}
+    assert said(conversation(user(document, nested, search)).messages[0]) == ["a.txt", "A", "B", "C", "https://c", "D"]
 
 
 @pytest.mark.parametrize(
@@ -168,30 +170,30 @@ def test_documents_of_text_and_search_results_are_text() -> None:
 def test_marks_are_those_of_the_blocks(fields: dict[str, str], ttl_s: float | None) -> None:
     """A mark may say more than is known: Claude Code sends a `scope`."""
     mark, neutral = {"cache_control": {"type": "ephemeral"} | fields}, CacheMark(ttl_s)
-    found = conversation(
+    parsed = conversation(
         user(text("a", **mark), text("b")),
         assistant(CALL | MARK, CALL | mark),
         user(result() | mark),
         system=[text("s", **mark)],
         tools=[TOOLS[0], SEARCH, TOOLS[1] | mark],
     )
-    parts = [part for message in found.messages[:2] for part in message.content if isinstance(part, TextPart)]
+    parts = [part for message in parsed.messages[:2] for part in message.content if isinstance(part, TextPart)]
     assert [part.mark for part in parts] == [neutral, neutral, None]
-    assert [message.mark for message in found.messages] == [None, None, neutral, neutral]
-    assert found.tool_marks == ((1, neutral),), "counted without the tool that is left out"
+    assert [message.mark for message in parsed.messages] == [None, None, neutral, neutral]
+    assert parsed.tool_marks == ((1, neutral),), "counted without the tool that is left out"
     of_body = conversation(USER, assistant(CALL), user(result()), **mark)
     assert [message.mark for message in of_body.messages] == [None, None, neutral], "that of its last message"
 
 
-def test_tools_have_the_form_that_templates_expect_and_those_that_anthropic_runs_are_left_out() -> None:
+def test_tools_get_the_template_form_without_tools_of_anthropics_servers() -> None:
     described = TOOLS[0] | {"description": "Reads.", "type": "custom", "strict": True, "eager_input_streaming": True}
-    found = conversation(USER, tools=[SEARCH, described, TOOLS[1]])
-    assert found.tools == [
+    parsed = conversation(USER, tools=[SEARCH, described, TOOLS[1]])
+    assert parsed.tools == [
         {"type": "function", "function": {"name": "read", "description": "Reads.", "parameters": SCHEMA}},
         {"type": "function", "function": {"name": "write", "parameters": SCHEMA}},
     ]
-    assert list(found.tools[0]["function"]["parameters"]["properties"]) == ["b", "a"], "in the client's order"
-    assert found.tool_paths == ["tools.1.input_schema", "tools.2.input_schema"]
+    assert list(parsed.tools[0]["function"]["parameters"]["properties"]) == ["b", "a"], "in the client's order"
+    assert parsed.tool_paths == ["tools.1.input_schema", "tools.2.input_schema"]
 
 
 @pytest.mark.parametrize(
@@ -223,9 +225,9 @@ def test_the_reply_goes_on_with_the_text_of_a_last_assistant_message(last: Any, 
     assert conversation(USER, last).ending == ending
 
 
-def test_the_effort_is_that_of_the_output_and_tokens_are_counted_without_max_tokens() -> None:
-    found = body(output_config={"effort": "high", "task_budget": None}).conversation
-    assert found == replace(body().conversation, reasoning_effort="high")
+def test_output_config_sets_the_effort_and_counting_needs_no_max_tokens() -> None:
+    parsed = body(output_config={"effort": "high", "task_budget": None}).conversation
+    assert parsed == replace(body().conversation, reasoning_effort="high")
     assert parse_json(json.dumps({"messages": [USER]}).encode(), CountTokensRequest).conversation == body().conversation
 
 
@@ -236,9 +238,9 @@ def test_a_long_run_of_messages_is_joined_at_once(monkeypatch: pytest.MonkeyPatc
         "diskprefix.chat.messages.joined",
         lambda run: joins.append(len(run)) or joined(run),  # type: ignore[func-returns-value]
     )
-    found = conversation(USER, *[assistant(THOUGHT)] * 50, USER)
+    parsed = conversation(USER, *[assistant(THOUGHT)] * 50, USER)
     assert joins == [1, 50, 1]
-    assert found.messages[1].reasoning == "\n".join(["hm"] * 50)
+    assert parsed.messages[1].reasoning == "\n".join(["hm"] * 50)
 
 
 HEAD = Head(id="msg_1", created=0, model="tiny", fingerprint="fp", prompt_tokens=10, request_id="req_1")
@@ -265,11 +267,11 @@ def reply(
 def streamed(events: Iterable[ReplyEvent], head: Head = HEAD, **options: Any) -> list[Any]:
     """The objects of the stream's events, each of which the official client's own type accepts."""
     writer = MessageWriter(head, **options)
-    sent: Sequence[ServerSentEvent] = [*writer.begin(), *(found for event in events for found in writer.events(event))]
-    assert [found.name for found in sent] == [found.data["type"] for found in sent if isinstance(found.data, dict)]
-    for found in sent:
-        SDK_EVENT.validate_python(found.data)
-    return [found.data for found in sent]
+    sent: Sequence[ServerSentEvent] = [*writer.begin(), *(each for event in events for each in writer.events(event))]
+    assert [event.name for event in sent] == [event.data["type"] for event in sent if isinstance(event.data, dict)]
+    for event in sent:
+        SDK_EVENT.validate_python(event.data)
+    return [event.data for event in sent]
 
 
 def whole(events: Iterable[ReplyEvent], head: Head = HEAD, **options: Any) -> dict[str, Any]:
@@ -345,7 +347,7 @@ def test_a_stream_is_that_of_the_real_service(path: Path) -> None:
     assert [without_values(event) for event in ours] == [without_values(event) for event in recorded]
     assert whole(neutral(recorded))["content"]
     for event, theirs in zip(ours, recorded, strict=True):
-        usage, theirs = (found.get("message", found).get("usage", {}) for found in (event, theirs))
+        usage, theirs = (data.get("message", data).get("usage", {}) for data in (event, theirs))
         assert theirs.keys() <= usage.keys()
 
 
@@ -409,15 +411,15 @@ def test_why_a_message_ended(reason: EndReason, stop: str | None, clamped_to: in
     ],
 )
 def test_usage_adds_up_to_the_prompt(end: DoneEvent, read: int, created: int, rest: int) -> None:
-    found = whole(reply(end=end))
-    assert found["usage"] == {
+    message = whole(reply(end=end))
+    assert message["usage"] == {
         "input_tokens": rest,
         "cache_creation_input_tokens": created,
         "cache_read_input_tokens": read,
         "output_tokens": 2,
         "output_tokens_details": {"thinking_tokens": 0},
     }
-    assert (found["prefix_cache"]["restored"], found["timings"]["restore_ms"]) == (read, 3.14)
+    assert (message["prefix_cache"]["restored"], message["timings"]["restore_ms"]) == (read, 3.14)
 
 
 def test_a_stream_begins_with_the_usage_that_it_ends_with() -> None:

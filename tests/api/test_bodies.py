@@ -28,8 +28,8 @@ def served(agent_model: Path, engine: ScriptedEngine) -> Iterator[Served]:
 
 
 def recorded(path: Path) -> tuple[str, dict[str, Any]]:
-    found = json.loads(path.read_text(encoding="utf-8"))
-    return found["path"], found["body"]
+    request = json.loads(path.read_text(encoding="utf-8"))
+    return request["path"], request["body"]
 
 
 def sent(served: Served, path: str, body: dict[str, Any]) -> tuple[httpx.Response, str]:
@@ -42,9 +42,7 @@ def sent(served: Served, path: str, body: dict[str, Any]) -> tuple[httpx.Respons
 
 
 @pytest.mark.parametrize("path", BODIES, ids=lambda path: path.stem)
-def test_what_an_agent_sends_is_answered_and_nothing_that_the_model_must_read_is_left_out(
-    path: Path, served: Served
-) -> None:
+def test_recorded_agent_bodies_are_answered_without_lost_text(path: Path, served: Served) -> None:
     served[1].script = say_hello
     route, body = recorded(path)
     response, prompt = sent(served, route, body)
@@ -65,7 +63,7 @@ def _is_function(tool: dict[str, Any]) -> bool:
     return bool(tool.get("type", "function") == "function")
 
 
-def test_claude_code_reads_events_and_its_marks_places_and_tokens_are_its_own(served: Served) -> None:
+def test_claude_code_gets_its_events_marks_and_token_counts(served: Served) -> None:
     path, body = recorded(FOLDER / "claude-code-turn.json")
     response, prompt = sent(served, path, body)
     assert response.headers["request-id"].startswith("req_")

@@ -40,14 +40,14 @@ def test_fields_that_other_servers_know_are_ignored_and_null_means_absent() -> N
     assert completion(cache_control=None).prompt == "x"
 
 
-def test_tools_keep_the_order_and_the_fields_of_the_client_without_their_marks() -> None:
+def test_tools_keep_their_keys_and_lose_their_marks() -> None:
     parameters = {"properties": {"cache_control": {"type": "string"}, "a": {}}}
     function = {"parameters": parameters, "strict": True, "name": "f"}
     plain = {"function": function, "type": "function"}
     tools = [CALL, plain, MARK | {"function": MARK | function, "type": "function"}]
-    found = chat(tools=[*tools, {"function": {"name": "g"} | MARK, "type": "function"}]).conversation
-    assert json.dumps(found.tools) == json.dumps([CALL, plain, plain, {"function": {"name": "g"}, "type": "function"}])
-    assert [index for index, _ in found.tool_marks] == [2, 2, 3]
+    parsed = chat(tools=[*tools, {"function": {"name": "g"} | MARK, "type": "function"}]).conversation
+    assert json.dumps(parsed.tools) == json.dumps([CALL, plain, plain, {"function": {"name": "g"}, "type": "function"}])
+    assert [index for index, _ in parsed.tool_marks] == [2, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -141,8 +141,8 @@ def options_of(caller: Tenant = SHARED, scope: Scope = AUTO, **fields: Any) -> C
     ],
 )
 def test_the_scope_of_a_request_replaces_the_daemons(options: dict[str, Any], default: Scope, expected: str) -> None:
-    found = options_of(scope=default, prefix_cache=options)
-    assert (str(found.scope), found.is_asked) == (expected, bool(options))
+    parsed = options_of(scope=default, prefix_cache=options)
+    assert (str(parsed.scope), parsed.is_asked) == (expected, bool(options))
 
 
 @pytest.mark.parametrize(
@@ -213,11 +213,11 @@ def test_the_session_of_an_agent_is_the_group_of_a_request_without_a_key() -> No
 
 def test_requests_with_the_same_cache_key_are_a_group_of_any_tenant() -> None:
     keys = ["a", "b", "a" * 512, "\u00fc", "\0", " "]
-    found = [options_of(prompt_cache_key=key) for key in keys]
-    assert found == [options_of(prompt_cache_key=key) for key in keys]
-    assert len({options.group for options in found}) == len(keys)
-    assert {(len(options.group), options.tenant) for options in found} == {(8, SHARED)}
-    assert options_of(prompt_cache_key="a", cache_salt="a").group == found[0].group
+    parsed = [options_of(prompt_cache_key=key) for key in keys]
+    assert parsed == [options_of(prompt_cache_key=key) for key in keys]
+    assert len({options.group for options in parsed}) == len(keys)
+    assert {(len(options.group), options.tenant) for options in parsed} == {(8, SHARED)}
+    assert options_of(prompt_cache_key="a", cache_salt="a").group == parsed[0].group
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import pytest
 from diskprefix.api.parsed_request import _checked_calls, _checked_text
 from diskprefix.chat.output.choose_format import OutputFormat
 from diskprefix.chat.output.families import FAMILIES
-from diskprefix.engine.constraint_grammar import grammar_of, matcher_of
+from diskprefix.engine.constraints.constraint_grammar import grammar_of, matcher_of
 from tests.api.test_parsed_request import APIS, APIS_READ, CHAT_FORMAT, OWN_FORMAT, TEXT_FORMAT, tools
-from tests.engine.test_schema_numbers import BIG, BYTES, takes
+from tests.engine.constraints.test_schema_numbers import BIG, BYTES, takes
 
 HERE: dict[str, Any] = {"type": "object", "properties": {"b": {}, "a": {"type": "integer"}}, "required": ["a"]}
 """The schema in the bodies of `FIELDS`, in whose place another one is put."""

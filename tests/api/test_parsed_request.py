@@ -19,8 +19,8 @@ from diskprefix.api.responses import ResponseRequest, Responses
 from diskprefix.chat.messages import Conversation, JsonObject, Message
 from diskprefix.chat.output.choose_format import OutputFormat
 from diskprefix.chat.output.format import ContentDelta, OutputDelta, OutputParser, ReasoningDelta, ThoughtTags
-from diskprefix.engine.constrained_reply import ConstraintCompiler
-from diskprefix.engine.kept_schema import MAX_CHARS
+from diskprefix.engine.constraints.constrained_reply import ConstraintCompiler
+from diskprefix.engine.constraints.kept_schema import MAX_CHARS
 from diskprefix.engine.request import Constraint, FreeText, SamplingParams
 from diskprefix.errors import InvalidRequest
 from diskprefix.server.body import parse_json
@@ -87,13 +87,13 @@ LOOSE = {"type": "object", "properties": LAX, "required": ["a", "b"]}
 OVERLAP = {"properties": {"b": LAX["b"]}, "required": ["b"], "type": "object"}
 
 
-def found(
+def constraint_for(
     compiler: ConstraintCompiler, prompt_end: str = "", *, tools: list[JsonObject] | None = None, **fields: Any
 ) -> Constraint | None:
     paths = [f"tools.{index}.function.parameters" for index in range(len(tools or []))]
     conversation = Conversation([Message(role="user", path="messages.0")], tools=tools, tool_paths=paths)
     asked = ParsedRequest(prompt=conversation, sampling=SamplingParams(), **fields)
-    return constraint_of(asked, Thinking(), prompt_end, compiler.check)
+    return constraint_of(asked, Thinking(), prompt_end, compiler.check_constraint)
 
 
 READ, WRITE = frozenset({"read"}), frozenset({"write"})
@@ -136,7 +136,7 @@ CHOICE = TextFormat("choice", '["a"]', "structured_outputs.choice")
 def test_a_reply_is_what_the_request_asks_for(
     compiler: ConstraintCompiler, fields: dict[str, Any], allowed: list[str], refused: list[str]
 ) -> None:
-    constraint = found(compiler, **fields)
+    constraint = constraint_for(compiler, **fields)
     assert constraint is not None
     for text in (*allowed, *refused):
         tokens, matcher = compiler.tokenizer.tokenize_str(text), compiler.matcher(constraint)
@@ -149,13 +149,13 @@ def test_a_reply_is_what_the_request_asks_for(
     [(ToolChoice(), "read"), (ToolChoice("auto", READ), "read"), (ToolChoice("auto", WRITE, strict=READ), "write")],
 )
 def test_a_reply_is_free_up_to_a_call(compiler: ConstraintCompiler, choice: ToolChoice, name: str) -> None:
-    assert found(compiler, tool_choice=choice) is None
-    constraint = found(compiler, tools=TOOLS, tool_choice=choice)
+    assert constraint_for(compiler, tool_choice=choice) is None
+    constraint = constraint_for(compiler, tools=TOOLS, tool_choice=choice)
     assert constraint is not None
     assert constraint.begins is not None
     assert constraint.make_source is not None
-    assert [bool(constraint.begins.search(f'{{"name": "{one}", "arguments": ')) for one in NAMES] == [
-        choice.names is None or one in choice.names for one in NAMES
+    assert [bool(constraint.begins.search(f'{{"name": "{tool_name}", "arguments": ')) for tool_name in NAMES] == [
+        choice.names is None or tool_name in choice.names for tool_name in NAMES
     ]
     assert f'"{name}"' in constraint.make_source()
 
@@ -165,7 +165,7 @@ def test_calls_that_cannot_be_compiled_are_free_and_the_log_says_so(
 ) -> None:
     monkeypatch.setattr("diskprefix.api.parsed_request._logged", defaultdict(set))
     too_much = {"enum": ["x" * MAX_CHARS]}
-    constraint = found(compiler, tools=[tool("read", too_much)])
+    constraint = constraint_for(compiler, tools=[tool("read", too_much)])
     assert constraint is not None
     assert constraint.make_source is not None
     with caplog.at_level(logging.INFO, "diskprefix"):
@@ -193,14 +193,14 @@ def test_a_constraint_begins_behind_the_thought_that_may_come(
         {"tool_choice": REQUIRED, "tools": TOOLS},
         {"text_format": JSON, "tools": TOOLS},
     ):
-        constraint = found(compiler, prompt_end, **cast("Any", fields))
+        constraint = constraint_for(compiler, prompt_end, **cast("Any", fields))
         assert constraint is not None
         assert constraint.before == thought
 
 
 def test_a_text_that_is_continued_can_be_constrained_and_has_no_thoughts(compiler: ConstraintCompiler) -> None:
     asked = ParsedRequest(prompt="a", sampling=SamplingParams(), text_format=CHOICE)
-    constraint = constraint_of(asked, Thinking(), "<think>", compiler.check)
+    constraint = constraint_of(asked, Thinking(), "<think>", compiler.check_constraint)
     assert constraint == Constraint(kind="choice", source='["a"]')
 
 
@@ -231,22 +231,22 @@ BAD: JsonObject = {"type": "object", "properties": {"a": {"type": "weird"}}}
         ({"text_format": TextFormat("json_schema", json.dumps(OVERLAP), "text", is_strict=True)}, "text.properties.b"),
     ],
 )
-def test_what_cannot_be_compiled_is_named_by_its_path(
+def test_a_constraint_that_fails_to_compile_is_named_by_its_path(
     compiler: ConstraintCompiler, fields: dict[str, Any], path: str
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        found(compiler, **fields)
+        constraint_for(compiler, **fields)
     assert str(caught.value.param).startswith(path)
 
 
-def test_what_a_grammar_does_not_hold_is_logged_once(
+def test_keywords_that_no_grammar_enforces_are_logged_once(
     compiler: ConstraintCompiler, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("diskprefix.api.parsed_request._logged", defaultdict(set))
     with caplog.at_level(logging.INFO, "diskprefix"):
         for _ in range(2):
-            found(compiler, tools=[TOOLS[0], tool("odd", LOOSE)], tool_choice=REQUIRED)
-            found(compiler, text_format=TextFormat("json_schema", json.dumps(OVERLAP), "text"))
+            constraint_for(compiler, tools=[TOOLS[0], tool("odd", LOOSE)], tool_choice=REQUIRED)
+            constraint_for(compiler, text_format=TextFormat("json_schema", json.dumps(OVERLAP), "text"))
     [loose, one_of] = caplog.messages
     assert "tools.1.function.parameters.properties.a: " in loose
     assert "uniqueItems" in loose
@@ -259,7 +259,7 @@ def test_a_schema_that_is_too_long_is_refused_before_it_is_read(
     monkeypatch.setattr("diskprefix.api.parsed_request.with_any_of", None)
     too_long = TextFormat("json_schema", json.dumps({"enum": ["x" * MAX_CHARS]}), "text")
     with pytest.raises(InvalidRequest, match=r"^text: has \d+ characters; at most"):
-        found(compiler, text_format=too_long)
+        constraint_for(compiler, text_format=too_long)
 
 
 NAMES = ("read", "write")
@@ -280,9 +280,9 @@ def tools(api: str, **fields: Any) -> list[dict[str, Any]]:
     described: list[dict[str, Any]] = [{"name": name} for name in NAMES]
     described[0] |= fields
     if api == "chat":
-        return [{"type": "function", "function": one} for one in described]
+        return [{"type": "function", "function": function} for function in described]
     more: dict[str, Any] = {"input_schema": SCHEMA} if api == "messages" else {"type": "function"}
-    return [one | more for one in described]
+    return [function | more for function in described]
 
 
 def function(name: str) -> dict[str, Any]:
@@ -393,5 +393,5 @@ FORMATS: list[tuple[str, dict[str, Any], TextFormat | None]] = [
 
 
 @pytest.mark.parametrize(("api", "fields", "text_format"), FORMATS)
-def test_what_the_text_must_be(api: str, fields: dict[str, Any], text_format: TextFormat | None) -> None:
+def test_each_field_gives_its_text_format(api: str, fields: dict[str, Any], text_format: TextFormat | None) -> None:
     assert body(api, **fields).text_format == text_format

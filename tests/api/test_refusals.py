@@ -419,9 +419,7 @@ def places(value: Any) -> list[tuple[Any, Any]]:
 @pytest.mark.parametrize("api", APIS)
 @given(st.data())
 @settings(max_examples=100)
-def test_whatever_is_wrong_in_a_body_is_refused_with_a_param_or_says_what_it_asks_for(
-    api: str, data: st.DataObject
-) -> None:
+def test_each_wrong_field_is_refused_with_its_param(api: str, data: st.DataObject) -> None:
     dialect, body = APIS[api]
     changed = deepcopy(body)
     for _ in range(data.draw(st.integers(1, 2))):

@@ -60,7 +60,7 @@ def read(
 ) -> list[ReplyEvent]:
     reader = ReplyReader(lambda: Prepared(CALLS, rest), "call_", **options)
     events: list[Event] = [*(TextEvent(0, text, (1,)) for text in texts), FinishEvent(0, reason), done()]
-    return [found for event in events for found in reader.read(event)]
+    return [read for event in events for read in reader.read(event)]
 
 
 def collected(events: Iterable[ReplyEvent]) -> list[WholeChoice]:
@@ -76,19 +76,17 @@ def collected(events: Iterable[ReplyEvent]) -> list[WholeChoice]:
         (["A"], "length", "length"),
     ],
 )
-def test_a_choice_ends_with_tool_calls_only_if_it_called_and_was_not_cut_off(
-    texts: list[str], reason: Any, said: str
-) -> None:
+def test_only_a_complete_choice_with_calls_ends_with_tool_calls(texts: list[str], reason: Any, said: str) -> None:
     assert read(texts, reason)[-2] == EndEvent(0, said)  # type: ignore[arg-type]
 
 
-def test_tokens_of_reasoning_are_counted_with_those_that_were_held_back_in_it() -> None:
+def test_held_back_tokens_count_as_reasoning() -> None:
     """Three tokens before the first other part: two of the thought, and one whose text was held back."""
     [choice] = collected(read(["T", "half", "T", "A", "T", "so"]))
     assert choice.reasoning_tokens == 4
 
 
-def test_what_the_parser_held_back_comes_before_the_end() -> None:
+def test_held_back_text_is_sent_before_the_end() -> None:
     events = read(["so"], rest=[ContentDelta("<tool_")])
     assert events[-3:-1] == [DeltaEvent(0, (ContentDelta("<tool_"),)), EndEvent(0, "stop")]
 
@@ -109,7 +107,7 @@ def test_choices_are_parsed_apart_and_listed_in_order() -> None:
     reader = ReplyReader(lambda: Prepared(CALLS), "call_")
     events: list[Event] = [TextEvent(1, "A", (1,)), TextEvent(0, "so", (1,)), TextEvent(1, "B", (1,))]
     events += [FinishEvent(1, "stop"), FinishEvent(0, "length"), done()]
-    choices = collected(found for event in events for found in reader.read(event))
+    choices = collected(read for event in events for read in reader.read(event))
     assert [(choice.choice, choice.content, len(choice.calls)) for choice in choices] == [(0, "so", 0), (1, "so", 1)]
     assert [choice.reason for choice in choices] == ["length", "tool_calls"]
 
@@ -133,7 +131,7 @@ def remembered(events: Sequence[Event], *, many_calls: bool = True) -> tuple[lis
     turns = Turns()
     memory = ReplyMemory(turns, Origin.of(asked(), "Go."), frozenset({END}))
     reader = ReplyReader(lambda: Prepared(CALLS), "call_", memory, many_calls=many_calls)
-    told = [found for event in events for found in reader.read(event) if isinstance(found, DeltaEvent)]
+    told = [read for event in events for read in reader.read(event) if isinstance(read, DeltaEvent)]
     ids = [delta.id for event in told for delta in event.deltas if isinstance(delta, CallBegin)]
     return [SampledTurn.decode(record) for record in turns.values()], ids, turns
 
@@ -144,7 +142,7 @@ def reply(*texts: str, choice: int = 0, reason: Any = "stop", stop: str | None =
     return [*sampled, TextEvent(choice, "", (END,)), FinishEvent(choice, reason, stop)]
 
 
-def test_a_reply_is_remembered_with_its_tokens_under_the_ids_that_the_client_gets() -> None:
+def test_a_reply_is_recorded_with_its_tokens_and_call_ids() -> None:
     [sampled, again], ids, turns = remembered(reply("T", "so", "read", "write"))
     assert sampled.turn == Turn("so", "hm", (("read", '{"a": 1}'), ("write", "{}")))
     assert sampled.token_ids == (1, 2, 3, 4)
@@ -155,8 +153,8 @@ def test_a_reply_is_remembered_with_its_tokens_under_the_ids_that_the_client_get
 
 
 def test_each_choice_is_remembered_apart() -> None:
-    one, other = reply("so", choice=0), reply("T", "so", "read", choice=1)
-    mixed = [one[0], *other[:2], *one[1:], *other[2:]]
+    first, second = reply("so", choice=0), reply("T", "so", "read", choice=1)
+    mixed = [first[0], *second[:2], *first[1:], *second[2:]]
     assert {sampled.token_ids for sampled in remembered(mixed)[0]} == {(1,), (1, 2, 3)}
 
 
@@ -170,9 +168,7 @@ def test_a_reply_is_remembered_before_its_end_is_told() -> None:
     [(reply("so", "read", "write"), False), (reply("so", stop="!"), True)],
     ids=["a call that is not passed on", "a stop string"],
 )
-def test_a_reply_whose_tokens_say_more_than_the_client_is_told_is_not_remembered(
-    events: list[Event], many_calls: bool
-) -> None:
+def test_a_reply_with_unsent_text_is_not_recorded(events: list[Event], many_calls: bool) -> None:
     assert remembered(events, many_calls=many_calls)[0] == []
     assert remembered(reply("so", "read"), many_calls=many_calls)[0] != []
 
@@ -184,7 +180,7 @@ def test_the_tokens_of_a_character_have_its_offset_and_names_of_their_own() -> N
     writer = CompletionWriter(head, include_usage=False, with_logprobs=True)
     wanted = [0, 1, 1, 2, 2, 2, 2, 3]
     streamed = [writer.chunk_choices(DeltaEvent(0, (), (part,)))[0]["logprobs"] for part in parts]
-    assert [one["text_offset"] for one in streamed] == [[at] for at in wanted]
+    assert [logprobs["text_offset"] for logprobs in streamed] == [[at] for at in wanted]
     whole = writer.whole_choice(WholeChoice(0, "stop", content="aé😀b", tokens=tuple(parts)))["logprobs"]
     assert whole["text_offset"] == wanted
     assert whole["tokens"][:3] == ["a", "bytes:\\xc3", "bytes:\\xa9"]

@@ -65,8 +65,8 @@ def messages(*items: Any) -> list[Message]:
 
 
 def said(*items: Any) -> list[tuple[str, str]]:
-    found = messages(*items)
-    return [(one.role, "|".join(part.text for part in one.content if isinstance(part, TextPart))) for one in found]
+    parsed = messages(*items)
+    return [(each.role, "|".join(part.text for part in each.content if isinstance(part, TextPart))) for each in parsed]
 
 
 def test_messages_of_every_role_become_messages_in_their_order() -> None:
@@ -101,7 +101,7 @@ def test_parts_keep_their_paths_and_marks() -> None:
     assert (message.mark, message.path) == (CacheMark(), "input.0")
 
 
-def test_screenshots_come_after_calls_of_functions_and_after_actions_on_a_computer() -> None:
+def test_screenshots_follow_function_calls_and_computer_actions() -> None:
     image = {"type": "input_image", "image_url": "data:x", "detail": "original"}
     action = {"type": "computer_call", "call_id": "c2", "action": {"type": "click", "x": 1, "y": 2}}
     screenshot = {"type": "computer_screenshot", "image_url": "data:y"}
@@ -117,26 +117,26 @@ def test_screenshots_come_after_calls_of_functions_and_after_actions_on_a_comput
     assert acted.tool_calls == (ToolCall("c2", "computer", {"type": "click", "x": 1, "y": 2}),)
 
 
-def test_what_the_assistant_did_in_one_turn_is_one_message() -> None:
+def test_items_of_one_assistant_turn_become_one_message() -> None:
     reasoning = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
     text = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "So:"}]}
     second = CALLED | {"call_id": "c2", "name": "write"}
-    found = messages(USER, reasoning, text, CALLED, second, OUTPUT, OUTPUT | {"call_id": "c2"}, text)
-    assert [message.role for message in found] == ["user", "assistant", "tool", "tool", "assistant"]
-    turn = found[1]
+    parsed = messages(USER, reasoning, text, CALLED, second, OUTPUT, OUTPUT | {"call_id": "c2"}, text)
+    assert [message.role for message in parsed] == ["user", "assistant", "tool", "tool", "assistant"]
+    turn = parsed[1]
     assert turn.reasoning == "hm"
     assert turn.content == (TextPart("So:", "input.2.content.0.text"),)
     assert turn.tool_calls == (ToolCall("c1", "read", '{"a": 1}'), ToolCall("c2", "write", '{"a": 1}'))
     assert turn.path == "input.1"
-    assert [(one.tool_call_id, one.name) for one in found[2:4]] == [("c1", "read"), ("c2", "write")]
+    assert [(message.tool_call_id, message.name) for message in parsed[2:4]] == [("c1", "read"), ("c2", "write")]
 
 
-def test_what_comes_out_of_the_order_of_a_turn_begins_another_message() -> None:
+def test_an_item_out_of_turn_order_begins_another_message() -> None:
     reasoning = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]}
     text = {"role": "assistant", "content": "So:"}
-    assert [bool(one.tool_calls) for one in messages(CALLED, text)] == [True, False]
-    assert [one.reasoning for one in messages(text, reasoning)] == [None, "hm"]
-    assert [len(one.tool_calls) for one in messages(CALLED, reasoning, CALLED)] == [1, 1]
+    assert [bool(message.tool_calls) for message in messages(CALLED, text)] == [True, False]
+    assert [message.reasoning for message in messages(text, reasoning)] == [None, "hm"]
+    assert [len(message.tool_calls) for message in messages(CALLED, reasoning, CALLED)] == [1, 1]
     assert said(text, text) == [("assistant", "So:"), ("assistant", "So:")]
 
 
@@ -178,7 +178,7 @@ def test_the_stored_form_of_an_item_is_an_input_again_that_says_the_same() -> No
     assert stored[1]["id"] == "msg_1"
     assert stored[1]["content"] == [{"type": "output_text", "text": "So:", "annotations": []}]
     assert said(*stored) == said(*items)
-    assert [one.tool_calls for one in messages(*stored)] == [one.tool_calls for one in messages(*items)]
+    assert [message.tool_calls for message in messages(*stored)] == [message.tool_calls for message in messages(*items)]
 
 
 def test_functions_become_tools_of_the_chat_api_in_the_order_of_their_keys() -> None:
@@ -259,8 +259,8 @@ def events_of(parts: Iterable[Sequence[ReplyDelta]], reason: Any = "stop", token
 
 def streamed(events: Iterable[ReplyEvent], **fields: Any) -> list[Json]:
     """The data of the events of a stream. Each is named as its type says, and of the official client's own type."""
-    one = writer(**fields)
-    sent: list[ServerSentEvent] = [*one.begin(), *(found for event in events for found in one.events(event))]
+    own = writer(**fields)
+    sent: list[ServerSentEvent] = [*own.begin(), *(written for event in events for written in own.events(event))]
     data = [event.data for event in sent if not isinstance(event.data, str)]
     assert [event.name for event in sent] == [SDK_EVENT.validate_python(event).type for event in data]
     return data
@@ -292,7 +292,7 @@ def numbered(parts: list[list[Any]]) -> list[list[ReplyDelta]]:
     """Parts of a reply, in which a text stands for a call with these arguments."""
     calls = count()
     return [
-        [delta for one in part for delta in (call(next(calls), one) if isinstance(one, str) else [one])]
+        [delta for piece in part for delta in (call(next(calls), piece) if isinstance(piece, str) else [piece])]
         for part in parts
     ]
 
@@ -314,7 +314,7 @@ DELTAS = (
     st.sampled_from(["stop", "length", "tool_calls"]),
     st.sampled_from([None, "auto"]),
 )
-def test_a_stream_has_openai_s_events_in_order_and_its_last_one_is_the_whole_response(
+def test_a_stream_has_openais_events_and_ends_with_the_response(
     parts: list[list[ReplyDelta]], reason: str, summary: str | None
 ) -> None:
     """Recorded of gpt-4.1, gpt-5 and OpenRouter's gpt-oss-20b. `test_specifications.py` reads their fields."""
@@ -353,9 +353,9 @@ def test_a_stream_has_openai_s_events_in_order_and_its_last_one_is_the_whole_res
 
 def test_a_keepalive_is_an_event_that_clients_count_and_ignore() -> None:
     """Codex does not count comments."""
-    one = writer()
-    [*_, before] = one.begin()
-    name, _, data = one.keepalive().decode().removesuffix("\n\n").partition("\ndata: ")
+    response_writer = writer()
+    [*_, before] = response_writer.begin()
+    name, _, data = response_writer.keepalive().decode().removesuffix("\n\n").partition("\ndata: ")
     sent = json.loads(data)
     SDK_EVENT.validate_python(sent)
     assert isinstance(before.data, dict)
@@ -363,7 +363,7 @@ def test_a_keepalive_is_an_event_that_clients_count_and_ignore() -> None:
     assert sent["sequence_number"] == before.data["sequence_number"] + 1
 
 
-def test_white_space_between_calls_is_no_message_and_before_a_text_it_belongs_to_it() -> None:
+def test_white_space_makes_no_message_but_stays_before_a_text() -> None:
     blank: list[ReplyDelta] = [ContentDelta("\n\n")]
     calls: list[list[ReplyDelta]] = [[CallBegin(n, "f", f"call_{n}"), ToolCallDelta(n, "{}")] for n in range(2)]
     output = whole(events_of([blank, calls[0], blank, calls[1], blank]))["output"]

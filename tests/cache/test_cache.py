@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections import Counter
@@ -14,6 +15,7 @@ import lmdb
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from diskprefix.cache import namespaces as namespaces_module
 from diskprefix.cache.cached_request import CachedRequest, save_idle
@@ -25,11 +27,11 @@ from diskprefix.kv.sequence import KVSequence
 from diskprefix.store import writer as writer_module
 from diskprefix.store.opening import DAMAGED
 from diskprefix.store.purge import PurgeFilter, purge
-from diskprefix.store.schema import Kind, node_name, piece_key
+from diskprefix.store.schema import NodeKind, node_name, piece_key
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import list_entries
 from diskprefix.tokens import LEAST_TOKENS, TokenIds
-from diskprefix.values import LONG_PROMPT, SHARED, CacheOptions, Mark, Prompt, Scope, Tenant
+from diskprefix.values import LONG_PROMPT, SHARED, CacheOptions, CacheReport, Mark, Prompt, Scope, Tenant
 from tests.cache.opening import AUTO, FULL, Opened, gated
 from tests.devices import DEVICES
 from tests.runner import BLOCK, Runner, random_prompt, same, tiny_llama, tiny_settings
@@ -88,11 +90,11 @@ def test_what_is_damaged_is_removed_with_all_behind_it_and_saved_again(how: str,
     runner.reopen()
     store = runner.cache.store
     names = chain(store.secret, runner.cache.root, PROMPT, BLOCK)
-    names.append(node_name(store.secret, names[-1], PROMPT[4 * BLOCK :], Kind.TAIL))
+    names.append(node_name(store.secret, names[-1], PROMPT[4 * BLOCK :], NodeKind.TAIL))
     victim = {"block 0": 0, "tail": 4}.get(how, 2)
     with store.changes() as changes:
         if how == "record":
-            changes._put("nodes", names[victim], b"garbage")
+            changes._put_record("nodes", names[victim], b"garbage")
         elif how == "piece":
             changes.delete_record("payloads", piece_key(names[victim], 0))
     if how not in ("record", "piece"):
@@ -120,7 +122,7 @@ def test_records_that_make_saving_fail_go_and_the_next_request_is_saved(runner: 
     store = runner.cache.store
     with store.changes() as changes:
         for name in list(changes.keys("usage")):
-            changes._put("usage", name, b"x")
+            changes._put_record("usage", name, b"x")
     for _ in range(2):
         runner.run(more, "full")
         runner.flush()
@@ -198,13 +200,13 @@ def test_a_cache_without_memory_fails_no_request_and_leaks_nothing(
 def test_without_memory_for_a_copy_of_states_the_end_is_lost_and_the_blocks_are_saved(
     opened: Opened, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    runner, take = opened("qwen3_next"), PagePool.take
+    runner, take = opened("qwen3_next"), PagePool.take_pages
     first = len(runner.layout.groups)
     with monkeypatch.context() as patch:
         after_step = CachedRequest.after_step
 
         def full(self: CachedRequest, sequence: KVSequence) -> None:
-            patch.setattr(PagePool, "take", lambda pool, of: None if first in of else take(pool, of))
+            patch.setattr(PagePool, "take_pages", lambda pool, of: None if first in of else take(pool, of))
             after_step(self, sequence)
 
         patch.setattr(CachedRequest, "after_step", full)
@@ -239,6 +241,43 @@ def test_the_miss_reason_says_what_would_help(runner: Runner) -> None:
     misses = runner.cache.stats()["misses"]
     CachedRequest(runner.cache, Prompt(PROMPT), FULL).close()
     assert runner.cache.stats()["misses"] == misses, "it ended before it was looked up"
+
+
+@pytest.mark.parametrize("salt", [None, "a"])
+def test_a_miss_that_another_key_of_the_user_would_have_hit_says_so(runner: Runner, salt: str | None) -> None:
+    """What other users have, and what the user's other salts have, changes no answer."""
+    old, new, stranger = (Tenant.of_key(name) for name in ("old", "new", "stranger"))
+    new = dataclasses.replace(new, others=(old,))
+
+    def asked(prompt: TokenIds, tenant: Tenant, salt: str | None = salt, **changes: Any) -> CacheReport:
+        options = replace(FULL, tenant=tenant if salt is None else tenant.with_salt(salt), **changes)
+        return runner.run_prompt(Prompt(prompt), options).report
+
+    asked(PROMPT, old)
+    runner.flush()
+    others = ((new, "b"), (new, None if salt else "b"), (stranger, salt), (stranger, None), (old, "b"))
+    for tenant, of_tenant in others:
+        report = asked(PROMPT, tenant, of_tenant, save=False)
+        assert (report.restored, report.miss_reason, report.recomputed) == (0, "new", ()), (tenant, of_tenant)
+    report = asked(PROMPT, new, save=False)
+    assert (report.restored, report.miss_reason) == (0, "other_key")
+    assert report.recomputed == (("other_key", len(PROMPT)),)
+    wrong = random_prompt(77, len(PROMPT))
+    assert asked(wrong, new, save=False).miss_reason == "new"
+    asked(PROMPT, new)
+    assert asked(PROMPT, new).miss_reason is None
+    assert runner.cache.stats()["misses"]["other_key"] == 2
+
+
+def test_another_key_that_would_have_missed_too_is_no_reason(runner: Runner) -> None:
+    old = Tenant.of_key("old")
+    new = dataclasses.replace(Tenant.of_key("new"), others=(old,))
+    long = random_prompt(78, 40 * BLOCK)
+    for stored, reason in ((8 * BLOCK, "new"), (24 * BLOCK, "other_key")):
+        runner.run_prompt(Prompt(long[:stored].copy()), replace(FULL, tenant=old))
+        runner.flush()
+        report = runner.run_prompt(Prompt(long), replace(FULL, tenant=new, save=False)).report
+        assert (report.restored, report.miss_reason) == (0, reason)
 
 
 @pytest.mark.parametrize(
@@ -368,7 +407,7 @@ def test_what_a_queued_publication_continues_is_not_removed_before_it_is_written
     runner.flush()
     with gated(runner, monkeypatch):
         answer = runner.run(more, "full")
-        runner.cache.settle()
+        runner.cache.finish_aside()
         assert (answer.report.restored, answer.report.saved) == (4 * BLOCK, "queued")
         later = time.time() + 1e6
         monkeypatch.setattr(store, "clock", lambda: later)
@@ -447,7 +486,7 @@ def test_first_prompts_are_tried_of_each_key_but_of_no_salt(runner: Runner) -> N
     ):
         namespace = runner.cache.namespaces.get(tenant)
         assert namespace.seen.is_trusting is is_trusting
-        runner.cache.namespaces.read(namespace)
+        runner.cache.namespaces.read_seen(namespace)
         assert namespace.seen.is_trusting is is_trusting
 
 
@@ -498,7 +537,7 @@ def test_a_purge_beside_the_daemon_empties_the_window_too(runner: Runner) -> Non
     assert not runner.cache.is_gone(owner)
     purge(runner.cache.store, PurgeFilter(model="tiny"), time.time(), lambda _: None)
     # A purge is several rounds, and the writing thread may look between two of them: the last one counts.
-    runner.wait_for(lambda: runner.cache.namespaces.purged_at == runner.cache.store.epoch.purged_at)
+    runner.wait_for(lambda: runner.cache.namespaces.epochs == runner.cache.store.epochs)
     assert runner.cache.is_gone(owner)
     again = runner.run(PROMPT, "auto")
     assert (again.report.restored, len(runner.cache.namespaces.get(SHARED).seen)) == (0, 1)
@@ -514,7 +553,7 @@ def test_a_purge_that_cannot_wait_for_the_writer_leaves_nothing_of_what_waits(
     monkeypatch.setattr(cache.writer, "resume_writing", cache.writer.pause_writing)
     runner.run(PROMPT, "full")
     assert cache.writer.num_pending
-    cache.purge(PurgeFilter(salt="nobody"))
+    cache.purge(PurgeFilter(model="nobody"))
     assert runner.run(PROMPT, "off").report.restored == 0
     assert not cache.writer.pending
     monkeypatch.undo()
@@ -558,7 +597,7 @@ def test_a_search_for_a_break_that_fails_has_found_none_and_the_save_is_ended(
         raise error
 
     source = SimpleNamespace(line_at=unavailable, tool_at=unavailable)
-    monkeypatch.setattr("diskprefix.cache.context.find_break", failing)
+    monkeypatch.setattr("diskprefix.cache.misses.find_break", failing)
     answer = runner.run_prompt(Prompt(PROMPT, source=source), FULL)  # type: ignore[arg-type]
     runner.flush()
     assert (answer.report.broken, answer.report.saved) == (None, "queued")

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from diskprefix.cache.encoded_pictures import EncodedPictures
 from diskprefix.errors import CacheError, StoreFull, StoreUnavailable
 from diskprefix.kv.numbers import Array, converted
-from diskprefix.model.plan import ComputePlan
+from diskprefix.model.plan_runner import PlanRunner
 from diskprefix.store.note_record import NoteKind, StoredNote
 from diskprefix.store.purge import PurgeFilter
 from diskprefix.store.verify import verify_index, verify_payloads
@@ -42,8 +42,8 @@ def pictures(runner: Runner) -> EncodedPictures:
 
 
 def save(runner: Runner, one: Picture, options: CacheOptions = AUTO, *, is_flushed: bool = True) -> None:
-    pictures(runner).save(one, rows_of(one), options, runner.cache.store.epoch, encode_s=2.0)
-    runner.cache.settle()
+    pictures(runner).save(one, rows_of(one), options, runner.cache.epoch(options.tenant), encode_s=2.0)
+    runner.cache.finish_aside()
     if is_flushed:
         runner.flush()
 
@@ -86,9 +86,9 @@ def test_one_that_is_saved_again_before_it_was_copied_is_saved(
     one, waits, saving = picture(), threading.Event(), pictures(runner)
     runner.cache.run_aside(lambda: None if waits.wait(30) else pytest.fail("nobody goes on"))
     for _ in range(2):
-        saving.save(one, rows_of(one), AUTO, runner.cache.store.epoch)
+        saving.save(one, rows_of(one), AUTO, runner.cache.store.epochs.of(""))
     waits.set()
-    runner.cache.settle()
+    runner.cache.finish_aside()
     runner.flush()
     assert finds(runner, one)
     assert not caplog.messages
@@ -163,8 +163,8 @@ def test_a_damaged_block_goes_and_the_output_is_saved_again(runner: Runner, numb
 def test_what_is_not_finite_is_never_found(runner: Runner) -> None:
     rows = rows_of(picture())
     rows[1, 20] = 0x7FC0
-    pictures(runner).save(picture(), rows, AUTO, runner.cache.store.epoch)
-    runner.cache.settle()
+    pictures(runner).save(picture(), rows, AUTO, runner.cache.store.epochs.of(""))
+    runner.cache.finish_aside()
     assert pictures(runner).load(picture(), AUTO) is None
     runner.flush()
     assert pictures(runner).load(picture(), AUTO) is None
@@ -256,8 +256,8 @@ def test_a_prompt_with_pictures_is_restored_like_text_up_to_another_picture(
     opened: Opened, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A plan does not call the module whose input `pictured` changes.
-    run = ComputePlan.run
-    monkeypatch.setattr(ComputePlan, "run", lambda plan, runs, ids, *rest: run(plan, runs, ids % VOCAB, *rest))
+    run = PlanRunner.run
+    monkeypatch.setattr(PlanRunner, "run", lambda plan, runs, ids, *rest: run(plan, runs, ids % VOCAB, *rest))
     runner, cold = opened(name), opened(name)
     pictured(runner, "ab")
     runner.reopen()

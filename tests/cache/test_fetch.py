@@ -189,9 +189,9 @@ def test_what_a_sequence_had_that_lost_its_memory_is_restored(name: str, have: i
     compute(runner, PROMPT[: 4 * BLOCK])
     cached.save_partial(runner.sequence, PROMPT[: 4 * BLOCK])
     compute(runner, PROMPT[:have] if have else PROMPT[::-1].copy())
-    again = cached.begin_fetch(runner.sequence, PROMPT, have, on_block=told.append)
+    again = cached.begin_restore(runner.sequence, PROMPT, have, on_block=told.append)
     again.run()
-    assert cached.take(again).num_tokens == 4 * BLOCK
+    assert cached.adopt_restore(again).num_tokens == 4 * BLOCK
     assert (runner.sequence.num_tokens, sorted(told)) == (4 * BLOCK, list(range(have // BLOCK, 4)))
     assert np.array_equal(compute(runner, PROMPT, start=4 * BLOCK), expected)
     cached.close()
@@ -226,7 +226,7 @@ def test_a_block_is_told_when_all_that_is_needed_of_it_is_there(
 
     monkeypatch.setattr(KVSequence, "fill", slowly)
     cached = CachedRequest(runner.cache, Prompt(prompt), READ_ONLY)
-    cached.begin_fetch(runner.new_sequence(len(prompt)), prompt, on_block=on_block).run()
+    cached.begin_restore(runner.new_sequence(len(prompt)), prompt, on_block=on_block).run()
     cached.close()
     # Two threads read: only the slow one is surely behind those after it.
     assert told[-1] == slow

@@ -11,7 +11,7 @@ from diskprefix.cache.matching import Matcher
 from diskprefix.cache.policy.select import StateKind
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.store.pieces import LayoutGroup, LayoutText, PayloadLayout
-from diskprefix.store.schema import Kind
+from diskprefix.store.schema import NodeKind
 from diskprefix.tokens import TokenIds, TokenPath, common_prefix_length
 
 BLOCK = 64
@@ -59,7 +59,7 @@ def drop_last(matcher: Matcher[Index]) -> Node:
     """Drops the last node to restore from its index and from the matcher, as a restore does."""
     node = matcher.restorable()[0][-1]
     del matcher.index_of[node.name].stored[node.name]
-    matcher.drop(node)
+    matcher.drop_node(node)
     return node
 
 
@@ -69,14 +69,14 @@ NEXT_TURN = np.append(STORED, np.full(BLOCK, 7, np.int32))
 def test_the_tail_of_another_prompt_goes_and_its_blocks_stay() -> None:
     matcher = matched(NEXT_TURN, index_of(STORED))
     assert matcher.restorable()[1] == len(STORED)
-    assert drop_last(matcher).kind == Kind.TAIL
+    assert drop_last(matcher).kind == NodeKind.TAIL
     assert (matcher.partial_match, matcher.restorable()) == (None, (nodes_of(STORED).blocks, 3 * BLOCK))
 
 
 def test_the_next_best_takes_the_place_of_a_partial_match() -> None:
     index = index_of(STORED, partial=3 * BLOCK + 20)
     matcher = matched(NEXT_TURN, index)
-    assert [drop_last(matcher).kind, drop_last(matcher).kind] == [Kind.TAIL, Kind.BLOCK]
+    assert [drop_last(matcher).kind, drop_last(matcher).kind] == [NodeKind.TAIL, NodeKind.BLOCK]
     assert matcher.restorable()[1] == 3 * BLOCK
 
 
@@ -87,13 +87,13 @@ def test_a_block_goes_with_all_that_continues_it_and_a_part_of_another_may_follo
     both.stored |= index_of(other).stored
     matcher = matched(STORED, both)
     del both.stored[blocks[1].name]
-    matcher.drop(blocks[1])
+    matcher.drop_node(blocks[1])
     assert (matcher.tail, matcher.blocks, matcher.restorable()[1]) == (None, blocks[:1], BLOCK + 40)
 
 
 def test_the_prompts_own_tail_goes_alone() -> None:
     matcher = matched(STORED, index_of(STORED))
-    assert drop_last(matcher).kind == Kind.TAIL
+    assert drop_last(matcher).kind == NodeKind.TAIL
     assert (matcher.tail, matcher.blocks, matcher.restorable()[1]) == (None, nodes_of(STORED).blocks, 3 * BLOCK)
 
 
@@ -103,7 +103,7 @@ def test_a_checkpoint_or_another_prompts_tail_takes_only_its_states_with_it(stat
     stored, first = (STORED, 2 * BLOCK + 5) if state == "token_checkpoints" else (grid, 2 * BLOCK)
     matcher = matched(NEXT_TURN if state == "token_checkpoints" else np.append(grid, NEXT_TURN[-BLOCK:]),
                       index_of(stored, checkpoint=first), state=state)  # fmt: skip
-    for kind, stop in ((Kind.TAIL, len(stored)), (Kind.CHECKPOINT, first)):
+    for kind, stop in ((NodeKind.TAIL, len(stored)), (NodeKind.CHECKPOINT, first)):
         assert matcher.restorable()[1] == stop
         assert drop_last(matcher).kind == kind
         assert matcher.blocks == nodes_of(STORED).blocks

@@ -14,7 +14,7 @@ from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run
 from diskprefix.store.note_record import NoteKind, StoredNote
-from diskprefix.store.schema import Kind, decode_node, node_name
+from diskprefix.store.schema import NodeKind, decode_node, node_name
 from diskprefix.store.tree import list_entries
 from diskprefix.tokens import LEAST_TOKENS, TokenIds
 from diskprefix.values import SHARED, CacheOptions, Mark, Prompt, Scope
@@ -79,7 +79,7 @@ def entries(runner: Runner) -> list[int]:
 
 def first_block(runner: Runner, token_ids: TokenIds) -> bytes:
     """The name of the block that begins a prompt."""
-    return node_name(runner.cache.store.secret, runner.cache.root, token_ids[:BLOCK], Kind.BLOCK)
+    return node_name(runner.cache.store.secret, runner.cache.root, token_ids[:BLOCK], NodeKind.BLOCK)
 
 
 def test_a_prompt_restores_to_where_it_leaves_what_is_stored(runner: Runner) -> None:
@@ -151,9 +151,9 @@ def test_a_damaged_node_is_removed_and_the_next_best_is_used(runner: Runner) -> 
     assert is_sound(runner)
     # A record, this time.
     with runner.cache.store.changes() as changes:
-        record = bytearray(changes.record("nodes", first_block(runner, second)))
+        record = bytearray(changes.get_record("nodes", first_block(runner, second)))
         record[-1] ^= 1
-        changes._put("nodes", first_block(runner, second), bytes(record))
+        changes._put_record("nodes", first_block(runner, second), bytes(record))
     report = read(runner, wanted).report
     assert (report.restored, report.miss_reason) == (0, "damaged")
     runner.wait_for(lambda: runner.cache.writer.housekeeping.quarantined > 2)
@@ -168,7 +168,7 @@ def test_behind_a_damaged_block_a_part_of_another_may_follow(runner: Runner, vic
     runner.reopen()
     name = runner.cache.root
     for index in range(victim + 1):
-        name = node_name(runner.cache.store.secret, name, stored[index * BLOCK : (index + 1) * BLOCK], Kind.BLOCK)
+        name = node_name(runner.cache.store.secret, name, stored[index * BLOCK : (index + 1) * BLOCK], NodeKind.BLOCK)
     damage(runner.cache.store, name)
     report = read(runner, longer(stored, 5)).report
     assert (report.restored, report.refused) == (victim * BLOCK + 19, "damaged")
@@ -326,7 +326,7 @@ def kept(runner: Runner) -> list[StoredNote]:
 
 def num_tails(runner: Runner) -> int:
     with runner.cache.store.snapshot() as snapshot:
-        return sum(decode_node(name, value).kind == Kind.TAIL for name, value in snapshot.records("nodes"))
+        return sum(decode_node(name, value).kind == NodeKind.TAIL for name, value in snapshot.records("nodes"))
 
 
 def is_whole_hit(answer: Answer, num_tokens: int) -> bool:
@@ -393,7 +393,7 @@ def test_logits_that_are_damaged_or_gone_cost_one_token_and_are_kept_again(runne
         runner.flush()
     else:
         with runner.cache.store.changes() as changes:
-            value = bytearray(changes.record("notes", note.key))
+            value = bytearray(changes.get_record("notes", note.key))
             value[-1] ^= 64
             changes.forget_notes([note.key])
             if damaged == "a bit":

@@ -122,7 +122,7 @@ def test_waiting_for_the_bucket_is_not_taken_for_a_slow_disk(make: MakeRunner, m
     def wait_in_vain(*_: object) -> Prefetched:
         return Prefetched(seconds=1000.0, is_whole=False)
 
-    monkeypatch.setattr("diskprefix.cache.context.RequestContext.prefetch", wait_in_vain)
+    monkeypatch.setattr("diskprefix.cache.restore.Restore._prefetch", wait_in_vain)
     report = runner.run(LONGER, "full").report
     assert report.source == "disk"
     assert report.restore_ms > 1e6

@@ -20,7 +20,7 @@ from diskprefix.errors import StoreFull, StoreUnavailable
 from diskprefix.kv.pages import Captured
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.store.codec.codec import PIECE_BYTES
-from diskprefix.store.schema import Kind
+from diskprefix.store.schema import NodeKind
 from diskprefix.store.store import Publication
 from diskprefix.tokens import TokenIds
 from diskprefix.values import CacheOptions, Prompt, Scope
@@ -271,7 +271,7 @@ def test_a_batch_takes_what_fits_together_and_no_more(opened: Opened, monkeypatc
 # Requests that are cancelled.
 
 
-def ttls_s(runner: Runner) -> list[tuple[int, Kind, int]]:
+def ttls_s(runner: Runner) -> list[tuple[int, NodeKind, int]]:
     """The end, the kind and the time to live of each stored node."""
     with runner.cache.store.snapshot() as snapshot:
         table = snapshot.usages()
@@ -337,7 +337,7 @@ def test_what_the_policy_would_not_keep_is_kept_for_ten_minutes_or_as_long_as_th
     runner.flush()
     states.flush()
     assert [ttl for _, _, ttl in ttls_s(runner)] == [asked_s or 0, asked_s or 0, kept_s, kept_s]
-    assert {(kind, ttl) for _, kind, ttl in ttls_s(states)} == {(Kind.BLOCK, kept_s), (Kind.CHECKPOINT, kept_s)}
+    assert {(kind, ttl) for _, kind, ttl in ttls_s(states)} == {(NodeKind.BLOCK, kept_s), (NodeKind.CHECKPOINT, kept_s)}
 
 
 def test_once_the_policy_keeps_it_it_stays(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:

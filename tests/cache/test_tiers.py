@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from msgspec.structs import replace
 from diskprefix.cache.matching import Matcher, RestoreResult
 from diskprefix.cache.saving import Planner
 from diskprefix.cache.tiers.loading import Loader
-from diskprefix.cache.tiers.local import BufferTier, DiskTier, DiskView
+from diskprefix.cache.tiers.local import DiskView, view_buffer, view_disk
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.cache.tiers.tier import Tier, View, Write, open_views
 from diskprefix.errors import StoreCorrupt
@@ -26,7 +27,7 @@ from diskprefix.store.codec.codec import Piece
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.store.pieces import PayloadLayout, split_payload
 from diskprefix.store.save import Save
-from diskprefix.store.schema import Kind
+from diskprefix.store.schema import NodeKind
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.writer import Writer
 from diskprefix.tokens import TokenPath
@@ -57,16 +58,16 @@ def tier_of(request: pytest.FixtureRequest, store: Store) -> Callable[[Publicati
     def made(pub: Publication) -> Tier:
         if request.param == "disk":
             store.publish(pub)
-            return DiskTier(store, store.quarantine)
+            return partial(view_disk, store, store.quarantine)
         return held(store, pub)
 
     return made
 
 
-def held(store: Store, pub: Publication) -> BufferTier:
+def held(store: Store, pub: Publication) -> Tier:
     writer = Held(store, buffer_bytes=1 << 30)
-    writer.add(Save(pub.epoch), pub, is_last=True)
-    return BufferTier(writer)
+    writer.queue_publication(Save(pub.epoch), pub, is_last=True)
+    return partial(view_buffer, writer)
 
 
 def node_of(node: NewNode) -> Node:
@@ -81,7 +82,7 @@ def test_a_tier_has_a_node_only_with_its_tokens_its_place_and_its_parent(
     store: Store, tier_of: Callable[[Publication], Tier]
 ) -> None:
     pub = publication(store, PROMPT)
-    with tier_of(pub).view() as view:
+    with tier_of(pub)() as view:
         for new in pub.nodes:
             node, ids = node_of(new), new.token_ids.tobytes()
             assert view.has(node, ids)
@@ -90,10 +91,10 @@ def test_a_tier_has_a_node_only_with_its_tokens_its_place_and_its_parent(
         (node, bytes(len(ids))),
         (node._replace(parent=b"p" * 16), ids),
         (node._replace(position=0), ids),
-        (node._replace(kind=Kind.BLOCK), ids),
+        (node._replace(kind=NodeKind.BLOCK), ids),
     ]
     for other, its in others:
-        with tier_of(pub).view() as view:
+        with tier_of(pub)() as view:
             assert not view.has(other, its)
 
 
@@ -103,7 +104,7 @@ def test_nodes_that_continue_another_come_by_what_they_have_in_common(
     near, far = (np.concatenate([PROMPT[:common], prompt(9, 2 * BLOCK - common)]) for common in (12, 3))
     pubs = [publication(store, ids) for ids in (far, near, PROMPT)]
     both = replace(pubs[0], nodes=tuple(node for pub in pubs for node in pub.nodes), last_node=None, entry=None)
-    with tier_of(both).view() as view:
+    with tier_of(both)() as view:
         found = [node.name for node, _ in view.similar(ROOT, near)]
         assert found == [pubs[index].nodes[0].name for index in (1, 2, 0)]
         second, ids = next(view.similar(pubs[2].nodes[0].name, PROMPT[BLOCK:]))
@@ -113,9 +114,9 @@ def test_nodes_that_continue_another_come_by_what_they_have_in_common(
 def test_a_dropped_node_is_not_found_any_more(store: Store, tier_of: Callable[[Publication], Tier]) -> None:
     pub = publication(store, PROMPT)
     first, ids = node_of(pub.nodes[0]), pub.nodes[0].token_ids
-    with tier_of(pub).view() as view:
+    with tier_of(pub)() as view:
         assert [node for node, _ in view.similar(ROOT, ids)] == [first]
-        view.drop(first, StoreCorrupt("it is damaged"))
+        view.drop_damaged(first, StoreCorrupt("it is damaged"))
         assert set(view.damaged) == {first.name}
         assert not view.has(first, ids.tobytes())
         assert not list(view.similar(ROOT, ids))
@@ -150,9 +151,9 @@ class Pages:
 def test_any_memory_can_be_read_into(have: int, store: Store, tier_of: Callable[[Publication], Tier]) -> None:
     pub, nodes = publication(store, PROMPT), nodes_of(store)
     pages = Pages(nodes.layout.groups[0])
-    with ThreadPoolExecutor(2) as readers, tier_of(pub).view() as view:
+    with ThreadPoolExecutor(2) as readers, tier_of(pub)() as view:
         missing = [(node_of(new), view) for new in pub.nodes if new.position + len(new.token_ids) > have]
-        loader = Loader(nodes, missing, have, len(PROMPT), {}, pages)
+        loader = Loader(nodes, missing, have, len(PROMPT), {}, pages.fill)
         assert loader.run(readers) is None
     for new in pub.nodes:
         start, end = new.position, new.position + len(new.token_ids)
@@ -171,14 +172,14 @@ def test_a_piece_that_is_damaged_or_not_finite_names_its_node(where: str, store:
     if where == "disk":
         store.publish(pub)
         damage(store, bad.name)
-        tier: Tier = DiskTier(store, store.quarantine)
+        tier: Tier = partial(view_disk, store, store.quarantine)
     else:
         payload = tuple(np.full(piece.num_bytes, 0xFF, np.uint8).data for piece in bad.pieces)
         changed = replace(bad, payload=payload, num_checked=1)
         tier = held(store, replace(pub, nodes=(pub.nodes[0], changed, *pub.nodes[2:])))
-    with ThreadPoolExecutor(2) as readers, tier.view() as view:
+    with ThreadPoolExecutor(2) as readers, tier() as view:
         path = [(node_of(new), view) for new in pub.nodes]
-        fault = Loader(nodes, path, 0, len(PROMPT), {}, Pages(nodes.layout.groups[0])).run(readers)
+        fault = Loader(nodes, path, 0, len(PROMPT), {}, Pages(nodes.layout.groups[0]).fill).run(readers)
     assert fault is not None
     assert fault[0] == node_of(bad)
 
@@ -206,14 +207,14 @@ def test_what_a_view_shows_stays_in_memory_until_it_is_closed(store: Store, monk
     contents = zip(pub.nodes, memory, strict=True)
     nodes = [replace(node, payload=split_payload(memoryview(content), node.pieces)) for node, content in contents]
     pub = replace(pub, nodes=tuple(nodes))
-    writer.add(Save(pub.epoch), pub, [Reused()], is_last=True)
-    tier = BufferTier(writer)
-    with tier.view() as later:
-        with tier.view() as view:
+    writer.queue_publication(Save(pub.epoch), pub, [Reused()], is_last=True)
+    tier = partial(view_buffer, writer)
+    with tier() as later:
+        with tier() as view:
             may_write.set()
             assert writer.close(30)
             assert not done
-            with tier.view() as empty:
+            with tier() as empty:
                 assert not empty.has(node_of(nodes[0]), nodes[0].token_ids.tobytes())
             assert [read(view, node) for node in nodes] == expected
         assert not done
@@ -222,9 +223,9 @@ def test_what_a_view_shows_stays_in_memory_until_it_is_closed(store: Store, monk
 
 
 def read(view: View, new: NewNode) -> bytes:
-    node, cuts = node_of(new), PayloadLayout.parse(layout_of(PAYLOAD_BYTES)).cuts(len(new.token_ids), new.kind)
-    out = [np.empty((cut.piece.num_rows, cut.piece.row_bytes), dtype=np.uint8) for cut in cuts]
-    for part, write in zip(out, view.pieces(node, cuts, range(len(cuts))), strict=True):
+    node, pieces = node_of(new), PayloadLayout.parse(layout_of(PAYLOAD_BYTES)).pieces(len(new.token_ids), new.kind)
+    out = [np.empty((piece.num_rows, piece.row_bytes), dtype=np.uint8) for piece in pieces]
+    for part, write in zip(out, view.piece_writes(node, pieces, range(len(pieces))), strict=True):
         write(part)
     return b"".join(part.tobytes() for part in out)
 
@@ -237,7 +238,7 @@ CHECKPOINT = 30 * BLOCK + 5
 
 @pytest.fixture
 def long_store(store: Store) -> Store:
-    store.publish(publication(store, LONG[: NUM_BLOCKS * BLOCK], layout=LAYOUT, end_kind=Kind.BLOCK))
+    store.publish(publication(store, LONG[: NUM_BLOCKS * BLOCK], layout=LAYOUT, end_kind=NodeKind.BLOCK))
     return store
 
 
@@ -255,7 +256,7 @@ def test_blocks_that_only_the_next_block_continues_are_not_searched(
 ) -> None:
     """200 blocks with one checkpoint behind the thirtieth, and a prompt that leaves behind the hundredth."""
     points = publication(
-        long_store, LONG[: CHECKPOINT + 5], layout=LAYOUT, checkpoints=(CHECKPOINT,), end_kind=Kind.BLOCK
+        long_store, LONG[: CHECKPOINT + 5], layout=LAYOUT, checkpoints=(CHECKPOINT,), end_kind=NodeKind.BLOCK
     )
     long_store.publish(points)
     long_store.publish(publication(long_store, np.append(LONG[: 100 * BLOCK + 2], prompt(3, 2 * BLOCK)), layout=LAYOUT))
@@ -263,19 +264,19 @@ def test_blocks_that_only_the_next_block_continues_are_not_searched(
     has = DiskView.has
 
     def counted(view: DiskView, node: Node, token_ids: bytes) -> bool:
-        asked[node.kind != Kind.BLOCK] += 1
+        asked[node.kind != NodeKind.BLOCK] += 1
         return has(view, node, token_ids)
 
     monkeypatch.setattr(DiskView, "has", counted)
-    found, end = restorable(long_store, DiskTier(long_store, long_store.quarantine))
-    assert (end, found[-1].kind, len(found)) == (CHECKPOINT, Kind.CHECKPOINT, 31)
+    found, end = restorable(long_store, partial(view_disk, long_store, long_store.quarantine))
+    assert (end, found[-1].kind, len(found)) == (CHECKPOINT, NodeKind.CHECKPOINT, 31)
     # Of each of two blocks at most a checkpoint and a tail for each length, and the prompt's own tail.
     assert asked[True] <= 2 * 2 * BLOCK + 1
 
 
 def test_a_checkpoint_that_waits_to_be_written_is_found_behind_blocks_on_the_disk(long_store: Store) -> None:
-    pub = publication(long_store, LONG[:CHECKPOINT], layout=LAYOUT, end_kind=Kind.CHECKPOINT)
-    tiers = held(long_store, pub), DiskTier(long_store, long_store.quarantine)
+    pub = publication(long_store, LONG[:CHECKPOINT], layout=LAYOUT, end_kind=NodeKind.CHECKPOINT)
+    tiers = held(long_store, pub), partial(view_disk, long_store, long_store.quarantine)
     assert restorable(long_store, *tiers)[1] == CHECKPOINT
     assert restorable(long_store, *tiers[1:])[1] == 0
 

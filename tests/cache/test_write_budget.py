@@ -108,10 +108,10 @@ def test_what_was_spent_counts_for_a_day_and_so_does_a_key_that_asked() -> None:
     spent = SpentByKey()
     spent.add("greedy", 700, 0.0)
     spent.add("greedy", 200, 7200.0)
-    assert spent.of("greedy", 10_000.0) == (900, 1)
-    assert spent.of("other", 86_000.0) == (0, 2)
-    assert spent.of("greedy", 90_000.0) == (200, 2)
-    assert spent.of("other", 200_000.0) == (0, 1)
+    assert spent.spent_by("greedy", 10_000.0) == (900, 1)
+    assert spent.spent_by("other", 86_000.0) == (0, 2)
+    assert spent.spent_by("greedy", 90_000.0) == (200, 2)
+    assert spent.spent_by("other", 200_000.0) == (0, 1)
 
 
 # As a request sees it.
@@ -198,5 +198,5 @@ def test_one_key_cannot_spend_the_part_of_another_that_asks(runner: Runner, monk
 def test_a_reply_that_is_not_saved_costs_its_key_nothing(runner: Runner) -> None:
     options = CacheOptions(scope=Scope("tokens", 4 * BLOCK), tenant=Tenant.of_key("k"))
     ask(runner, 1, options, reply=BLOCK)
-    num_bytes, _ = runner.cache.tiered.spent.of(options.tenant.ids[:1], runner.cache.store.clock())
+    num_bytes, _ = runner.cache.tiered.spent.spent_by(options.tenant.ids[:1], runner.cache.store.clock())
     assert num_bytes == 4 * BLOCK * runner.layout.bytes_per_token

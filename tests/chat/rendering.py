@@ -44,10 +44,10 @@ def some_text(chosen: random.Random, added: list[str]) -> str:
 
 def assert_whole(tokenizer: Any, text: str, encoder: Encoder | None = None) -> None:
     (whole,) = tokenizer.backend_tokenizer.encode_batch([text], add_special_tokens=False)
-    found = (encoder or encoder_of(tokenizer)).encode(text, param="prompt")
-    assert found.token_ids.tolist() == whole.ids, text
-    assert found.offsets.tolist() == [list(span) for span in whole.offsets], text
+    encoding = (encoder or encoder_of(tokenizer)).encode(text, param="prompt")
+    assert encoding.token_ids.tolist() == whole.ids, text
+    assert encoding.offsets.tolist() == [list(span) for span in whole.offsets], text
     (with_added,) = tokenizer.backend_tokenizer.encode_batch([text])
-    found = (encoder or encoder_of(tokenizer)).encode(text, adds_special=True, param="prompt")
-    assert found.token_ids.tolist() == with_added.ids, text
-    assert found.offsets.tolist() == [list(span) for span in with_added.offsets], text
+    encoding = (encoder or encoder_of(tokenizer)).encode(text, adds_special=True, param="prompt")
+    assert encoding.token_ids.tolist() == with_added.ids, text
+    assert encoding.offsets.tolist() == [list(span) for span in with_added.offsets], text

@@ -30,6 +30,10 @@ from tests.server.chat_model import write_tokenizer
 
 ROWS = ("UU", "SUU", "UCRU", "UCU", "UAAU", "AU", "SAU", "SSUU", "USU", "UCRSU", "UCCRR", "UCRRU", "UCRUAU", "UACRAU")
 """Roles of messages: user, assistant, a call of the assistant, a tool's result, system."""
+ROLES = dict.fromkeys("Uz", "user") | dict.fromkeys("Aat", "assistant") | dict.fromkeys("R", "tool")
+ROLES |= {"S": "system", "D": "developer"}
+WITHOUT_WORDS = ("UaU", "aU", "UaaU", "UACRaU", "UCRa", "UCaRU", "UtU", "UCRtU", "zU", "UzAU", "UAz", "Uaz", "UCRz")
+"""And with lower case letters messages without words: of the assistant, with a thought alone, and of the user."""
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
 
@@ -37,7 +41,9 @@ def message(kind: str, index: int, call_id: str) -> dict[str, Any]:
     if kind == "C":
         function = {"name": "look", "arguments": "{}"}
         return {"role": "assistant", "content": None, "tool_calls": [{"id": call_id, "function": function}]}
-    said = {"role": {"U": "user", "A": "assistant", "R": "tool", "S": "system"}[kind], "content": f"{kind}{index}."}
+    said: dict[str, Any] = {"role": ROLES[kind], "content": "" if kind.islower() else f"{kind}{index}."}
+    if kind == "t":
+        return said | {"content": None, "reasoning_content": "A thought."}
     return said | ({"tool_call_id": call_id} if kind == "R" else {})
 
 
@@ -103,24 +109,33 @@ REAL_ALTERNATING = {
 
 
 def test_the_real_templates_that_demand_alternation_are_found_and_no_other(with_template: Any) -> None:
-    found = {
+    names = {
         name
         for name, template in real_templates().items()
         if with_template(template)._template.learned(alternation_of, None) is not None
     }
-    assert found == REAL_ALTERNATING
+    assert names == REAL_ALTERNATING
 
 
-def test_of_all_real_templates_each_keeps_what_it_took_and_none_refuses_for_want_of_alternation(
+def test_real_templates_accept_any_order_and_keep_accepted_ones(
     with_template: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, template in real_templates().items():
         renderer = with_template(template)
-        for row in ROWS:
+        for row in ROWS + WITHOUT_WORDS:
             said = conversation(row, ending=True)
             before, now = as_before(monkeypatch, renderer, said), text_of(renderer, said)
             assert before in ("", now), (name, row)
             assert now or name not in REAL_ALTERNATING, (name, row)
+
+
+@pytest.mark.parametrize("row", ["DU", "DDU", "DUU", "SSU", "SUSU", "SUDU", "SUASU", "SUADUSU"])
+def test_no_real_template_loses_what_a_system_or_developer_message_says(row: str, with_template: Any) -> None:
+    for name, template in real_templates().items():
+        renderer = with_template(template)
+        if text_of(renderer, conversation("U", ending=True)):
+            text = text_of(renderer, conversation(row, ending=True))
+            assert [k for k, kind in enumerate(row) if f"{kind}{k}." not in text] == [], name
 
 
 def alternating_templates() -> dict[str, str]:
@@ -129,18 +144,18 @@ def alternating_templates() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", sorted({*ALTERNATING, *REAL_ALTERNATING}))
-def test_every_order_of_messages_is_served_with_all_words_in_order_and_what_was_taken_is_unchanged(
+def test_any_order_of_messages_keeps_all_words_in_order(
     name: str, with_template: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     renderer = with_template(alternating_templates()[name])
     num_as_before = 0
-    for kinds in [*sequences(4), *longer(1, 60)]:
+    for kinds in [*sequences(4), *WITHOUT_WORDS, *longer(1, 60)]:
         said = conversation(kinds)
         now, before = text_of(renderer, said), as_before(monkeypatch, renderer, said)
         assert now, kinds
         assert before in ("", now), kinds
         num_as_before += before == now
-        words = [f"{kind}{k}." for k, kind in enumerate(kinds) if kind != "C"]
+        words = [f"{kind}{k}." for k, kind in enumerate(kinds) if kind in "UARSD"]
         # Of command-r's template, results in the place of a reply were left out before, too.
         if not (name == "command-r" and "R" in kinds):
             assert [word for word in words if word not in now] == [], kinds
@@ -149,15 +164,18 @@ def test_every_order_of_messages_is_served_with_all_words_in_order_and_what_was_
 
 
 @pytest.mark.parametrize("name", sorted({*ALTERNATING, *REAL_ALTERNATING}))
-def test_what_was_rendered_stays_when_a_message_is_added(name: str, with_template: Any) -> None:
+def test_an_added_message_keeps_the_rendered_beginning(name: str, with_template: Any) -> None:
     renderer = with_template(alternating_templates()[name])
-    for kinds in [*sequences(4), *longer(2, 60)]:
+    for kinds in [*sequences(4), *WITHOUT_WORDS, *longer(2, 60)]:
         earlier, later = text_of(renderer, conversation(kinds[:-1])) if kinds[1:] else "", ""
         later = text_of(renderer, conversation(kinds))
         if kinds[-2:-1] in ("U", "R"):
             # The newest message of the user, and a result that becomes one, may go on with what is added.
             last = f"{kinds[-2]}{len(kinds) - 2}."
             earlier = earlier[: earlier.find(last) + len(last)]
+        elif kinds[-2:-1] == "z":
+            earlier = text_of(renderer, conversation(kinds[:-2])) if kinds[2:] else ""
+            earlier = earlier if kinds[-3:-2] != "U" else ""
         assert later.startswith(earlier), kinds
 
 
@@ -166,12 +184,21 @@ def test_neighbours_of_the_user_are_one_message_with_a_blank_line_between(with_t
     assert "<|im_start|>user\nU0.\n\nU1.<|im_end|>" in text_of(renderer, conversation("UU"))
 
 
-def test_what_the_user_says_stands_behind_the_result_with_its_id_and_not_in_it(with_template: Any) -> None:
+def test_the_users_text_follows_the_result_and_its_id(with_template: Any) -> None:
     text = text_of(with_template(ALTERNATING["without-calls"]), conversation("UCRU"))
     assert "<call>lookabcdefg01</call>" in text
     assert "R2.abcdefg01<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n<|im_start|>user\nU3.<|im_end|>" in text
     text = text_of(with_template(ALTERNATING["all"]), conversation("UCRU"))
     assert "<|im_start|>user\nR2.\n\nU3.<|im_end|>" in text
+
+
+def test_an_empty_message_gets_words_only_if_refused(with_template: Any) -> None:
+    text = text_of(with_template(ALTERNATING["no-empty"]), conversation("Utz"))
+    assert "<|im_start|>assistant\nOK.<|im_end|>\n<|im_start|>user\nOK.<|im_end|>" in text
+    text = text_of(with_template(ALTERNATING["no-empty-reply"]), conversation("Uaz"))
+    assert "<|im_start|>assistant\nOK.<|im_end|>\n<|im_start|>user\n<|im_end|>" in text
+    text = text_of(with_template(ALTERNATING["no-empty-reply-but-thoughts"]), conversation("UtUaU"))
+    assert [part.partition("<|im_end|>")[0] for part in text.split("assistant\n")[1:]] == ["", "OK."]
 
 
 def test_a_system_message_that_a_template_refuses_is_the_users(with_template: Any) -> None:

@@ -37,8 +37,8 @@ class Encoded:
 def encode(text: str, markers: tuple[str, ...] = MARKERS) -> Encoded:
     """Like the added-token matching of fast tokenizers: leftmost, then longest."""
     pattern = re.compile("|".join(map(re.escape, sorted(markers, key=len, reverse=True))) + "|.", re.DOTALL)
-    found = list(pattern.finditer(text))
-    return Encoded([SPECIAL_IDS.get(m[0], 100 + ord(m[0][0])) for m in found], [m.span() for m in found])
+    matches = list(pattern.finditer(text))
+    return Encoded([SPECIAL_IDS.get(m[0], 100 + ord(m[0][0])) for m in matches], [m.span() for m in matches])
 
 
 RULES = TextRules(TokenTexts(MARKERS), (), lambda _: MARKERS)
@@ -79,7 +79,7 @@ def spelling(**texts: Any) -> TextRules:
 
 
 @pytest.mark.parametrize(
-    ("rules", "text", "found"),
+    ("rules", "text", "expected"),
     [
         (spelling(never=["<e>", "<e>x"]), "a<e>xb <e>", []),
         (spelling(never=["<a>", "a>b<"]), "<a>b<a>b<", []),
@@ -88,17 +88,17 @@ def spelling(**texts: Any) -> TextRules:
         (spelling(doubtful=["<b>"]), "<b><", ["<b>"]),
     ],
 )
-def test_a_token_that_is_doubtful_stays_one_but_no_boundary(rules: TextRules, text: str, found: list[str]) -> None:
+def test_a_token_that_is_doubtful_stays_one_but_no_boundary(rules: TextRules, text: str, expected: list[str]) -> None:
     changed, stand_ins = standing_in([text], rules)
     assert stand_ins is not None
     tokens = re.compile("|".join(map(re.escape, rules.tokens.texts)))
-    assert tokens.findall(stand_ins.read(changed[0])[1]) == found
+    assert tokens.findall(stand_ins.read(changed[0])[1]) == expected
     assert tokens.findall(changed[0]) == []
     assert stand_ins.text(changed[0]) == text
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "expected"),
     [
         ("<u12>x<U3>", ["<u12>", "<U3>"]),
         ("t1 t12 t2 ", ["t1", "t12"]),
@@ -106,17 +106,17 @@ def test_a_token_that_is_doubtful_stays_one_but_no_boundary(rules: TextRules, te
         ("<u> <u1 2> t3", []),
     ],
 )
-def test_numbers_in_texts_of_tokens_are_found_whole(text: str, found: list[str]) -> None:
+def test_numbers_in_texts_of_tokens_are_found_whole(text: str, expected: list[str]) -> None:
     tokens = TokenTexts(["<u12>", "<u3>", "t1", "t12"])
-    assert [*filter(None, tokens.split(text)[1::2])] == found
+    assert [*filter(None, tokens.split(text)[1::2])] == expected
     assert "".join(tokens.split(text)) == text
 
 
 @pytest.mark.parametrize("cut", ["x", "<x>", None])
 def test_ends_that_are_parts_of_a_token_are_text_wherever_a_template_cuts(cut: str | None) -> None:
     tokens = TokenTexts(MARKERS, cuts=[cut] if cut else [])
-    found = tokens.split(f"start|> a<|im_{cut or ''}start|> b \n")[1::2]
-    assert [*filter(None, found)] == (["start|>", "<|im_", cut, "start|>"] if cut else ["start|>", "<|im_start|>"])
+    pieces = tokens.split(f"start|> a<|im_{cut or ''}start|> b \n")[1::2]
+    assert [*filter(None, pieces)] == (["start|>", "<|im_", cut, "start|>"] if cut else ["start|>", "<|im_start|>"])
 
 
 @pytest.mark.parametrize(

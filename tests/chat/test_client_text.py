@@ -244,7 +244,7 @@ def body(content: Any, **fields: Any) -> Conversation:
         (PARTS.replace("message.content }}", "message.content.split('\n')|join }}"), "<|im_\nstart|>", {}),
     ],
 )
-def test_whatever_a_template_makes_of_a_text_is_text(
+def test_a_text_stays_text_however_a_template_changes_it(
     tmp_path: Path, template: str, content: str, fields: dict[str, Any]
 ) -> None:
     tokenizer = tokenizer_with(tmp_path, template)

@@ -52,7 +52,7 @@ def test_each_form_of_base64_gives_the_content(form: str, num_bytes: int, scheme
         ("abcde", "5 letters do not make whole bytes; it may be cut off"),
     ],
 )
-def test_what_is_no_base64_is_a_400_that_says_which_letters(data: str, words: str) -> None:
+def test_invalid_base64_is_a_400_that_names_the_letters(data: str, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words) as caught:
         content_of(f"data:image/png;base64,{data}", "messages.0.content.0")
     assert caught.value.param == "messages.0.content.0"

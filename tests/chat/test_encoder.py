@@ -1,4 +1,4 @@
-"""A long text is encoded in parts, which are kept; the tokens are those of the whole text."""
+"""A long text is encoded in parts, which stay in memory and give the tokens of the whole text."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_token_that_has_to_do_with_what_stands_before_it_begins_no_part() -> N
         assert_whole(tokenizer, text)
 
 
-def test_a_word_before_a_part_is_followed_by_what_follows_in_the_whole_text() -> None:
+def test_single_word_tokens_are_the_same_in_parts_and_whole() -> None:
     """A token that must be a word of its own is none where the next part goes on with a letter."""
     word, text = token("abc", single_word=True), "abc abcde:abc abc " * 12
     assert TextParts(made_up(word, token("de:"))).of(text) == [text]
@@ -81,15 +81,15 @@ def test_a_part_of_a_text_is_not_its_beginning() -> None:
             assert_whole(tokenizer, text)
 
 
-def test_what_a_tokenizer_adds_stands_around_the_parts() -> None:
+def test_added_tokens_surround_the_parts() -> None:
     tokenizer = made_up(token("<:>"), token("<a>"), token("<b>"))
     ids = [(text, tokenizer.backend_tokenizer.token_to_id(text)) for text in ("<a>", "<b>")]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<a> $A <b> <a>", special_tokens=ids)
     for text in ("", "a", "<a>abc<b>", "abcd" * 10 + "<:>abc"):
         if text:
             assert_whole(tokenizer, text)
-        found = encoder_of(tokenizer).encode(text, adds_special=True, param="prompt")
-        assert (found.token_ids[0], found.token_ids[-2:].tolist()) == (ids[0][1], [ids[1][1], ids[0][1]])
+        encoding = encoder_of(tokenizer).encode(text, adds_special=True, param="prompt")
+        assert (encoding.token_ids[0], encoding.token_ids[-2:].tolist()) == (ids[0][1], [ids[1][1], ids[0][1]])
 
 
 def test_a_tokenizer_that_is_told_to_cut_special_tokens_has_no_parts() -> None:
@@ -100,7 +100,7 @@ def test_a_tokenizer_that_is_told_to_cut_special_tokens_has_no_parts() -> None:
 
 def test_a_tokenizer_whose_parts_turn_out_different_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule above is right for the tokenizers that are known; another one is tried."""
-    monkeypatch.setattr(encoder_module, "_separating", lambda added: [one.content for one in added])
+    monkeypatch.setattr(encoder_module, "_separating", lambda added: [each.content for each in added])
     text = "abc abc <:> abc " * 12
     assert len(TextParts(made_up(token("<:>"))).of(text)) > 4
     assert TextParts(made_up(token("<:>", lstrip=True))).of(text) == [text]
@@ -114,7 +114,7 @@ def test_a_text_is_not_cut_off_or_padded_as_the_tokenizers_file_says() -> None:
     assert len(encoder_of(tokenizer).encode("abcd" * 10 + "<:>abc", param="prompt").token_ids) == 44
 
 
-def test_what_an_earlier_prompt_had_is_not_encoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_an_earlier_prompt_are_not_encoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, known = made_up(token("<:>")), KnownParts()
     texts = ["abcd" * 10, "<:>" + "efgh" * 10, "<:>" + "hgfe" * 10]
     encoder, encoded = encoder_of(tokenizer), []

@@ -87,7 +87,7 @@ def test_marker_text_in_messages_moves_no_mark(tokenizer: Any, text: str) -> Non
         assert len(before) <= ends[index]
 
 
-def test_an_end_of_the_conversation_that_a_message_imitates_is_not_taken_for_it(tmp_path: Path) -> None:
+def test_an_imitated_end_of_the_conversation_moves_no_mark(tmp_path: Path) -> None:
     """This template writes the same at the end of every conversation, and nothing between messages."""
     template = "{% for m in messages %}{{ m.content }}{% endfor %}<|im_end|>"
     tokenizer = tokenizer_with(tmp_path, template)
@@ -149,7 +149,7 @@ def test_a_tool_that_the_first_user_message_carries_is_found_there(tmp_path: Pat
     assert [mark.ttl_s for mark in prompt.marks] == [3600.0, None]
 
 
-def test_a_system_message_that_the_template_writes_in_the_first_turn_is_found_there(tmp_path: Path) -> None:
+def test_a_mark_is_found_on_a_system_message_in_the_first_turn(tmp_path: Path) -> None:
     template = (
         "<|endoftext|>{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n"
         "{% if loop.first and messages[0].role == 'system' %}{{ messages[0].content }}\n{% endif %}"

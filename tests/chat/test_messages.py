@@ -43,8 +43,8 @@ def conversation(*said: tuple[Role, str]) -> Conversation:
     )
 
 
-def spoken(found: Conversation) -> list[tuple[str, list[str]]]:
-    return [(m.role, [part.text for part in m.content if isinstance(part, TextPart)]) for m in found.messages]
+def spoken(parsed: Conversation) -> list[tuple[str, list[str]]]:
+    return [(m.role, [part.text for part in m.content if isinstance(part, TextPart)]) for m in parsed.messages]
 
 
 LATE = conversation(("system", "S"), ("user", "a"), ("system", "b"), ("user", "c"), ("assistant", "d"), ("system", "e"))
@@ -64,7 +64,7 @@ def test_a_system_message_is_late_behind_one_of_another_role(roles: list[Role], 
     assert has_late_system(conversation(*((role, "x") for role in roles)).messages) is is_late
 
 
-def test_late_system_messages_are_the_users_in_their_place_and_joined_with_those_beside_them() -> None:
+def test_late_system_messages_join_the_users_neighbouring_ones() -> None:
     in_place = [("system", ["S"]), ("user", ["a", "b", "c"]), ("assistant", ["d"]), ("user", ["e"])]
     assert spoken(late_system_as_user(LATE)) == in_place
     # Messages of the user that no system message stands between stay apart.
@@ -76,8 +76,8 @@ def test_late_system_messages_are_the_users_in_their_place_and_joined_with_those
 def test_a_mark_stays_on_the_message_that_its_message_is_part_of(marked: int) -> None:
     messages = list(conversation(("user", "a"), ("system", "b")).messages)
     messages[marked] = replace(messages[marked], mark=CacheMark(300.0))
-    [found] = late_system_as_user(Conversation(messages=messages)).messages
-    assert found.mark == CacheMark(300.0)
+    [message] = late_system_as_user(Conversation(messages=messages)).messages
+    assert message.mark == CacheMark(300.0)
 
 
 @pytest.mark.parametrize(
@@ -99,9 +99,7 @@ def test_a_prompt_has_every_system_message(tmp_path: Path, template: str, roles:
 
 
 @pytest.mark.parametrize(("template", "most"), [(WRITES, 2), (DROPS, 1), (REFUSES, 1)])
-def test_system_messages_that_follow_each_other_are_one_where_the_template_writes_one(
-    tmp_path: Path, template: str, most: int
-) -> None:
+def test_leading_system_messages_are_joined_if_the_template_needs_it(tmp_path: Path, template: str, most: int) -> None:
     text = renderer_of(tokenizer_with(tmp_path, template)).text_of(
         conversation(("developer", "S"), ("developer", "T"), ("user", "a"))
     )
@@ -122,7 +120,7 @@ def applied(form: MessageForm, call_id: str = "abcdefgh1", arguments: Any = None
     return after
 
 
-def test_a_short_id_is_the_same_in_a_call_and_its_result_and_another_for_another_call() -> None:
+def test_a_short_id_links_one_call_with_its_result() -> None:
     ids = set()
     for sent in ("toolu_01-A", "toolu_01-B", "call_1"):
         spoken, result = applied(MessageForm(short_ids=True), call_id=sent)

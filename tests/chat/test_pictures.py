@@ -154,9 +154,7 @@ def rows_of(prompt: Prompt) -> list[int]:
     return [int(id_) for picture in prompt.pictures for id_ in picture_ids(picture.name, picture.num_tokens)]
 
 
-def test_the_tokens_are_those_of_the_processors_text_with_the_names_of_the_pictures(
-    processor: Processor, renderer: PromptRenderer
-) -> None:
+def test_prompt_tokens_match_the_processors_with_pictures_named(processor: Processor, renderer: PromptRenderer) -> None:
     prompt = rendered(renderer, MIXED)
     assert [picture.size for picture in prompt.pictures] == ["5x1", "3x1", "1x1", "4x1"]
     assert prompt.token_ids[prompt.token_ids < 0].tolist() == rows_of(prompt)
@@ -187,22 +185,20 @@ def test_no_boundary_is_inside_a_picture(processor: Processor, renderer: PromptR
     assert "Be careful." in processor.tokenizer.decode(ids[: prompt.system_end])
 
 
-def test_another_picture_of_the_same_size_is_another_name_and_nothing_is_encoded_again(
+def test_another_picture_changes_names_and_encodes_no_text(
     renderer: PromptRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("diskprefix.chat.encoder.PART_CHARS", 8)
     known = OwnedParts(renderer.known_parts, "me", 60)
-    one, other = (talk(said("user", "Look. " * 9, picture(200, color), "Now?" * 9)) for color in (b"red", b"blue"))
-    first = renderer.replay(one, None, known).prompt
+    red, blue = (talk(said("user", "Look. " * 9, picture(200, color), "Now?" * 9)) for color in (b"red", b"blue"))
+    first = renderer.replay(red, None, known).prompt
     monkeypatch.setattr(Encoder, "_encoded", lambda _self, texts: pytest.fail("again") if texts else [])
-    second = renderer.replay(other, None, known).prompt
+    second = renderer.replay(blue, None, known).prompt
     assert ((first.token_ids != second.token_ids) == (first.token_ids < 0)).all()
     assert second.token_ids[second.token_ids < 0].tolist() == rows_of(second)
 
 
-def test_a_reply_about_a_picture_stands_in_the_next_prompt_as_it_was_sampled(
-    processor: Processor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reply_about_a_picture_is_replayed(processor: Processor, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(processor.tokenizer, renderer_of(processor))
     question = said("user", picture(5), "What is it?")
     model.asked(talk(question))
@@ -231,7 +227,7 @@ def test_thirty_pictures_of_two_thousand_tokens_are_a_prompt(processor: Processo
     assert (prompt.token_ids < 0).sum() == 60_000
 
 
-def test_a_picture_in_a_result_that_the_template_does_not_write_is_given_to_the_user(processor: Processor) -> None:
+def test_unwritten_pictures_of_results_go_to_the_user(processor: Processor) -> None:
     call = said("assistant", tool_calls=[ToolCall("1", "look", {}), ToolCall("2", "look", {})])
     results = [said("tool", "Seen", picture(n), tool_call_id=str(n), mark=CacheMark()) for n in (1, 2)]
     messages = [said("user", "Look."), call, *results, said("assistant", "Yes."), *results, said("user", "And?")]
@@ -259,17 +255,17 @@ def test_the_text_of_a_placeholder_is_no_picture(processor: Processor, special_t
         talk(said("system", spelled), said("user", picture(5)), *more), special_tokens_in_text=special_tokens_in_text
     )
     prompt = rendered(renderer_of(processor), conversation)
-    assert [one.num_tokens for one in prompt.pictures] == [5 * processor.scale]
+    assert [placed.num_tokens for placed in prompt.pictures] == [5 * processor.scale]
     assert processor.token_id not in prompt.token_ids.tolist()
     shown = processor.tokenizer.decode(prompt.token_ids[prompt.token_ids >= 0].tolist())
     assert shown.count(spelled) >= 3
 
 
-def test_what_does_not_agree_is_refused_with_its_reason(processor: Processor) -> None:
+def test_contradictions_are_refused_with_a_reason(processor: Processor) -> None:
     def problem(*messages: Message, **options: Any) -> str:
-        with pytest.raises(InvalidRequest) as found:
+        with pytest.raises(InvalidRequest) as caught:
             rendered(renderer_of(processor, **options), talk(said("user", picture(5)), *messages))
-        return found.value.message
+        return caught.value.message
 
     assert "image: this model takes text only" in problem(processor=None)
     assert "no videos" in problem(said("user", OtherPart("video_url", "video")))
@@ -282,11 +278,11 @@ def test_what_does_not_agree_is_refused_with_its_reason(processor: Processor) ->
 
 def test_a_part_that_is_marked_ends_before_the_next(processor: Processor, renderer: PromptRenderer) -> None:
     mark = CacheMark(60)
-    one, two = TextPart("One.", "", mark), TextPart("xTwo.", "")
-    for parts in ((one, picture(3), two), (picture(3), one, two)):
+    marked, unmarked = TextPart("One.", "", mark), TextPart("xTwo.", "")
+    for parts in ((marked, picture(3), unmarked), (picture(3), marked, unmarked)):
         prompt = rendered(renderer, talk(said("user", *parts), said("assistant", "Yes."), said("user", "Why?")))
-        (found,) = prompt.marks
-        before = processor.tokenizer.decode([max(id_, 0) for id_ in prompt.token_ids[: found.position].tolist()])
+        (prompt_mark,) = prompt.marks
+        before = processor.tokenizer.decode([max(id_, 0) for id_ in prompt.token_ids[: prompt_mark.position].tolist()])
         assert before.endswith("One.")
     last = rendered(renderer, talk(said("user", "One.", picture(3), mark=mark), said("assistant", "Yes.")))
     assert last.token_ids[last.marks[0].position - 2] == min(renderer.end_ids)
@@ -302,8 +298,8 @@ def test_people_read_how_large_a_picture_is(processor: Processor, renderer: Prom
 def test_a_conversation_with_pictures_is_not_compressed(processor: Processor, renderer: PromptRenderer) -> None:
     compressing = renderer_of(processor, compress=partial(fit, 10))
     messages = [said("user", "One."), said("assistant", "Two.")] * 3
-    one, two = (rendered(each, talk(*messages, said("user", picture(3)))) for each in (renderer, compressing))
-    assert one.token_ids.tolist() == two.token_ids.tolist()
+    plain, compressed = (rendered(each, talk(*messages, said("user", picture(3)))) for each in (renderer, compressing))
+    assert plain.token_ids.tolist() == compressed.token_ids.tolist()
     assert rendered(compressing, talk(*messages, said("user", "See."))).rewriting.left_out is not None
 
 

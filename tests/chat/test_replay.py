@@ -92,13 +92,13 @@ def test_the_tokens_of_a_reply_stand_in_the_next_prompt(name: str) -> None:
         assert prompt.token_ids[: len(state)].tolist() == state
         assert common(plain.token_ids, state) < len(state)
         # Behind it, the prompt is as the template writes it.
-        behind = len(prompt.token_ids) - len(state)
-        assert prompt.token_ids[-behind:].tolist() == plain.token_ids[-behind:].tolist()
+        num_after = len(prompt.token_ids) - len(state)
+        assert prompt.token_ids[-num_after:].tolist() == plain.token_ids[-num_after:].tolist()
 
 
 @clients
 @pytest.mark.parametrize("family", [QWEN2, QWEN3], ids=lambda family: family.name)
-def test_a_tool_loop_goes_on_from_its_state_whatever_the_client_makes_of_calls(family: Family, client: Client) -> None:
+def test_a_tool_loop_restores_however_calls_are_formatted(family: Family, client: Client) -> None:
     model = model_of(family)
     messages = [SYSTEM, QUESTION]
     thought = THOUGHT if family is QWEN3 else ""
@@ -177,7 +177,7 @@ EDITS: dict[str, Callable[[list[dict[str, Any]]], list[dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS.keys())
-def test_what_the_client_changed_is_written_by_the_template(edit: Callable[[Any], Any]) -> None:
+def test_a_changed_reply_is_rendered_by_the_template(edit: Callable[[Any], Any]) -> None:
     model, messages, state = two_turns(QWEN3)
     assert model.asked(conversation_of(QWEN3, *messages)).replayed == 1
     edited = conversation_of(QWEN3, *edit(messages))
@@ -191,12 +191,12 @@ def test_other_tools_or_template_variables_leave_a_reply_to_the_template() -> No
     model, messages, _ = two_turns(QWEN3)
     assert model.asked(conversation_of(QWEN3, *messages, tools=False)).replayed == 0
     variables = {"enable_thinking": False}
-    # The template writes them behind the reply only.
+    # The template writes them only after the reply.
     assert model.asked(conversation_of(QWEN3, *messages, chat_template_kwargs=variables)).replayed == 1
 
 
 @pytest.mark.parametrize("suffix", ["", ".", ".."])
-def test_text_before_a_reply_that_is_not_what_it_was_leaves_it_to_the_template(suffix: str) -> None:
+def test_changed_text_before_a_reply_prevents_its_replay(suffix: str) -> None:
     model = model_of(QWEN2, tagged=False)
     model.asked(conversation_of(QWEN2, QUESTION))
     reply = as_openai(model.reply("Rain."))
@@ -245,9 +245,9 @@ def test_a_template_that_can_keep_thoughts_keeps_them(template: str, switch: dic
     against = {name: not value for name, value in switch.items()}
     asked = replace(conversation, template_variables=conversation.template_variables | against)
     owned = renderer_of(family, tagged=False, template_variables=against)
-    for one in (rendered(renderer_of(family), asked), rendered(owned, conversation)):
-        assert thought not in text_of(family, one)
-        assert not one.rewriting.template_kwargs
+    for prompt in (rendered(renderer_of(family), asked), rendered(owned, conversation)):
+        assert thought not in text_of(family, prompt)
+        assert not prompt.rewriting.template_kwargs
 
 
 def test_the_owner_sets_no_variable_that_the_daemon_sets() -> None:
@@ -255,7 +255,7 @@ def test_the_owner_sets_no_variable_that_the_daemon_sets() -> None:
         renderer_of(QWEN3, template_variables={"tools": []})
 
 
-def test_a_client_that_drops_thoughts_gets_them_back_where_the_template_keeps_them() -> None:
+def test_dropped_thoughts_return_if_the_template_keeps_them() -> None:
     family = dataclasses.replace(QWEN3, template="LFM2.5-8B-A1B")
     model = model_of(family)
     messages = [SYSTEM, QUESTION]
@@ -354,7 +354,7 @@ def test_reasoning_that_does_not_fit_any_more_is_left_out() -> None:
         small.replay(conversation_of(QWEN3, *messages, user("Well. " * 400)), model.turns)
 
 
-def test_the_token_that_ends_a_reply_is_left_out_and_a_reply_without_tokens_too() -> None:
+def test_records_omit_the_end_token_and_empty_replies() -> None:
     turns = Turns()
     memory = ReplyMemory(turns, Origin.of(hash_of(message("user", "Hello")), "Hello"), frozenset({9}))
     for token_ids, remembered in [([9], []), ([1, 2, 9], [(1, 2)]), ([1, 2, 3], [(1, 2, 3)]), ([], [(1, 2, 3)])]:
@@ -376,8 +376,8 @@ def message(role: Any, text: str, *calls: ToolCall) -> Message:
 
 def hash_of(*messages: Message) -> ConversationHash:
     conversation = ConversationHash()
-    for one in messages:
-        conversation.add_message(one)
+    for each in messages:
+        conversation.add_message(each)
     return conversation
 
 
@@ -412,9 +412,9 @@ def test_the_formatting_of_arguments_makes_no_difference(arguments: dict[str, An
 
 
 @given(OBJECTS, OBJECTS)
-def test_other_arguments_make_a_difference(one: dict[str, Any], other: dict[str, Any]) -> None:
-    ids = {id_of(message("assistant", "", ToolCall(None, "f", form))) for form in (one, other)}
-    if one != other:
+def test_other_arguments_make_a_difference(arguments: dict[str, Any], others: dict[str, Any]) -> None:
+    ids = {id_of(message("assistant", "", ToolCall(None, "f", form))) for form in (arguments, others)}
+    if arguments != others:
         assert len(ids) == 2
 
 
@@ -422,10 +422,10 @@ SAME = {"1.0": "1", "1e3": "1000", "1e999": "1e998", "[1.0, 2]": "[1, 2.0]"}
 OTHER = {"1.5": "1", "1": "true", "2": '"2"', "9007199254740993": "9007199254740992", '"a "': '"a"'}
 
 
-@pytest.mark.parametrize(("one", "other"), [*SAME.items(), *OTHER.items()])
-def test_numbers_are_compared_by_value_and_everything_else_as_it_is(one: str, other: str) -> None:
-    ids = {id_of(message("assistant", "", ToolCall(None, "f", f'{{"x": {value}}}'))) for value in (one, other)}
-    assert len(ids) == (1 if one in SAME else 2)
+@pytest.mark.parametrize(("number", "other"), [*SAME.items(), *OTHER.items()])
+def test_numbers_are_compared_by_value_and_everything_else_as_it_is(number: str, other: str) -> None:
+    ids = {id_of(message("assistant", "", ToolCall(None, "f", f'{{"x": {value}}}'))) for value in (number, other)}
+    assert len(ids) == (1 if number in SAME else 2)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["user", "assistant", "tool"]), st.text(max_size=6)), max_size=4), st.data())
@@ -436,14 +436,14 @@ def test_the_messages_before_make_a_difference(said: list[tuple[str, str]], data
     assert (len(ids) == 1) == (stripped == others)
 
 
-def test_a_special_token_in_what_a_template_writes_may_be_one_that_the_engine_does_not_show() -> None:
+def test_hidden_special_tokens_in_a_rendering_still_fit() -> None:
     read = readings(PlainText(), [], ["<|channel|>", "<|end|>"], "Hi<|end|><|channel|>Rain.<|end|>", 9, 25)
     assert [turn.content for turn in read] == ["<|channel|>Rain.", "Rain."]
 
 
-def test_what_ends_a_reply_is_a_token_wherever_it_stands() -> None:
+def test_reply_ends_are_tokens_at_any_place() -> None:
     def write(messages: Sequence[dict[str, Any]], _add_generation_prompt: bool) -> str:
-        return "".join(f"{one['content']}<end>\n" for one in messages)
+        return "".join(f"{each['content']}<end>\n" for each in messages)
 
     added = {"<end>": 5, "<eos>": 6, "<other>": 7}
     assert end_texts(added, {6}, write, lambda text: added[text.partition("\n")[0]]) == {"<end>", "<eos>"}

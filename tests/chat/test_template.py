@@ -59,6 +59,29 @@ def test_developer_becomes_system_unless_the_template_knows_it(
     assert "<|im_start|>developer\nBe brief." in text_of(knowing, rendered(renderer_of(knowing), body))
 
 
+@pytest.mark.parametrize("does", ["{{ raise_exception('Invalid message role') }}", "{% continue %}"])
+def test_developer_becomes_system_if_refused_or_dropped(does: str, tmp_path: Path) -> None:
+    loop = "{%- for message in messages %}"
+    assert CHAT_TEMPLATE.count(loop) == 1
+    refusing = CHAT_TEMPLATE.replace(loop, f"{loop}{{% if message.role == 'developer' %}}{does}{{% endif %}}")
+    tokenizer = tokenizer_with(tmp_path, refusing)
+    prompt = rendered(renderer_of(tokenizer), conversation_of(("developer", "Be brief."), ("user", "hello")))
+    assert "<|im_start|>system\nBe brief." in text_of(tokenizer, prompt)
+
+
+@pytest.mark.parametrize("roles", ["system system user", "system user system user", "developer developer user"])
+def test_no_system_message_takes_the_place_of_another(roles: str, tmp_path: Path) -> None:
+    last_wins = (
+        "{% set rules = namespace(text='') %}{% for message in messages if message.role == 'system' %}"
+        "{% set rules.text = message.content %}{% endfor %}{{ rules.text }}<|im_end|>"
+        "{% for message in messages if message.role != 'system' %}{{ message.content }}<|im_end|>{% endfor %}"
+    )
+    tokenizer = tokenizer_with(tmp_path, last_wins)
+    said = conversation_of(*((role, f"text {k}") for k, role in enumerate(roles.split())))
+    text = text_of(tokenizer, rendered(renderer_of(tokenizer), said))
+    assert [k for k in range(len(roles.split())) if f"text {k}" not in text] == []
+
+
 @pytest.mark.parametrize("num_calls", [1, 4])
 def test_arguments_with_too_many_values_are_refused_before_they_are_parsed(
     renderer: PromptRenderer, monkeypatch: pytest.MonkeyPatch, num_calls: int
@@ -75,7 +98,7 @@ def test_arguments_with_much_punctuation_in_their_texts_are_parsed(renderer: Pro
     assert f"get_weather city={city}" in renderer.text_of(calling(json.dumps({"city": city})))
 
 
-def test_arguments_that_are_no_json_are_served_by_a_template_that_goes_through_them(tokenizer: Any) -> None:
+def test_non_json_arguments_work_with_iterating_templates(tokenizer: Any) -> None:
     renderer = renderer_of(tokenizer)
     renderer.warm_up()
     prompt = rendered(renderer, calling('{"city": "Os'))
@@ -150,7 +173,7 @@ SET_BY_THE_DAEMON = ("tokenize", "messages", "tools", "chat_template", "add_gene
         ),
     ],
 )
-def test_what_cannot_be_rendered_is_a_400_in_one_printable_line(
+def test_a_failed_rendering_is_a_400_in_one_printable_line(
     tmp_path: Path, template: str | None, conversation: Conversation, words: str, param: str
 ) -> None:
     renderer = renderer_of(tokenizer_with(tmp_path, template))
@@ -170,7 +193,7 @@ def test_a_template_that_ignores_tools_is_warned_of_once(tmp_path: Path, caplog:
     assert caplog.text.count("ignores them") == 1
 
 
-def test_the_preview_shows_how_a_conversation_begins_and_its_newest_question(renderer: PromptRenderer) -> None:
+def test_the_preview_shows_the_beginning_and_the_newest_question(renderer: PromptRenderer) -> None:
     long = "You are  a careful\nassistant. " * 50
     prompt = rendered(
         renderer, conversation_of(("system", long), ("user", "first"), ("assistant", "ok"), ("user", "Rivers? " * 99))
@@ -280,8 +303,8 @@ def test_auto_keeps_plain_text_of_a_tokenizer_that_adds_a_bos(tokenizer_with_bos
 
 @pytest.mark.parametrize("text", ["<|im_start|>Name three", "Name three"])
 def test_a_bos_that_begins_a_text_is_no_boundary_of_it(tokenizer: Any, tokenizer_with_bos: Any, text: str) -> None:
-    for one in (tokenizer, tokenizer_with_bos):
-        assert renderer_of(one).completion(text).boundaries == ()
+    for each in (tokenizer, tokenizer_with_bos):
+        assert renderer_of(each).completion(text).boundaries == ()
 
 
 def test_a_text_that_the_tokenizer_drops_is_a_400(tmp_path: Path) -> None:
@@ -328,9 +351,7 @@ def test_the_templates_markers_are_found_out_once(tokenizer: Any, monkeypatch: p
         "range(10**5)|list",
     ],
 )
-def test_a_template_whose_one_expression_would_take_all_memory_refuses_the_messages(
-    expression: str, tmp_path: Path
-) -> None:
+def test_an_expression_that_takes_all_memory_is_refused(expression: str, tmp_path: Path) -> None:
     template = f"{{% if messages[0].content == 'boom' %}}{{{{ ({expression})|string|length }}}}{{% endif %}}x"
     renderer = renderer_of(tokenizer_with(tmp_path, template))
     rendered(renderer, conversation_of(("user", "quiet")))

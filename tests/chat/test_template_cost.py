@@ -13,7 +13,7 @@ import pytest
 
 from diskprefix.chat import template_cost as template_cost_module
 from diskprefix.chat.renderer import PromptRenderer
-from diskprefix.chat.template_cost import Kept, TemplateCost, template_cost
+from diskprefix.chat.template_cost import CommonPrefix, TemplateCost, template_cost
 from diskprefix.model.load.read_tokenizer import read_tokenizer
 from tests.chat.families.families import folder
 from tests.chat.rendering import renderer_of
@@ -39,9 +39,9 @@ def real(name: str) -> str:
     return (folder() / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
 
 
-def whole(kept: Kept | None) -> bool:
+def whole(kept: CommonPrefix | None) -> bool:
     assert kept is not None
-    return kept.kept == kept.total
+    return kept.num_tokens == kept.total
 
 
 @pytest.mark.parametrize(
@@ -54,26 +54,26 @@ def whole(kept: Kept | None) -> bool:
         ("openai-gpt-oss-120b", {"day", "thoughts"}, "the date at the beginning changes each day; another template"),
     ],
 )
-def test_what_a_real_template_loses_is_found_and_what_to_do(
+def test_losses_of_real_templates_are_found_with_advice(
     tokenizer_folder: Path, name: str, losses: set[str], says: str
 ) -> None:
     cost = template_cost(renderer_with(tokenizer_folder, real(name)))
     for change in ("turn", "day", "thoughts"):
         assert whole(getattr(cost, change)) == (change not in losses), (change, cost.line)
     assert cost.tool is not None
-    assert 0 < cost.tool.kept < cost.tool.total
+    assert 0 < cost.tool.num_tokens < cost.tool.total
     assert says in cost.advice
     assert bool(says) == bool(cost.advice)
-    assert cost.record["turn"] == {"kept": cost.turn.kept, "of": cost.turn.total} if cost.turn else False
-    assert f"{cost.tool.kept} of {cost.tool.total} when a tool is added" in cost.line
+    assert cost.record["turn"] == {"kept": cost.turn.num_tokens, "of": cost.turn.total} if cost.turn else False
+    assert f"{cost.tool.num_tokens} of {cost.tool.total} when a tool is added" in cost.line
 
 
-def test_what_is_advised_against_the_date_keeps_it(tokenizer_folder: Path) -> None:
+def test_the_advice_about_the_date_keeps_the_prompt(tokenizer_folder: Path) -> None:
     template = real("meta-llama-Llama-3.2-3B-Instruct")
     advice = template_cost(renderer_with(tokenizer_folder, template)).advice
-    found = re.search(r"--chat-template-kwargs '(.*?)'", advice)
-    assert found is not None
-    cost = template_cost(renderer_with(tokenizer_folder, template, **json.loads(found[1])))
+    match = re.search(r"--chat-template-kwargs '(.*?)'", advice)
+    assert match is not None
+    cost = template_cost(renderer_with(tokenizer_folder, template, **json.loads(match[1])))
     assert whole(cost.day)
     assert cost.advice == ""
 
@@ -102,7 +102,7 @@ def test_a_template_that_does_not_end_is_given_up_and_learned_nothing_from(
     assert {name: value for name, value in vars(renderer._template).items() if isinstance(value, dict)} == known
 
 
-def test_the_trial_does_not_use_up_the_warning_of_a_template_that_ignores_tools(
+def test_a_trial_leaves_the_warning_about_ignored_tools(
     tokenizer_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     renderer = renderer_with(tokenizer_folder, "{% for message in messages %}{{ message.content }}{% endfor %}")

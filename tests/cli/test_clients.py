@@ -59,6 +59,14 @@ def test_each_recipe_is_well_formed_and_names_the_model_the_address_and_the_key(
     assert str(SERVED.context) in said or name not in KNOW_THE_CONTEXT
 
 
+@pytest.mark.parametrize(("context", "output"), [(32_768, "4096"), (131_072, "16384"), (1_000_000, "32000")])
+def test_claude_code_leaves_room_for_a_conversation_beside_the_longest_reply(context: int, output: str) -> None:
+    environment = recipe("claude-code", replace(SERVED, context=context)).environment
+    assert environment["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == output
+    # It sums up when less than this is left; a task with a first prompt of 11 600 tokens was seen to end without that.
+    assert context - int(output) - 13_000 > 15_000
+
+
 @pytest.mark.parametrize("takes_images", [True, False])
 def test_a_client_that_must_be_told_is_told_whether_the_model_takes_images(takes_images: bool) -> None:
     served = replace(SERVED, takes_images=takes_images)
@@ -110,7 +118,7 @@ def test_the_settings_are_those_of_the_running_daemon(run: Run) -> None:
 
 
 @pytest.mark.parametrize("command", ["clients llm", "chat", "warm prompt.txt", "launch claude --print"])
-def test_what_takes_connections_and_says_nothing_is_not_waited_for(
+def test_commands_stop_waiting_for_a_silent_server(
     run: Run, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(daemon_call, "_CONNECT_S", 0.05)

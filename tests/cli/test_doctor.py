@@ -102,6 +102,14 @@ def test_what_could_compute_faster_is_told(
     assert all(name in found["kernels"].text for name in there)
 
 
+def test_without_torch_the_kernels_are_checked_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_machine, "find_spec", lambda _name: None)
+    found = by_check(torch_findings(Settings()))
+    assert (found["torch"].level, found["torch"].advice) == ("ok", "")
+    assert "not installed: only models without a plan and images need it" in found["torch"].text
+    assert found["kernels"].text.startswith("operators: ")
+
+
 def test_a_folder_that_cannot_be_written_or_that_others_may_write_to_is_a_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,9 +260,7 @@ def test_each_model_that_is_known_by_name_is_checked_and_none_is_a_problem(
     assert (level, "loaded" in text) == ("note", False), "nothing is known of either"
 
 
-def test_what_several_models_take_together_is_compared_with_the_limit(
-    run: Run, chat_model: Path, tmp_path: Path
-) -> None:
+def test_doctor_compares_the_memory_of_all_models_with_the_limit(run: Run, chat_model: Path, tmp_path: Path) -> None:
     file = tmp_path / "models.toml"
 
     def finding(limit: str, *more: str) -> tuple[str, str]:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from diskprefix.extras.remote.objects import ObjectStore, RemoteUnavailable
 from diskprefix.namespace_key import NamespaceKey
@@ -33,7 +32,7 @@ from tests.extras.remote.made import machine, share_of_each
 from tests.faults.damage import damaged
 from tests.faults.file_damage import PAGE, DataFile
 from tests.server.daemon_process import DaemonProcess, ask, running_daemon, text_of
-from tests.store.building import BLOCK, Clock, is_whole, layout_of, open_store, prompt, publication
+from tests.store.building import BLOCK, Clock, is_whole, layout_of, of_root, open_store, prompt, publication
 from tests.waiting import wait_for
 
 ALICE = str(SHARED.with_salt("alice"))
@@ -57,7 +56,7 @@ def pubs(folder: Path) -> list[Publication]:
             entry = EntryRecord(root=root, num_tokens=len(token_ids), scope="full", preview=preview, created_at=1.0)
             if tenant:
                 clock.now = time.time()
-            pubs.append(replace(pub, root_record=record, entry=entry))
+            pubs.append(of_root(pub, record, entry=entry))
             store.publish(pubs[-1])
     return pubs
 
@@ -103,7 +102,7 @@ def test_an_entry_goes_by_the_beginning_of_its_id(run: Run, folder: Path, pubs: 
         (["--all"], set()),
     ],
 )
-def test_what_meets_every_condition_goes_and_a_dry_run_tells_the_same(
+def test_purge_removes_prompts_that_meet_all_conditions_as_a_dry_run_says(
     run: Run, folder: Path, pubs: list[Publication], flags: list[str], left: set[int]
 ) -> None:
     before = file_of(folder)
@@ -220,7 +219,7 @@ def test_what_only_the_bucket_has_is_purged_there_and_told(run: Run, elsewhere: 
     assert num_objects(tmp_path) == 1
 
 
-def test_what_cannot_be_deleted_in_the_bucket_is_an_error_and_goes_with_the_next_purge(
+def test_purge_reports_undeleted_bucket_objects_and_the_next_purge_deletes_them(
     run: Run, bucket_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = ["--salt", "alice", "--kv-cache-dir", str(tmp_path / "kv"), *bucket_flags]
@@ -501,9 +500,17 @@ def asked(daemon: DaemonProcess, salt: str | None) -> dict[str, Any]:
     return ask(daemon, QUESTION, salt=salt)
 
 
-def notices_purge(daemon: DaemonProcess, salt: str) -> None:
-    """Waits until the daemon has dropped what memory kept: it looks for purges of other processes every second."""
-    wait_for(lambda: asked(daemon, salt)["prefix_cache"].get("source") != "memory")
+def asked_after_purge(daemon: DaemonProcess, salt: str) -> dict[str, Any]:
+    """Asks until the daemon has dropped what memory kept of a tenant: it looks for purges of other processes every
+    second. Returns the first answer after that."""
+    answers: list[dict[str, Any]] = []
+
+    def is_forgotten() -> bool:
+        answers.append(asked(daemon, salt))
+        return bool(answers[-1]["prefix_cache"].get("source") != "memory")
+
+    wait_for(is_forgotten)
+    return answers[-1]
 
 
 def restored(answer: dict[str, Any]) -> int:
@@ -530,9 +537,8 @@ def test_tools_beside_a_daemon_change_no_answer(run: Run, chat_model: Path, tmp_
 
         assert run("purge", "--salt", "alice", "--yes", "--kv-cache-dir", folder).exit_code == 0
         assert tenants(run, folder) == {bob, plain}
-        assert restored(asked(daemon, "bob")) > 0
-        notices_purge(daemon, "bob")
-        again = asked(daemon, "alice")
+        again = asked_after_purge(daemon, "alice")
+        assert asked(daemon, "bob")["prefix_cache"]["source"] == "memory"
         assert (restored(again), text_of(again)) == (0, text_of(cold["alice"]))
         daemon.wait_saved()
         assert tenants(run, folder) == {alice, bob, plain}
@@ -545,7 +551,7 @@ def test_tools_beside_a_daemon_change_no_answer(run: Run, chat_model: Path, tmp_
 
         assert run("purge", "--all", "--yes", "--kv-cache-dir", folder).exit_code == 0
         assert tenants(run, folder) == set()
-        notices_purge(daemon, "carol")
+        asked_after_purge(daemon, "carol")
         for salt, before in cold.items():
             again = asked(daemon, salt)
             assert (restored(again), text_of(again)) == (0, text_of(before))

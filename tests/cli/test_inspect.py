@@ -13,19 +13,20 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from diskprefix.cli import tooling
 from diskprefix.store.changes import Use, touches
-from diskprefix.store.lost_tokens import LostTokens, hour_of
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import Notes
-from diskprefix.store.savings import SavingsLog, Tally
-from diskprefix.store.schema import EntryRecord, Kind, RootRecord
+from diskprefix.store.schema import EntryRecord, NodeKind, RootRecord
+from diskprefix.store.statistics.lost_tokens import LostTokens, hour_of
+from diskprefix.store.statistics.savings import SavingsLog, Tally
 from diskprefix.tenant_ids import matches
 from diskprefix.tokens import as_token_ids, picture_ids, root_hash
 from diskprefix.values import Tenant
 from tests.cli.conftest import Ended, Run
 from tests.extras.watch.browse.saved_chats import ALICE, LAYOUT, SavedChats, chat
 from tests.faults.damage import damaged
-from tests.store.building import BLOCK, layout_of, open_store, prompt, publication
+from tests.store.building import BLOCK, layout_of, of_root, open_store, prompt, publication
 
 BLOCK_BYTES = 19_968
 """Raw bytes of a block in these tests, one piece each."""
@@ -145,7 +146,7 @@ def save_preview(folder: Path, preview: str, seed: int = 1) -> None:
         store.publish(replace(pub, entry=entry))
 
 
-def test_nothing_that_was_saved_steers_the_terminal(inspect: Inspect, tmp_path: Path) -> None:
+def test_inspect_prints_no_control_characters_from_saved_text(inspect: Inspect, tmp_path: Path) -> None:
     """A store of an earlier version, or of somebody else, holds whatever was in the prompts."""
     nasty = "hi \x1b]0;pwned\x07\x1b[2J\x9b31m\u202e\n[bold]x[/bold] [/nope] 🦀"
     save_preview(tmp_path, nasty)
@@ -173,7 +174,7 @@ def test_tenants_are_shown_where_there_are_any_as_purge_takes_them(inspect: Insp
         pub = publication(store, prompt(5, BLOCK), root=b"t" * 16)
         layout = pub.root_record.layout
         record = RootRecord(model="tiny", block_size=BLOCK, layout=layout, created_at=0.0, tenant=str(tenant))
-        store.publish(replace(pub, root_record=record))
+        store.publish(of_root(pub, record))
     shown = inspect(folder).stdout
     assert " tenant " in shown.splitlines()[0]
     digits = re.search(r"\b[0-9a-f]{8}/[0-9a-f]{8}\b", shown)
@@ -182,6 +183,32 @@ def test_tenants_are_shown_where_there_are_any_as_purge_takes_them(inspect: Insp
     assert pub.last_node is not None
     assert f"tenant      {tenant}\n" in inspect(folder, pub.last_node.hex()).stdout
     assert "tenant      none\n" in inspect(folder, listed(inspect, folder)[0]["id"]).stdout
+
+
+def save_for_tenants(folder: Path, num_tenants: int) -> None:
+    with closing(open_store(folder)) as store:
+        for number in range(num_tenants):
+            pub = publication(store, prompt(number, BLOCK), root=bytes([number]) * 16)
+            layout, tenant = pub.root_record.layout, str(Tenant.of_key(f"key {number}"))
+            record = RootRecord(model="tiny", block_size=BLOCK, layout=layout, created_at=0.0, tenant=tenant)
+            store.publish(of_root(pub, record))
+
+
+@pytest.mark.parametrize("view", [(), ("--stats",), ("--tree",)])
+def test_a_view_reads_the_users_key_once_for_all_tenants(
+    inspect: Inspect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, view: tuple[str, ...]
+) -> None:
+    save_for_tenants(tmp_path / "kv", 3)
+    num_reads = 0
+
+    def is_users() -> Callable[[str], bool]:
+        nonlocal num_reads
+        num_reads += 1
+        return lambda _tenant: False
+
+    monkeypatch.setattr(tooling, "is_users", is_users)
+    assert len(set(re.findall(r"\b[0-9a-f]{8}\b(?! tokens)", inspect(tmp_path / "kv", *view).stdout))) >= 3
+    assert num_reads == 1
 
 
 # -- Of saved conversations ------------------------------------------------------------------------------------------
@@ -234,10 +261,10 @@ def test_pictures_are_counted_and_named(inspect: Inspect, made: SavedChats, tmp_
     record = msgspec.structs.replace(of_text.root_record, identity="pictures of tiny")
     pictured = publication(store, as_token_ids([*words, *ids, *words]), root=of_text.root, layout=LAYOUT)
     store.publish(replace(pictured, root_record=of_text.root_record))
-    rows = publication(store, ids, root=root, layout=LAYOUT, end_kind=Kind.BLOCK)
+    rows = publication(store, ids, root=root, layout=LAYOUT, end_kind=NodeKind.BLOCK)
     store.publish(replace(rows, root_record=record, last_node=None, entry=None, prompt=None))
     notes = Notes(store, lambda: None)
-    notes.put(store.epoch, root, record, NoteKind.PICTURE, "", f"1920x1080 {'00' * 16}".encode(), 1e6)
+    notes.put(store.epochs.of(""), root, record, NoteKind.PICTURE, "", f"1920x1080 {'00' * 16}".encode(), 1e6)
     store.write_from(notes.writing)
     store.close()
     assert pictured.last_node is not None
@@ -302,7 +329,7 @@ def test_tokens_that_were_computed_again_are_listed_with_what_to_do(inspect: Ins
                 LostTokens(hour=hour, cause="diverged", line=f"[bold]{model}", tool="bash", tokens=90),
             ]
             record = RootRecord(model=model, block_size=BLOCK, layout=layout, created_at=0.0)
-            log.record(store.epoch, root_hash(model), record, Tally(), rows)
+            log.record_request(store.epochs.of(""), root_hash(model), record, Tally(), rows)
             store.write_from(log.writing)
     first, *others = inspect(tmp_path, "--lost", "--json").json["lost"]
     assert (first["cause"], first["client"], first["tokens"], first["requests"]) == ("not_stored", "opencode", 1400, 2)

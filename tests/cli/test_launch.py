@@ -86,6 +86,7 @@ class Place:
     def __init__(self, root: Path) -> None:
         self.home, self.bin, self.records = root / "home", root / "bin", root / "records"
         self.launches = self.home / ".config/diskprefix/launch"
+        self.logs = self.home / ".local/state/diskprefix/launch"
         for folder in (self.home, self.bin, self.records):
             folder.mkdir()
         (self.bin / "serve.py").write_text(SERVE, encoding="utf-8")
@@ -115,7 +116,7 @@ class Place:
         return file.read_text(encoding="utf-8").splitlines() if file.exists() else []
 
     def is_daemon_alive(self) -> bool:
-        return launched_daemon.LaunchedDaemon(folder=self.launches).url() is not None
+        return launched_daemon.LaunchedDaemon(folder=self.launches, logs=self.logs).url() is not None
 
     def again(self, *arguments: str) -> subprocess.Popen[str]:
         command = [sys.executable, str(self.bin / "again.py"), "launch", *arguments]
@@ -135,7 +136,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     monkeypatch.setenv("HOME", str(made.home))
     monkeypatch.setenv("PATH", f"{made.bin}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("RECORDS", str(made.records))
-    unset = ("XDG_CONFIG_HOME", "DISKPREFIX_URL", "DISKPREFIX_MODEL", "AGENT_DOES")
+    unset = ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "DISKPREFIX_URL", "DISKPREFIX_MODEL", "AGENT_DOES")
     for name in (*unset, "http_proxy", "HTTP_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -206,7 +207,7 @@ def test_the_daemon_is_asked_without_a_proxy_and_the_exit_code_is_the_agents(
     assert environment["NO_PROXY"] == environment["no_proxy"] == "a.example,b.example,127.0.0.1"
 
 
-def test_of_several_models_one_in_memory_is_taken_or_the_one_that_is_named(run: Run, place: Place) -> None:
+def test_launch_takes_the_named_model_or_one_in_memory(run: Run, place: Place) -> None:
     def model_of(*options: str) -> tuple[str, list[str]]:
         ended = run("launch", "goose", "--url", daemon.url, *options)
         assert ended.exit_code == 0, ended.stderr
@@ -254,7 +255,7 @@ def test_the_largest_fetched_model_that_fits_and_calls_tools_is_served(
     assert model_choice.flags_of_model("any") == ["--model", "any"]
 
 
-def test_what_cannot_be_launched_is_one_line_that_says_what_to_do(
+def test_launch_refuses_with_one_line_and_advice(
     run: Run, place: Place, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run("launch", "pi").assert_refused(2, "no model that calls tools and fits", "`diskprefix pull ", "--model")
@@ -263,7 +264,7 @@ def test_what_cannot_be_launched_is_one_line_that_says_what_to_do(
     assert (ended.exit_code, ended.stderr.count("\n")) == (1, 2), "where its daemon keeps prompts is said before"
     assert "the daemon ended: broken holds no weights (its log: " in ended.stderr
     run("launch", "goose", "--model", "m")
-    old, new = place.launches / "daemon.log.1", place.launches / "daemon.log"
+    old, new = place.logs / "daemon.log.1", place.logs / "daemon.log"
     assert old.read_text(encoding="utf-8") == "error: broken holds no weights\n", "the log of the launch before is kept"
     assert new.stat().st_mode & 0o777 == 0o600
     monkeypatch.setattr(daemon_choice, "is_ours", lambda _url: True)
@@ -318,7 +319,7 @@ def test_print_shows_everything_and_does_nothing(
     assert (place.files(), place.served(), list(place.records.iterdir())) == (before, [], [])
 
 
-def test_what_was_changed_in_a_profile_stays_until_other_settings_are_needed_and_is_then_copied(
+def test_launch_keeps_edits_of_a_profile_and_backs_them_up_before_new_settings(
     run: Run, place: Place, url: str
 ) -> None:
     file = place.launches / "codex/.codex/config.toml"
@@ -358,7 +359,7 @@ def test_a_daemon_is_started_with_the_model_and_ends_with_the_agent(
     assert ended.exit_code == 0, ended.stderr
     assert lines(ended)[0].startswith("starting a daemon; it keeps at most 16.0 GiB in /srv/kv (")
     [served] = place.served()
-    assert served == f"--front --host 127.0.0.1 --port {port} --policy agent --model m"
+    assert served == f"--router --host 127.0.0.1 --port {port} --policy agent --model m"
     assert place.recorded("claude")[1]["ANTHROPIC_MODEL"] == "m"
     assert not place.is_daemon_alive()
 
@@ -390,7 +391,7 @@ def test_a_start_says_how_much_of_the_disk_the_folder_may_take(
 
 
 @pytest.mark.parametrize("when", ["before the daemon has the port", "when the daemon has given it up"])
-def test_who_takes_the_port_of_a_daemon_gets_no_agent_and_no_key_of_the_user(
+def test_launch_sends_no_key_to_another_program_on_the_port(
     run: Run, place: Place, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     with small_daemon(models=[models(CARDS[1])]) as stranger, ExitStack() as stack:
@@ -401,7 +402,8 @@ def test_who_takes_the_port_of_a_daemon_gets_no_agent_and_no_key_of_the_user(
             # It saves what is only in memory.
             fd = stack.enter_context(launched_daemon.locked(place.launches / "daemon.json"))
             stack.enter_context(launched_daemon.locked(place.launches / "daemon.users", fcntl.LOCK_SH))
-            (place.launches / "daemon.log").touch()
+            place.logs.mkdir(parents=True, exist_ok=True)
+            (place.logs / "daemon.log").touch()
             os.write(fd, json.dumps({"port": port, "pid": 1 << 30, "flags": []}).encode() + b"\n")
         monkeypatch.setattr(launched_daemon, "_PATIENCE_S", 0.0)
         ended = run("launch", "claude", "--model", "two")
@@ -435,7 +437,9 @@ def test_a_second_launch_shares_the_daemon_and_changes_nothing_under_the_first(
     assert [line.rpartition(" ")[2] for line in place.served()] == ["m", "n"]
     assert place.recorded("codex")[0] == []
     assert not place.is_daemon_alive()
-    assert [one for one in launched_daemon.LaunchedDaemon(folder=place.launches).all() if one.url()] == []
+    assert [
+        one for one in launched_daemon.LaunchedDaemon(folder=place.launches, logs=place.logs).all() if one.url()
+    ] == []
 
 
 def test_two_launches_at_once_start_one_daemon(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -462,8 +466,11 @@ def test_a_signal_is_for_the_agent_and_the_daemon_ends_after_it(
     wait_for((place.records / "waits").exists)
     assert place.is_daemon_alive()
     (os.killpg if to_group else os.kill)(process.pid, number)
+    *said, last = process.communicate()[1].splitlines()
     # How much of the disk the daemon takes, what the agent uses, its first prompt, and where the dashboard is.
-    assert (process.communicate()[1].count("\n"), process.returncode) == (4, 40 + number)
+    assert (len(said), process.returncode) == (4, 40 + number)
+    assert last.endswith(f"the daemon's log: {place.logs / 'daemon.log'}")
+    assert (place.logs / "daemon.log").is_file()
     assert not place.is_daemon_alive()
 
 
@@ -490,7 +497,7 @@ def test_an_interrupt_between_the_start_and_the_agent_ends_the_daemon(
         return own(file, kind)
 
     monkeypatch.setattr(launched_daemon, "locked", interrupted)
-    shared = launched_daemon.LaunchedDaemon(folder=place.launches)
+    shared = launched_daemon.LaunchedDaemon(folder=place.launches, logs=place.logs)
     with pytest.raises(KeyboardInterrupt), shared.mutex(), shared.use(0, ["--model", "m"]):
         """The agent would run."""
     assert place.served()
@@ -501,7 +508,7 @@ def test_an_interrupt_between_the_start_and_the_agent_ends_the_daemon(
 
 def left_daemon(place: Place, *flags: str) -> subprocess.Popen[bytes]:
     """A daemon whose launch was killed."""
-    shared = launched_daemon.LaunchedDaemon(folder=place.launches)
+    shared = launched_daemon.LaunchedDaemon(folder=place.launches, logs=place.logs)
     with shared.mutex():
         return shared.start(0, [*flags, "--model", "m"])
 
@@ -602,11 +609,11 @@ def test_the_second_launch_says_that_most_of_the_first_prompt_is_stored(
 def test_the_guess_for_a_small_model_counts_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("diskprefix.extras.catalogue.adviser.num_cores", lambda: 2)
     needs = {"weights in Q4_1": 92 << 20, "KV memory for 8,192 tokens": 180 << 20, "room to compute": 640 << 20}
-    speed = model_choice._guessed_speed({"id": "m", "context_length": 8192, "needs": needs})
+    speed, _ = model_choice._noted_speed({"id": "m", "context_length": 8192, "needs": needs})
     # Measured with AVX-512 on two cores: 6,170 tokens in 7.95 s. With AVX2 it is twice as slow.
     assert speed is not None
     assert 0.5 <= speed / (7.95 / 6170) <= 2.5
-    assert model_choice._guessed_speed({"id": "m", "context_length": 8192, "needs": {}}) is None
+    assert model_choice._noted_speed({"id": "m", "context_length": 8192, "needs": {}}) == (None, False)
 
 
 @pytest.mark.usefixtures("place")
@@ -639,7 +646,7 @@ def test_cleaning_shows_what_it_would_remove_and_asks(
     ("does", "end"),
     [
         (
-            "log.write('ERROR [front] the worker of m was killed by SIGKILL\\n' * 2)",
+            "log.write('ERROR [router] the worker of m was killed by SIGKILL\\n' * 2)",
             "died 2 times and was restarted",
         ),
         (
@@ -650,15 +657,15 @@ def test_cleaning_shows_what_it_would_remove_and_asks(
         ),
     ],
 )
-def test_what_died_under_the_agent_is_said_when_the_agent_has_ended(
+def test_launch_reports_dead_model_processes_after_the_agent_ends(
     run: Run, place: Place, monkeypatch: pytest.MonkeyPatch, does: str, end: str
 ) -> None:
     path = "import select\npath = Path(os.environ['CLAUDE_CONFIG_DIR']).parents[1]\n"
-    monkeypatch.setenv("AGENT_DOES", f"{path}log = open(path / 'daemon.log', 'a')\n{does}")
+    monkeypatch.setenv("AGENT_DOES", f"{path}log = open({str(place.logs / 'daemon.log')!r}, 'a')\n{does}")
     ended = run("launch", "claude", "--model", "m")
     assert ended.exit_code == 0, ended.stderr
     line = lines(ended)[-1]
-    assert line.endswith(f"{end} (its log: {place.launches / 'daemon.log'})")
+    assert line.endswith(f"{end} (its log: {place.logs / 'daemon.log'})")
     assert not place.is_daemon_alive()
 
 
@@ -691,7 +698,7 @@ def test_a_daemon_whose_launch_was_killed_is_ended_by_the_next_or_by_restoring(r
 def test_a_start_that_is_cut_off_leaves_no_daemon_or_one_that_is_found(
     run: Run, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shared, write = launched_daemon.LaunchedDaemon(folder=place.launches), os.pwrite
+    shared, write = launched_daemon.LaunchedDaemon(folder=place.launches, logs=place.logs), os.pwrite
 
     def cut_off(fd: int, text: bytes, offset: int) -> int:
         if b"pid" in text:

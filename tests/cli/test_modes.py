@@ -78,7 +78,7 @@ def test_a_daemon_and_each_command_write_what_only_the_user_may_read(
         record=place / "home/requests.jsonl",
     )
     environment = clean_environment(HF_HUB_CACHE=str(tmp_path / "hub"))
-    with DaemonProcess(*flags, "--front", environment=environment, module="tests.cli.umask_zero") as daemon:
+    with DaemonProcess(*flags, "--router", environment=environment, module="tests.cli.umask_zero") as daemon:
         ask(daemon, "What do birds eat in winter?")
         with daemon.client() as client:
             body = {"model": chat_model.name, "messages": [{"role": "user", "content": "keep this"}], "max_tokens": 1}

@@ -104,7 +104,7 @@ def test_the_best_quant_that_fits_is_chosen_with_the_reason_and_16_bits_only_if_
     assert "F32, " in run("pull", REPO).stderr
 
 
-def test_of_the_quants_that_are_here_the_largest_with_its_parts_is_taken_where_none_is_named(
+def test_a_name_without_a_quant_takes_the_largest_local_quant_with_its_parts(
     run: Run, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny.write_gguf(hub.repos[REPO] / "tiny-Q5_1.gguf", quantised="Q5_1", tensors_in_a_part=8)
@@ -233,7 +233,7 @@ HOSTILE_NAMES = [
         *((Q8, told(listing), f"error: cannot fetch '{REPO}' from the hub: ") for listing in MALFORMED),
     ],
 )
-def test_what_cannot_be_fetched_is_one_error_with_the_reason_and_nothing_is_written(
+def test_a_failed_pull_reports_the_reason_and_writes_nothing(
     name: str,
     change: Change,
     words: str,
@@ -537,7 +537,7 @@ def test_the_users_own_file_behind_a_link_stays(linked: str, run: Run, tmp_path:
     "other", ["snapshots/COMMIT/imatrix.gguf", "snapshots/COMMIT/onnx/model.onnx", "blobs/0123.4567.incomplete"]
 )
 @pytest.mark.usefixtures("hub")
-def test_what_other_programs_fetched_into_the_repository_stays(other: str, run: Run, tmp_path: Path) -> None:
+def test_rm_keeps_files_that_other_programs_fetched(other: str, run: Run, tmp_path: Path) -> None:
     row = run("pull", f"{REPO}:Q8_0", "--json").json
     commit = Path(row["path"]).parent
     file = commit.parents[1] / other.replace("COMMIT", commit.name)

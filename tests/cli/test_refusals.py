@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import struct
 from pathlib import Path
 
 import pytest
@@ -52,11 +53,18 @@ REFUSED = """
 2 | XDG_CACHE_HOME=/caf\udce9 serve                 | XDG_CACHE_HOME: , has bytes that are not UTF-8
 2 | XDG_CACHE_HOME=cache inspect                   | XDG_CACHE_HOME: cache is not an absolute path
 3 | serve --model /not/there                       | error: --model: , /not/there
+3 | serve --model text.gguf                        | error: --model: text.gguf is no model: a .gguf file begins with
+3 | serve --model text.gguf --router                | error: --model: text.gguf is no model: a .gguf file begins with
+3 | serve --model counts.gguf                      | error: --model: cannot read counts.gguf: its header counts 429496
+3 | serve --model short.gguf                       | error: --model: cannot read short.gguf: it is cut short
+3 | serve --model old.gguf                         | error: --model: cannot read old.gguf: version 1
+4 | serve --kv-cache-dir /proc/x                   | error: --kv-cache-dir /proc/x: No such file
+4 | serve --router --kv-cache-dir /proc/x           | error: --kv-cache-dir /proc/x: No such file
 3 | serve --model /not/there,/nor/here             | error: --model: , /not/there
 3 | serve --draft-model x                          | error: --draft-model: , no file or folder
 2 | serve --draft-model x --speculative off        | --draft-model: has no effect with --speculative off
 2 | DISKPREFIX_PORT=http serve                     | DISKPREFIX_PORT, http
-2 | DISKPREFIX_FRONT=sometimes serve               | DISKPREFIX_FRONT, sometimes
+2 | DISKPREFIX_ROUTER=sometimes serve               | DISKPREFIX_ROUTER, sometimes
 2 | DISKPREFIX_API_KEYS= serve                     | 'DISKPREFIX_API_KEYS', it is empty
 4 | serve --model org/absent --kv-cache-dir shared | mode 1777, give a folder of your own in it
 2 | doctor --port 99999                            | --port
@@ -100,6 +108,7 @@ REFUSED = """
 4 | export ffff --kv-cache-dir none                | holds no diskprefix store
 4 | export ffff --kv-cache-dir broken              | data.mdb is damaged:
 2 | import ''                                      | it is empty
+2 | import text --kv-cache-dir kv                  | text: it is a text; import takes files that
 2 | simulate ''                                    | it is empty
 2 | simulate ~nobody-here/trace.jsonl              | ~nobody-here names no user of this machine
 2 | simulate                                       | Missing argument 'TRACE...'
@@ -155,7 +164,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "empty/data.mdb").touch()
     (place / "shared").mkdir()
     (place / "shared").chmod(0o1777)
-    (place / "text").write_text("You look after a small library.")
+    for name in ("text", "text.gguf"):
+        (place / name).write_text("You look after a small library.")
+    for name, fields in (("counts", (3, 1 << 32, 1)), ("old", (1, 1, 1))):
+        (place / f"{name}.gguf").write_bytes(struct.pack("<4sIQQ", b"GGUF", *fields))
+    (place / "short.gguf").write_bytes(b"GGUF\3\0\0\0")
     (place / "day.jsonl").write_text('{"timestamp": 0, "input_length": 9, "output_length": 3, "hash_ids": [0]}\n')
     (place / "bad.toml").write_text("kv_cache_budget = '1MiB'")
     return place
@@ -166,7 +179,7 @@ def files_in(place: Path) -> dict[Path, bytes | None]:
 
 
 @pytest.mark.parametrize(("exit_code", "command", "words"), ROWS, ids=[row[1][:50] for row in ROWS])
-def test_what_is_refused_is_one_line_that_says_why_and_changes_nothing(
+def test_a_refused_command_prints_one_line_and_changes_nothing(
     run: Run, place: Path, monkeypatch: pytest.MonkeyPatch, exit_code: str, command: str, words: str
 ) -> None:
     for name in [name for name in os.environ if name.startswith("DISKPREFIX_")]:

@@ -77,7 +77,7 @@ AGENT = """\
 import os, re, signal, urllib.request
 from pathlib import Path
 
-log = Path(os.environ["XDG_CONFIG_HOME"], "diskprefix/launch/daemon.log").read_text()
+log = Path(os.environ["XDG_STATE_HOME"], "diskprefix/launch/daemon.log").read_text()
 os.kill(int(re.findall("runs in process (.*)", log)[-1]), signal.SIGKILL)
 urllib.request.urlopen(os.environ["OPENAI_HOST"] + "/v1/models", timeout=60)
 """

@@ -76,7 +76,7 @@ def test_every_setting_has_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch
         "kv_cache_min_tokens": "7",
         "kv_cache_gate": "OFF",
         "prefill_compression": "5000",
-        "normalise": "clock=on",
+        "canonicalise": "clock=on",
         "ahead": "off",
         "record": "~/requests.jsonl",
         "namespace_key_file": "/namespace-key",
@@ -89,7 +89,7 @@ def test_every_setting_has_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch
         "weights": "native",
         "kv_type": "q8",
         "kernels": "torch",
-        "front": "on",
+        "router": "on",
         "memory_limit": "6GiB",
         "idle_unload": "30m",
     }
@@ -126,12 +126,12 @@ def test_a_switch_can_be_turned_off_again_by_what_wins(
     monkeypatch: pytest.MonkeyPatch, settings_of: SettingsOf, tmp_path: Path
 ) -> None:
     policy = tmp_path / "mine.toml"
-    policy.write_text("front = true\n")
-    assert settings_of("--policy", str(policy)).front
-    assert not settings_of("--policy", str(policy), "--no-front").front
-    monkeypatch.setenv("DISKPREFIX_FRONT", "false")
-    assert not settings_of("--policy", str(policy)).front
-    assert settings_of("--front").front
+    policy.write_text("router = true\n")
+    assert settings_of("--policy", str(policy)).router
+    assert not settings_of("--policy", str(policy), "--no-router").router
+    monkeypatch.setenv("DISKPREFIX_ROUTER", "false")
+    assert not settings_of("--policy", str(policy)).router
+    assert settings_of("--router").router
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_a_setting_comes_from_variables_that_are_not_empty_and_from_flags(
         ("remote_write", '"some"', "remote_write: 'some' is not one of"),
         ("api_keys", '""', "api_keys: it is empty"),
         ("kv_cache_dir", f'"{__file__}"', f"kv_cache_dir: Directory '{__file__}' is a file"),
-        ("front", '"yes"', "front: must be true or false"),
+        ("router", '"yes"', "router: must be true or false"),
         ("host", "[]", "host: must be a number or a text"),
         ("max_queues", "3", "unknown key 'max_queues'"),
         ("max-queue", "4", "max-queue: is given twice, with - and with _"),
@@ -209,7 +209,7 @@ def test_print_config_names_the_source_of_each_value(run: Run, tmp_path: Path, m
     policy = tmp_path / "p.toml"
     policy.write_text('port = 1234\nmax_queue = 7\nkv_cache_budget = "3GiB"\n')
     monkeypatch.setenv("DISKPREFIX_MAX_QUEUE", "8")
-    ended = run("serve", "--policy", policy, "--port", "4321", "--front", "--idle-unload", "0s", "--print-config")
+    ended = run("serve", "--policy", policy, "--port", "4321", "--router", "--idle-unload", "0s", "--print-config")
     lines = {line.lstrip("# ").split(" ")[0]: line for line in ended.stdout.splitlines()}
     assert list(lines) == list(SETTINGS)
     assert lines["port"].split() == ["port", "=", "4321", "#", "the", "flag", "--port"]
@@ -219,7 +219,7 @@ def test_print_config_names_the_source_of_each_value(run: Run, tmp_path: Path, m
     assert lines["host"].endswith("# default")
     assert lines["model"].startswith("# model =")
     assert f"# default: {SETTINGS['model'].unset}" in lines["model"]
-    assert tomllib.loads(ended.stdout)["front"] is True
+    assert tomllib.loads(ended.stdout)["router"] is True
     (tmp_path / "again.toml").write_text(ended.stdout)
     again = run("serve", "--policy", tmp_path / "again.toml", "--print-config").stdout
     assert tomllib.loads(again) == tomllib.loads(ended.stdout), "what is printed can be read again"

@@ -148,7 +148,7 @@ def test_the_table_shows_each_row_with_its_figures(made: Made, run: Run) -> None
     assert row[1:4] == [f"{figures[name]:.1%}" for name in ("hit_rate", "restored_share", "written_share")]
 
 
-def test_what_requests_asked_for_themselves_is_said_below_the_table(run: Run, tmp_path: Path) -> None:
+def test_simulate_counts_the_options_of_requests_below_the_table(run: Run, tmp_path: Path) -> None:
     asked = CacheOptions(scope=Scope("full"), save=False)
     own = record(tmp_path / "own.jsonl", block_size=256, options=asked)
     expected = "8 have a scope of their own, 8 only read (save: false)"

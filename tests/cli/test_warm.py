@@ -106,7 +106,7 @@ def test_a_prompt_that_fails_is_named_and_the_others_go_on(run: Run, daemon: Dae
     assert summary.endswith(", 4 failed")
 
 
-def test_what_is_known_already_is_only_read_and_what_is_too_short_to_keep_is_told(
+def test_warm_only_reads_known_prompts_and_reports_too_short_ones(
     run: Run, daemon: DaemonProcess, tmp_path: Path
 ) -> None:
     path = tmp_path / "again.json"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from diskprefix.engine.constrained_reply import ConstraintCompiler
+from diskprefix.engine.constraints.constrained_reply import ConstraintCompiler
 from diskprefix.engine.loop import Engine
 from tests.model import tiny
 

@@ -18,7 +18,6 @@ from msgspec.structs import replace
 from diskprefix.app import load_engine
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.engine.device import raise_if_lost
-from diskprefix.engine.drafting import Proposer
 from diskprefix.engine.inbox import Inbox, Serve, error_event
 from diskprefix.engine.loop import Engine, Loop
 from diskprefix.engine.request import (
@@ -32,6 +31,7 @@ from diskprefix.engine.request import (
     TextEvent,
 )
 from diskprefix.engine.running_request import Reply
+from diskprefix.engine.speculation.drafting import Proposer
 from diskprefix.extras.simulate.recorded_request import RecordedRequest
 from diskprefix.grid.grid_runtime import GridRuntime
 from diskprefix.kv.page_cache import PageCache
@@ -123,7 +123,7 @@ class ScriptedProposer(Proposer):
         for reply in replies:
             reply.guesser.rates[self.name].values = [0.9]
             guesses = self.guesses(reply)
-            reply.guesser.use(self.name, guesses, [(0,)] * len(guesses))
+            reply.guesser.set_guesses(self.name, guesses, [(0,)] * len(guesses))
 
     def guesses(self, reply: Reply) -> list[int]:
         at = len(reply.token_ids)
@@ -275,7 +275,7 @@ def bound_memory(pages: PageCache, limit_bytes: int) -> None:
 
 def after_steps(patch: pytest.MonkeyPatch, steps: int, act: Callable[[], object]) -> None:
     """Has the engine's thread call `act` once, after so many steps from now on."""
-    compute, left = Loop._compute, [steps]
+    compute, left = Loop._compute_step, [steps]
 
     def counted(self: Loop, step: Any) -> bool:
         is_computed = compute(self, step)
@@ -284,7 +284,7 @@ def after_steps(patch: pytest.MonkeyPatch, steps: int, act: Callable[[], object]
             act()
         return is_computed
 
-    patch.setattr(Loop, "_compute", counted)
+    patch.setattr(Loop, "_compute_step", counted)
 
 
 def said(client: Client) -> list[Any]:

@@ -153,9 +153,18 @@ def is_sampler_of_the_bad_one(patch: pytest.MonkeyPatch) -> Callable[..., bool]:
 PLACES: list[tuple[type, str]] = [
     *(
         (CachedRequest, name)
-        for name in ("__init__", "begin_fetch", "take", "choose", "after_step", "publish", "publish_reply", "close")
+        for name in (
+            "__init__",
+            "begin_restore",
+            "adopt_restore",
+            "choose",
+            "after_step",
+            "publish",
+            "publish_reply",
+            "close",
+        )
     ),
-    (ServedModel, "record"),
+    (ServedModel, "record_request"),
     (TextStream, "event"),
     *((Sampler, name) for name in ("__init__", "sample", "logprobs")),
     (PageCache, "set_ready"),
@@ -230,7 +239,7 @@ def test_an_error_of_no_request_ends_the_engine_and_tells_everybody(
     assert "failed unexpectedly" in fatal[0].message
 
 
-@pytest.mark.parametrize("name", ["begin_fetch", "take", "choose", "after_step", "publish", "publish_reply"])
+@pytest.mark.parametrize("name", ["begin_restore", "adopt_restore", "choose", "after_step", "publish", "publish_reply"])
 def test_a_lost_device_ends_all_requests_in_any_state(
     name: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,7 +257,7 @@ def test_a_lost_device_ends_all_requests_in_any_state(
     assert len(fatal) == 1
     assert all(isinstance(client.events[-1], ErrorEvent) for client in clients)
     for sequence in list(engine.pages.running):
-        engine.pages.end(sequence, keep=False)
+        engine.pages.end_sequence(sequence, keep=False)
 
 
 # Which errors mean that the device is lost.

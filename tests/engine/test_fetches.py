@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,13 +15,14 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from diskprefix.cache import context
+from diskprefix.cache import misses
+from diskprefix.cache.restore import Restore
 from diskprefix.cache.tiers.loading import MAX_LOADS, READER_THREADS
 from diskprefix.cache.tiers.local import DiskView
 from diskprefix.cache.tiers.tier import Prefetched
 from diskprefix.engine import fetches, served_model
-from diskprefix.engine.ahead_jobs import AheadJob
-from diskprefix.engine.fetches import Fetches, Read
+from diskprefix.engine.fetches import Fetches, ReadJob
+from diskprefix.engine.idle.ahead_jobs import AheadJob
 from diskprefix.engine.loop import Engine
 from diskprefix.engine.request import DoneEvent, ErrorEvent
 from diskprefix.engine.running_request import Reply
@@ -48,7 +51,7 @@ from tests.waiting import wait_for
 STORED = [tokens(900, seed) for seed in range(MAX_LOADS + 1)]
 TURN, NEW = tokens(300, 20), tokens(20, 21)
 SOMEBODY = Tenant.of_key("somebody")
-begin = Fetches.begin
+begin = Fetches.begin_read
 
 
 class Gate:
@@ -187,15 +190,15 @@ def test_a_client_that_leaves_a_read_that_hangs_leaves_nobody_behind_it(
     assert not is_done(left)
 
 
-def begin_without_steps(self: Fetches, read: Read) -> None:
-    read.steps = iter(())
-    begin(self, read)
+def begin_without_steps(self: Fetches, job: ReadJob) -> None:
+    job.steps = iter(())
+    begin(self, job)
 
 
 def compute_ahead(engine: Engine, token_ids: TokenIds) -> None:
     """Has a prompt computed while nobody waits."""
     options = request(token_ids).cache
-    engine.ahead.add(AheadJob(engine, lambda: Prompt(token_ids), options, engine.cache.owner(SHARED)))
+    engine.ahead.add_job(AheadJob(engine, lambda: Prompt(token_ids), options, engine.cache.owner(SHARED)))
     engine.ahead._not_before = 0.0
 
 
@@ -212,7 +215,7 @@ def test_a_question_does_not_wait_for_idle_work_whose_read_hangs(
         inbox.wake()
         gate.wait_until_reached()
         with monkeypatch.context() as patch:
-            patch.setattr(Fetches, "begin", begin_without_steps)
+            patch.setattr(Fetches, "begin_read", begin_without_steps)
             client = Client(inbox, request(STORED[0]))
             wait_for(lambda: is_done(client))
         assert not gate.opened.is_set()
@@ -242,6 +245,27 @@ def test_idle_work_whose_read_hangs_is_given_up_and_begins_nothing_until_the_dis
         engine.ahead._not_before = 0.0
         inbox.wake()
         wait_for(lambda: engine.cache.counters["ahead_tokens"] > 0)
+
+
+def test_the_wait_for_the_shared_tier_is_no_wait_for_the_disk(engine: Engine) -> None:
+    waits, ended, may_go = list[float](), threading.Event(), threading.Event()
+    pools = Fetches(engine.cache, engine.pages, ended.set)
+    job = ReadJob(lambda: True)
+
+    def prefetch() -> None:
+        waits.append(job.waits_since)
+        assert may_go.wait(30)
+
+    steps: list[Any] = [("prefetch", prefetch), ("match", lambda: waits.append(job.waits_since))]
+    job.steps = iter([*steps, ("load", lambda: waits.append(job.waits_since))])
+    before = time.monotonic()
+    pools.begin_read(job)
+    wait_for(lambda: bool(waits))
+    may_go.set()
+    assert ended.wait(30)
+    pools.close()
+    assert waits[0] == math.inf
+    assert before < waits[1] == waits[2] <= time.monotonic()
 
 
 def test_a_request_that_has_waited_for_the_disk_elsewhere_waits_no_more(
@@ -281,7 +305,7 @@ def test_a_shared_tier_that_does_not_answer_is_not_asked_and_the_disk_is_read(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(engine.cache, "remote", SimpleNamespace(prefetch=lambda _: Prefetched(), upload=lambda _: None))
-    gate = Gate(monkeypatch, context.RequestContext, "prefetch")
+    gate = Gate(monkeypatch, Restore, "_prefetch")
 
     def is_asked_again() -> bool:
         Client(inbox, request(NEW))
@@ -385,7 +409,7 @@ def test_the_thread_of_the_engine_does_not_read_the_disk(
         leaving = Client(inbox, request(STORED[1]))
         after_steps(patch, 1, leaving.ticket.cancel)
         wait_until_idle(inbox)
-    assert engine.cache.settle()
+    assert engine.cache.finish_aside()
     assert by["kv-match"] > 0
     assert by["engine"] == 0
 
@@ -409,7 +433,7 @@ def test_a_request_that_waits_for_another_is_matched_when_that_is_far_enough(
 
 def test_where_a_prompt_changed_is_found_on_another_thread(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     by = list[str]()
-    monkeypatch.setattr(context, "find_break", lambda *_: by.append(threading.current_thread().name))
+    monkeypatch.setattr(misses, "find_break", lambda *_: by.append(threading.current_thread().name))
     submit, one = engine.cache.aside.submit, request(NEW)
 
     def begun(*call: Any) -> Any:

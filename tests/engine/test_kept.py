@@ -20,7 +20,7 @@ from diskprefix.engine.loop import Engine
 from diskprefix.engine.request import DoneEvent, Event, FinishEvent, GenerateRequest, ProgressEvent, TextEvent
 from diskprefix.engine.sampler import Sampler
 from diskprefix.errors import InvalidRequest, StoreCorrupt, StoreUnavailable
-from diskprefix.store.pieces import Cut
+from diskprefix.store.codec.codec import Piece
 from diskprefix.store.schema import decode_node
 from diskprefix.store.verify import verify_index
 from diskprefix.tokens import TokenIds
@@ -38,7 +38,7 @@ def engine(folder: Path, tmp_path: Path) -> Engine:
 
 
 def settle(engine: Engine) -> None:
-    engine.cache.settle()
+    engine.cache.finish_aside()
     assert engine.cache.writer.flush(PATIENCE_S)
 
 
@@ -66,7 +66,7 @@ def stored(engine: Engine, one: GenerateRequest) -> list[str]:
 
 
 _load = Loader._load
-Load = Callable[[Loader, Node, Cut, Write], None]
+Load = Callable[[Loader, Node, Piece, Write], None]
 
 
 class Watched(Client):
@@ -78,12 +78,12 @@ class Watched(Client):
         came_first: list[bool] = []
         has_text = threading.Event()
 
-        def loaded(loader: Loader, node: Node, cut: Cut, write: Write) -> None:
-            if cut.group == loader.nodes.layout.logits_group:
-                _load(loader, node, cut, write)
+        def loaded(loader: Loader, node: Node, piece: Piece, write: Write) -> None:
+            if piece.group == loader.nodes.layout.logits_group:
+                _load(loader, node, piece, write)
                 return
             came_first.append(has_text.wait(PATIENCE_S))
-            load(loader, node, cut, write)
+            load(loader, node, piece, write)
 
         def emit(event: Event) -> None:
             self.events.append(event)
@@ -102,10 +102,10 @@ class Watched(Client):
 
 
 def damaged(position: int) -> Load:
-    def load(loader: Loader, node: Node, cut: Cut, write: Write) -> None:
+    def load(loader: Loader, node: Node, piece: Piece, write: Write) -> None:
         if node.position == position:
             raise StoreCorrupt("its checksum is wrong")
-        _load(loader, node, cut, write)
+        _load(loader, node, piece, write)
 
     return load
 
@@ -151,10 +151,10 @@ def test_a_first_token_that_cannot_be_sampled_fails_the_request_when_its_memory_
         refusing.set()
         raise InvalidRequest("no token has a score")
 
-    def load(loader: Loader, node: Node, cut: Cut, write: Write) -> None:
+    def load(loader: Loader, node: Node, piece: Piece, write: Write) -> None:
         assert refusing.wait(PATIENCE_S)
         assert engine.pages.running
-        _load(loader, node, cut, write)
+        _load(loader, node, piece, write)
 
     with monkeypatch.context() as patch:
         patch.setattr(Sampler, "sample", sample)

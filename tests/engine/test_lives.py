@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cache.tiers.loading import Loader
 from diskprefix.engine import running_request
-from diskprefix.engine.constrained_reply import ConstrainedReply
+from diskprefix.engine.constraints.constrained_reply import ConstrainedReply
 from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.loop import Loop
 from diskprefix.engine.request import (
@@ -30,8 +30,8 @@ from diskprefix.engine.request import (
     SamplingParams,
     TextEvent,
 )
-from diskprefix.engine.speculation import Speculation
-from diskprefix.engine.step_times import StepTimes
+from diskprefix.engine.speculation.choose_drafts import Speculation
+from diskprefix.engine.speculation.step_times import StepTimes
 from diskprefix.errors import CacheError
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.runtime import Rows
@@ -102,7 +102,7 @@ class Driven:
         """Returns whether there is more to do."""
         self.loop._take_in()
         if step := self.loop._next_step():
-            self.loop._compute(step)
+            self.loop._compute_step(step)
         return bool(step or self.inbox._has_news or self.inbox.num_running or self.inbox.waiting())
 
     def finish(self) -> None:
@@ -322,7 +322,7 @@ class Life:
     def forget(self) -> None:
         """As purged, or as evicted: some of what nothing continues, which are checkpoints, tails and last blocks."""
         cache = self.driven.engine.cache
-        cache.settle()
+        cache.finish_aside()
         assert cache.writer.flush(30)
         if self.chance.random() < 0.3:
             purge(cache.store, PurgeFilter(), time.time(), lambda _: None)
@@ -354,7 +354,7 @@ class Life:
         assert [*loop._active.requests, *loop._active.waiting, *loop._scheduler.sequences] == []
         assert self.driven.inbox.num_running == 0
         assert not self.driven.engine.pages.running
-        cache.settle()
+        cache.finish_aside()
         assert cache.writer.flush(30)
         assert not any(cache.store.evictor._pins.values())
         assert cache.writer.pending_bytes == 0
@@ -411,7 +411,7 @@ def test_a_reply_that_waits_with_guesses_leaves_the_state_of_its_tokens(how: str
     assert kept is not None
     engine.runtime.run([Rows(again, ids_of(engine.pages, node).astype(np.int64))])
     assert kept.content(num_tokens) == again.content(num_tokens)
-    engine.pages.end(kept, keep=False)
+    engine.pages.end_sequence(kept, keep=False)
     again.close()
     driven.finish()
     assert how == "cancelled" or said(found) == said(expected)

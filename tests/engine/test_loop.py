@@ -15,9 +15,10 @@ import torch
 from llguidance import LLMatcher
 from msgspec.structs import replace
 
-from diskprefix.cache.fetch import Fetch
+from diskprefix.cache.restore import Restore
 from diskprefix.cache.tiers.tier import Prefetched, PrefetchRequest
-from diskprefix.engine.constrained_reply import Forbidden, forbidden_by
+from diskprefix.engine.active_requests import ActiveRequests
+from diskprefix.engine.constraints.constrained_reply import Forbidden, forbidden_by
 from diskprefix.engine.forward import forward
 from diskprefix.engine.loop import Engine
 from diskprefix.engine.request import DoneEvent, ReadEvent, Reading
@@ -26,8 +27,9 @@ from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.store.housekeeping import Housekeeping
 from diskprefix.store.purge import PurgeFilter, purge
-from diskprefix.tokens import TokenIds, TokenPath, as_token_ids
-from diskprefix.values import Tenant
+from diskprefix.store.schema import node_root
+from diskprefix.tokens import TokenIds, TokenPath, as_token_ids, root_hash
+from diskprefix.values import SHARED, Tenant
 from tests.engine.driving import (
     WORDS,
     Client,
@@ -57,7 +59,7 @@ def engine(folder: Path, tmp_path: Path) -> Engine:
 
 
 def settle(engine: Engine) -> None:
-    engine.cache.settle()
+    engine.cache.finish_aside()
     assert engine.cache.writer.flush(30)
 
 
@@ -82,7 +84,7 @@ class Masks:
 
     def __init__(self, patch: pytest.MonkeyPatch, num_before: int) -> None:
         self.go_on, self.num_before, self.num_asked = threading.Event(), num_before, 0
-        patch.setattr("diskprefix.engine.constrained_reply.forbidden_by", self.compute)
+        patch.setattr("diskprefix.engine.constraints.constrained_reply.forbidden_by", self.compute)
 
     def compute(self, matcher: LLMatcher, vocab_size: int) -> Forbidden:
         self.num_asked += 1
@@ -227,9 +229,63 @@ def test_what_was_purged_is_forgotten_in_memory_too(engine: Engine) -> None:
     settle(engine)
     purge(engine.cache.store, PurgeFilter(), time.time(), lambda _: None)
     # The writer looks for purges of other processes every second.
-    wait_for(lambda: engine.cache.namespaces.purged_at == engine.cache.store.epoch.purged_at)
+    wait_for(lambda: engine.cache.namespaces.epochs == engine.cache.store.epochs)
     (client,) = run_together(engine, [request(tokens(300))])
     assert client.done.usage.cached_tokens == 0
+
+
+def test_a_purge_of_one_tenant_leaves_the_requests_memory_and_waiting_saves_of_others_alone(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the purged tenant nothing is left, in this process and in one that starts afterwards. The store had a record
+    of neither when it was purged."""
+    monkeypatch.setattr("diskprefix.store.writer._MAX_HELD_S", 600.0)
+    monkeypatch.setattr("diskprefix.store.writer._PAUSE_S", 600.0)
+    monkeypatch.setattr("diskprefix.store.writer.Writer.resume_writing", lambda _self: None)
+    engine, (purged, other) = load(folder, tmp_path / "kv"), map(SHARED.with_salt, ("purged", "other"))
+    cache, num_steps = engine.cache, 0
+    cache.writer.pause_writing()
+    ended = {tenant: request(tokens(300), tenant=tenant) for tenant in (purged, other)}
+    runs = {tenant: request(tokens(200, 5), tenant=tenant, max_tokens=30) for tenant in (purged, other)}
+    run_together(engine, ended.values())
+
+    def with_a_purge(run: Any, step: Any) -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 15:
+            # As another process does it.
+            assert cache.writer.num_pending
+            purge(cache.store, PurgeFilter(salt="purged"), time.time(), lambda _: None)
+            wait_for(lambda: cache.namespaces.epochs == cache.store.epochs)
+        return run(step)
+
+    with monkeypatch.context() as patch:
+        patch_steps(patch, with_a_purge)
+        clients = run_together(engine, runs.values())
+    assert num_steps > 15
+    assert [client.done.usage.completion_tokens for client in clients] == [30, 30]
+    assert clients[0].tokens == clients[1].tokens
+    assert {block.owner.tenant for block in engine.pages.kept.blocks.values()} == {str(other)}
+
+    def sources(of: Engine) -> list[tuple[int, str]]:
+        asked = [replace(one, cache=replace(one.cache, save=False)) for one in (*ended.values(), *runs.values())]
+        cached = [client.done for one in asked for client in run_together(of, [one])]
+        return [(done.usage.cached_tokens, done.cache.source) for done in cached]
+
+    assert sources(engine) == [(0, "none"), (300, "memory"), (0, "none"), (200, "memory")]
+    monkeypatch.undo()
+    cache.writer.resume_writing()
+    dropped = cache.writer.dropped
+    settle(engine)
+    assert cache.writer.dropped == dropped
+    with cache.store.snapshot() as snapshot:
+        entries = [entry for _, entry in snapshot.entries()]
+        roots = {node_root(value) for _, value in snapshot.records("nodes")} | {entry.root for entry in entries}
+    assert (len(entries), roots) == (2, {root_hash(cache.root_record(other).identity)})
+    assert engine.close()
+    again = load(folder, tmp_path / "kv")
+    assert sources(again) == [(0, "none"), (300, "disk"), (0, "none"), (200, "disk")]
+    assert again.close()
 
 
 def test_an_engine_without_work_forgets_what_was_to_be_kept_for_a_time_only(engine: Engine) -> None:
@@ -272,7 +328,7 @@ def test_a_client_that_leaves_while_its_prompt_is_fetched_leaves_what_was_in_mem
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_together(engine, [request(tokens(300), save=True)])
-    run_step = Fetch.run_step
+    run_step = Restore.run_step
     with running(engine) as inbox, monkeypatch.context() as patch:
         clients: list[Client] = []
 
@@ -280,7 +336,7 @@ def test_a_client_that_leaves_while_its_prompt_is_fetched_leaves_what_was_in_mem
             run_step(*args)
             clients[0].ticket.cancel()
 
-        patch.setattr(Fetch, "run_step", leaving)
+        patch.setattr(Restore, "run_step", leaving)
         with inbox._changed:
             clients.append(Client(inbox, request(np.concatenate([tokens(300), tokens(50, 1)]))))
         wait_until_idle(inbox)
@@ -357,7 +413,7 @@ def test_choices_of_which_one_loses_the_prompts_memory_are_all_the_same(
 
 def refuse_room(monkeypatch: pytest.MonkeyPatch, num_tokens: int) -> None:
     """Has a sequence get no room for so many tokens, once."""
-    make_room, refused = KVSequence.make_room, list[int]()
+    make_room, refused = KVSequence.take_pages_to, list[int]()
 
     def refusing(self: KVSequence, end: int) -> bool:
         if end != num_tokens or refused:
@@ -365,7 +421,7 @@ def refuse_room(monkeypatch: pytest.MonkeyPatch, num_tokens: int) -> None:
         refused.append(end)
         return False
 
-    monkeypatch.setattr(KVSequence, "make_room", refusing)
+    monkeypatch.setattr(KVSequence, "take_pages_to", refusing)
 
 
 def test_a_reply_that_loses_its_memory_while_nothing_else_runs_begins_again_at_once(
@@ -380,6 +436,31 @@ def test_a_reply_that_loses_its_memory_while_nothing_else_runs_begins_again_at_o
         client = Client(inbox, one)
         wait_for(lambda: client.events and isinstance(client.events[-1], DoneEvent))
     assert (client.tokens, engine.figures.preemptions) == (expected, 1)
+
+
+@pytest.mark.parametrize("is_purged", [False, True])
+def test_a_preempted_reply_whose_tenant_is_purged_leaves_nothing(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, is_purged: bool
+) -> None:
+    """Neither in memory nor, when the daemon ends, in the store. It is answered all the same."""
+    one, preempt = request(tokens(100)), ActiveRequests.preempt
+    expected = alone(engine, one).tokens
+
+    def purging(self: ActiveRequests, *args: Any, **options: Any) -> None:
+        preempt(self, *args, **options)
+        if is_purged:
+            engine.cache.purge(PurgeFilter())
+
+    monkeypatch.setattr(ActiveRequests, "preempt", purging)
+    monkeypatch.setattr(ActiveRequests, "_free_written_pages", lambda _self, _until: False)
+    refuse_room(monkeypatch, 105)
+    (client,) = run_together(engine, [one])
+    assert (client.tokens, engine.figures.preemptions) == (expected, 1)
+    engine.drop_gone()
+    assert bool(engine.pages.kept.blocks) != is_purged
+    engine.save_idle()
+    settle(engine)
+    assert bool(engine.cache.store.counts()["blocks"]) != is_purged
 
 
 def test_a_mean_is_computed_of_all_tokens_and_again_after_it_has_lost_its_memory(

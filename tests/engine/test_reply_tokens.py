@@ -136,9 +136,9 @@ def test_an_end_stands_for_the_closing_tag_inside_a_thought_alone(
     limit = ThoughtLimit(ThoughtBudget(max_tokens=None, closing=(7,), new_watch=new_watch, end_ids={9}))
     for text in texts:
         assert limit.in_place_of(3) == 3
-        limit.record(text)
+        limit.record_text(text)
     found = [limit.in_place_of(9)]
-    limit.record("")
+    limit.record_text("")
     assert [*found, limit.in_place_of(9)] == taken
 
 
@@ -148,7 +148,7 @@ def test_a_second_thought_has_what_the_first_one_left() -> None:
     forced = []
     for text in ["t1", "t2", "an answer", "t3", "t4", "t5", "more", "t6", "t7"]:
         forced.append(limit.in_place_of(3))
-        limit.record(text)
+        limit.record_text(text)
     # The 7 before `t4` ends the thought; nothing is forced again until something else has come.
     assert forced == [3, 3, 3, 3, 7, 3, 3, 3, 7]
 
@@ -156,7 +156,7 @@ def test_a_second_thought_has_what_the_first_one_left() -> None:
 def test_a_thought_that_the_prompt_opened_is_ended_at_once_where_nothing_is_left() -> None:
     limit = ThoughtLimit(ThoughtBudget(max_tokens=1, closing=(7, 8), new_watch=lambda: lambda _text: True))
     assert limit.in_place_of(3) == 7
-    limit.record("</")
+    limit.record_text("</")
     assert limit.in_place_of(3) == 8
 
 

@@ -15,7 +15,7 @@ from diskprefix.engine.loop import Engine
 from diskprefix.engine.request import ReadEvent, Reading
 from diskprefix.grid.grid_runtime import GridRuntime
 from diskprefix.model import self_check
-from diskprefix.model.plan import ComputePlan
+from diskprefix.model.plan_runner import PlanRunner
 from diskprefix.model.planned import PlanRuntime
 from diskprefix.values import Scope
 from tests.engine.driving import (
@@ -106,12 +106,12 @@ def test_a_model_that_fails_its_check_is_served_on_the_grid(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model = folder if kind == "folder" else tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q8_0")
 
-    def forgetful(plan: ComputePlan, runs: Any, ids: Any, positions: np.ndarray, *others: Any) -> None:
+    def forgetful(plan: PlanRunner, runs: Any, ids: Any, positions: np.ndarray, *others: Any) -> None:
         run(plan, runs, ids, positions - positions[:, :1], *others)
 
-    run, asked = ComputePlan.run, request(tokens(100, 1), logprobs=2)
+    run, asked = PlanRunner.run, request(tokens(100, 1), logprobs=2)
     monkeypatch.setattr(self_check._passed, "get", lambda _: None)
-    monkeypatch.setattr(ComputePlan, "run", forgetful)
+    monkeypatch.setattr(PlanRunner, "run", forgetful)
     for num_cached in (0, 100):
         engine = load(model, tmp_path / "kv")
         assert isinstance(engine.runtime, GridRuntime)

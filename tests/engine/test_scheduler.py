@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from diskprefix.engine import scheduler as module
 from diskprefix.engine.scheduler import IDLE_ROWS, MAX_ROWS, MIN_ROWS, Chunk, Pace, Scheduler
-from diskprefix.engine.scheduler import Sequence as Tokens
+from diskprefix.engine.scheduler import ScheduledReply as Tokens
 from tests.examples import examples
 
 GRID = 64
@@ -33,7 +33,7 @@ class World:
         self.num_arrived += 1
         one = Tokens(tenant=tenant, arrived=self.num_arrived, prompt_tokens=prompt_tokens, grid=GRID, **others)
         self.replies[one] = reply
-        self.scheduler.add(one)
+        self.scheduler.add_sequence(one)
         return one
 
     def step(self) -> list[Chunk[Tokens]]:
@@ -51,11 +51,11 @@ class World:
         if one.num_left:
             return
         if one.num_known - one.prompt_tokens + 1 == self.replies[one]:
-            self.scheduler.remove(one)
+            self.scheduler.remove_sequence(one)
             del self.replies[one]
         else:
             one.num_known += 1
-            self.scheduler.add(one)
+            self.scheduler.add_sequence(one)
 
 
 def random_worlds() -> Iterator[tuple[random.Random, World]]:
@@ -115,12 +115,12 @@ def test_every_step_is_sound_and_every_sequence_ends() -> None:
             if chance.random() < 0.05 and world.replies:
                 # It gave up its memory, and is computed again.
                 one = chance.choice(list(world.replies))
-                world.scheduler.remove(one)
+                world.scheduler.remove_sequence(one)
                 one.num_computed = 0
-                world.scheduler.add(one)
+                world.scheduler.add_sequence(one)
             if chance.random() < 0.05 and world.replies:
                 one = chance.choice(list(world.replies))
-                world.scheduler.remove(one)
+                world.scheduler.remove_sequence(one)
                 del world.replies[one]
             for one in world.replies:
                 one.draft = []
@@ -168,7 +168,7 @@ def test_a_short_prompt_overtakes_a_long_one() -> None:
 @pytest.mark.parametrize("packs", [False, True])
 def test_a_prompt_without_a_reply_gives_way_to_all_others(packs: bool) -> None:
     world = World()
-    ahead = world.arrive(1000, gives_way=True)
+    ahead = world.arrive(1000, is_background=True)
     assert [chunk.num_rows for chunk in world.step()] == [IDLE_ROWS]
     other = world.arrive(300, 3, packs=packs)
     while other in world.replies:
@@ -176,19 +176,19 @@ def test_a_prompt_without_a_reply_gives_way_to_all_others(packs: bool) -> None:
     assert [chunk.sequence for chunk in world.step()] == [ahead]
     assert ahead.num_computed == 2 * IDLE_ROWS
     # A request waits for it.
-    ahead.gives_way = False
+    ahead.is_background = False
     assert [chunk.num_rows for chunk in world.step()] == [MAX_ROWS]
 
 
-def test_a_prompt_that_gives_way_no_more_is_computed_beside_the_replies_of_others() -> None:
+def test_a_prompt_that_left_the_background_is_computed_beside_the_replies_of_others() -> None:
     """500 steps in which another reply decodes."""
     world = World()
     reply = world.arrive(100, 600, tenant="b")
     world.step()
-    ahead = world.arrive(2000, gives_way=True)
+    ahead = world.arrive(2000, is_background=True)
     for _ in range(50):
         assert [chunk.sequence for chunk in world.step()] == [reply]
-    ahead.gives_way = False
+    ahead.is_background = False
     while ahead in world.replies:
         assert reply in world.replies, "it waited for the whole reply"
         world.step()

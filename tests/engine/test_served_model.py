@@ -264,7 +264,7 @@ def test_a_request_whose_logits_are_not_finite_fails_alone_and_saves_no_such_sta
     with pytest.raises(NonFiniteLogits):
         run(engine, tokens(100), temperature=temperature)
     weight[...] = sound
-    engine.cache.settle()
+    engine.cache.finish_aside()
     assert engine.cache.writer.flush(30)
     assert (engine.cache.stats()["blocks"] > 0, engine.cache.stats()["entries"]) == (where == "logits", 0)
     assert tokens_of(run(engine, tokens(100), temperature=temperature, seed=1)) == cold
@@ -371,7 +371,7 @@ def test_a_request_that_is_computed_because_restoring_would_be_slower_is_recorde
     engine = load(folder, tmp_path / "kv", block_size=BLOCK, **options)
     one = request(tokens(100), max_tokens=3)
     first = run_request(engine, one)
-    engine.cache.settle()
+    engine.cache.finish_aside()
     assert engine.cache.writer.flush(30)
     again = run_request(engine, one)
     for _ in range(32):

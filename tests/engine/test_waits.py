@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from diskprefix.engine import active_requests
 from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.loop import Engine
 from diskprefix.engine.request import DoneEvent, FinishEvent, GenerateRequest, TextEvent
@@ -112,3 +114,26 @@ def test_a_prewarmed_prompt_that_only_prewarmed_prompts_wait_for_gives_way(engin
         wait_for(lambda: has_ended(stranger) or any(map(has_ended, clients)))
         assert not any(map(has_ended, clients))
         wait_for(lambda: all(map(has_ended, clients)))
+
+
+def test_a_request_waits_once_for_all_saves_whose_pages_it_needs(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that does not answer holds up the engine's thread for one limit, not for one each."""
+    writer, waits = engine.cache.writer, list[float]()
+
+    def hang(timeout_s: float) -> bool:
+        time.sleep(timeout_s)
+        waits.append(timeout_s)
+        return False
+
+    monkeypatch.setattr(writer, "_is_held", lambda _: True)
+    limit(engine, 1600)
+    with running(engine) as inbox:
+        first = Client(inbox, request(tokens(1000, 7)))
+        wait_for(lambda: has_ended(first))
+        monkeypatch.setattr(writer, "write_pages", hang)
+        second = Client(inbox, request(tokens(1500, 8)))
+        wait_for(lambda: has_ended(second))
+    assert len(waits) > 2
+    assert sum(waits) <= active_requests._WRITE_S

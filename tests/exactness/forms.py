@@ -1,7 +1,7 @@
 """The suite over HTTP, in both forms: daemons of one model, and one of several models of which one fits at a time.
 
 The replies of a daemon of one model, their log probabilities, and the state that it saves are what the other form must
-give: computed, restored, after a swap, after an unload, and after SIGKILL of a worker and of the front.
+give: computed, restored, after a swap, after an unload, and after SIGKILL of a worker and of the router.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class Comparison:
 
 
 class SeveralModels:
-    """A front with several models, whose processes come, go and are killed. `cache` is a store without prompts."""
+    """A router with several models, whose processes come, go and are killed. `cache` is a store without prompts."""
 
     def __init__(self, models: Mapping[str, Path], cache: Path, prompts: Prompts) -> None:
         self._models, self._cache, self._prompts = models, cache, prompts
@@ -186,7 +186,7 @@ class SeveralModels:
             self._wait_unloaded(client, *compared)
             assert daemon.stop(signal.SIGKILL) == KILLED
         with self._daemon() as daemon, daemon.client() as client:
-            event = "after SIGKILL of the front"
+            event = "after SIGKILL of the router"
             self._each(event, compared, lambda one: one.compare_restored(event, self._ask_again(client, one)))
             daemon.stop()
         saved = saved_state(self._cache)
@@ -221,8 +221,8 @@ class SeveralModels:
         return self._prompts.restored(client, one.model)
 
     def _ask_after_the_kill(self, client: httpx.Client, one: Comparison) -> dict[str, Answered]:
-        """Waits until the front has seen that the worker died: requests that it had would fail."""
-        wait_until(lambda: one.model not in _states(client), "the front sees the death")
+        """Waits until the router has seen that the worker died: requests that it had would fail."""
+        wait_until(lambda: one.model not in _states(client), "the router sees the death")
         return self._ask_again(client, one)
 
     @staticmethod
@@ -239,12 +239,12 @@ def _states(client: httpx.Client) -> dict[str, str]:
 
 def _worker_of(daemon: DaemonProcess, model: str) -> int:
     """The process that has the model."""
-    found = [re.search(rf"\[front\] {re.escape(model)} runs in process (\d+)$", line) for line in daemon.lines]
+    found = [re.search(rf"\[router\] {re.escape(model)} runs in process (\d+)$", line) for line in daemon.lines]
     return [int(match[1]) for match in found if match][-1]
 
 
 def several_rows(names: Sequence[str], dtype: str, folder: Path, lengths: Lengths, reply: int) -> list[SeveralRow]:
-    """A row for each architecture, all behind one front, in copies of one store."""
+    """A row for each architecture, all behind one router, in copies of one store."""
     prompts, empty = Prompts(lengths, reply), folder / "empty"
     Store(empty).close()
     models = {name: write_architecture(name, dtype, folder / "models" / name) for name in names}

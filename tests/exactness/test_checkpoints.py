@@ -11,7 +11,7 @@ import torch
 
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.store.eviction import RECENT_CHECKPOINTS
-from diskprefix.store.schema import Kind
+from diskprefix.store.schema import NodeKind
 from diskprefix.tokens import LEAST_TOKENS, TokenIds, as_token_ids, common_prefix_length
 from diskprefix.values import CacheOptions, Prompt
 from tests.exactness.architectures import tiny_model
@@ -135,11 +135,11 @@ def test_a_long_conversation_keeps_its_last_checkpoints_and_what_others_share(tm
     with runner.cache.store.snapshot() as snapshot:
         nodes = [node for name in snapshot.keys("usage") if (node := snapshot.node(name)) is not None]
         entries = [entry for _, entry in snapshot.entries()]
-    ends = [node.end for node in nodes if node.kind == Kind.CHECKPOINT]
+    ends = [node.end for node in nodes if node.kind == NodeKind.CHECKPOINT]
     assert ends.count(SYSTEM) == 1, "the end of the system message, which both share"
     assert len(ends) == 1 + len(chats) * RECENT_CHECKPOINTS
     assert sorted(entry.num_tokens for entry in entries) == sorted(len(chat.sent) + 4 for chat in chats)
-    stored = sum(node.raw_bytes for node in nodes if node.kind == Kind.CHECKPOINT)
+    stored = sum(node.raw_bytes for node in nodes if node.kind == NodeKind.CHECKPOINT)
     assert stored <= len(ends) * (runner.layout.state_bytes + BLOCK * runner.layout.bytes_per_token)
     # A new conversation begins behind the system message, and the last message may be edited.
     assert runner.run_prompt(Chat(3).ask(20), AUTO).report.restored == SYSTEM

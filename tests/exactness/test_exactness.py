@@ -1,4 +1,4 @@
-"""A restored run is the cold run, bit for bit, for every architecture, alone and among several behind one front; and
+"""A restored run is the cold run, bit for bit, for every architecture, alone and among several behind one router; and
 the suite that says so can fail."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from diskprefix.kv.numbers import Array
 from diskprefix.kv.pages import Captured, Page, PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.runtime import Rows, Runtime
-from diskprefix.store.schema import Kind as NodeKind
+from diskprefix.store.schema import NodeKind as NodeKind
 from diskprefix.store.schema import node_name
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.writer import Writer
@@ -259,7 +259,7 @@ def colliding_names(monkeypatch: pytest.MonkeyPatch) -> None:
 def late_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the disk is slow: nothing is written before a prompt's end."""
     waiting: list[Callable[[], None]] | None = []
-    publish, submit = CachedRequest.publish, Writer.add
+    publish, submit = CachedRequest.publish, Writer.queue_publication
 
     def late(self: Writer, *args: Any, **options: Any) -> None:
         if waiting is None:
@@ -275,7 +275,7 @@ def late_writes(monkeypatch: pytest.MonkeyPatch) -> None:
             submission()
 
     monkeypatch.setattr(CachedRequest, "publish", ending)
-    monkeypatch.setattr(Writer, "add", late)
+    monkeypatch.setattr(Writer, "queue_publication", late)
 
 
 def shared_states(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,7 +325,7 @@ def earlier_states(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     """… and its tokens are not compared."""
     colliding_names(monkeypatch)
-    monkeypatch.setattr(Snapshot, "has", lambda self, name, *_, **__: self.record("nodes", name) is not None)
+    monkeypatch.setattr(Snapshot, "has", lambda self, name, *_, **__: self.get_record("nodes", name) is not None)
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -524,7 +524,7 @@ def test_the_tool_prints_rows_and_exits_with_1_if_one_is_not_exact(
     assert invoke(*arguments).exit_code == 1
 
 
-# Several architectures behind one front.
+# Several architectures behind one router.
 
 SEVERAL = ["gemma3", "qwen3_next"]
 """With windows, and with states that cannot be cut. `tools/bench exactness --form several` runs all."""

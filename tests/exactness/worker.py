@@ -143,7 +143,7 @@ def ask(runner: Runner, job: Job, case: Case, scope: str) -> Answer:
 def guess_behind(runner: Runner, token: int) -> bytes:
     """What a draft layer computes for the next token of the reply shows the bits of its memory; empty without one."""
     sequence = runner.sequence
-    if not runner.layout.has_draft_layer or not sequence.make_room(sequence.num_tokens + 1):
+    if not runner.layout.has_draft_layer or not sequence.take_pages_to(sequence.num_tokens + 1):
         return b""
     return runner.runtime.draft([DraftRow(sequence, token, sequence.num_tokens)])[1].tobytes()
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
 from diskprefix.errors import NotReady
 from diskprefix.extras import daemon_call
-from diskprefix.extras.daemon_call import running_daemon, streaming_daemon
+from diskprefix.extras.daemon_call import ConnectionBroken, running_daemon, streaming_daemon
 
 MOST_BYTES = 64 << 20
 
@@ -61,3 +61,78 @@ def test_an_answer_without_an_end_is_one_error(status: int, is_stream: bool, mon
     with endless_server(status) as (url, sent), pytest.raises(NotReady, match=message):
         ask(url)
     assert sent[0] < MOST_BYTES
+
+
+class CutServer(BaseHTTPRequestHandler):
+    """Ends the connection within an answer."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("Content-Length", "1000")
+        self.end_headers()
+        self.wfile.write(b'data: {"number": 1}\n\n')
+
+    def log_message(self, *_args: object) -> None:
+        """Nobody reads it."""
+
+
+def test_a_connection_that_breaks_within_an_answer_is_not_called_an_absent_daemon() -> None:
+    events: list[Any] = []
+    with HTTPServer(("127.0.0.1", 0), CutServer) as server:
+        url = f"http://127.0.0.1:{server.server_port}"
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        with pytest.raises(ConnectionBroken, match=rf"the connection to {url} broke before the answer ended"):
+            running_daemon(url, "k")("POST", "/x", {})
+        with (
+            pytest.raises(ConnectionBroken, match=r"ended before the reply did|broke before the answer ended"),
+            streaming_daemon(url, "k")("/v1/chat/completions", {}) as answer,
+        ):
+            events += answer
+        server.shutdown()
+    with pytest.raises(NotReady, match=f"no daemon answers at {url}") as absent:
+        running_daemon(url, "k")("GET", "/health", None)
+    assert not isinstance(absent.value, ConnectionBroken)
+
+
+class StreamServer(CutServer):
+    """Answers with one line of a stream."""
+
+    line = b'data: {"number": 1}\n\n'
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(self.line)
+
+
+@contextmanager
+def stream_server(line: bytes = StreamServer.line) -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), type("OneLine", (StreamServer,), {"line": line})) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+
+
+def events_of(url: str, take: Callable[[Any], None]) -> None:
+    with streaming_daemon(url, "k")("/v1/chat/completions", {}) as events:
+        for event in events:
+            take(event)
+
+
+def test_an_error_of_the_callers_own_output_is_no_broken_connection() -> None:
+    def take(event: Any) -> None:
+        assert event == {"number": 1}
+        raise BrokenPipeError
+
+    with stream_server() as url, pytest.raises(BrokenPipeError):
+        events_of(url, take)
+
+
+@pytest.mark.parametrize("data", [b"{", b"\xff", b"[1]", b"7"])
+def test_a_stream_without_json_objects_comes_from_another_program(data: bytes) -> None:
+    with stream_server(b"data: " + data + b"\n") as url, pytest.raises(NotReady, match="is no diskprefix daemon"):
+        events_of(url, print)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 import subprocess
@@ -72,6 +73,19 @@ def lines_about(caplog: pytest.LogCaptureFixture, text: str) -> int:
     return sum(text in record.message for record in caplog.records)
 
 
+class HealthAtLines(logging.Handler):
+    """Collects the health of a cache at the moment of each line that contains the text."""
+
+    def __init__(self, runner: Runner, text: str) -> None:
+        super().__init__()
+        self.states: list[str] = []
+        self._runner, self._text = runner, text
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._text in record.getMessage():
+            self.states.append(self._runner.cache.health[0])
+
+
 def test_a_full_disk_stops_saving_until_there_is_room_again(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="diskprefix")
     runner = Runner(tiny_llama(torch.float32), tiny_settings(disk / "kv", kv_cache_budget=1 << 30))
@@ -117,9 +131,14 @@ def test_a_start_without_room_for_any_prompt_is_degraded_before_one_is_lost(
     runner = Runner(tiny_llama(torch.float32), settings)
     assert runner.cache.health == ("degraded", runner.cache.store.evictor.full_disk())
     assert (runner.cache.writer.dropped, lines_about(caplog, "serving without saving")) == (0, 1)
+    at_recovery = HealthAtLines(runner, "saving again")
+    logger = logging.getLogger("diskprefix")
+    logger.addHandler(at_recovery)
     remount(disk, "size=600m")
     runner.wait_for(lambda: runner.cache.health == ("ok", None))
-    assert (runner.cache.writer.dropped, lines_about(caplog, "saving again")) == (0, 1)
+    logger.removeHandler(at_recovery)
+    # The line stands in the log before anybody can see the new state.
+    assert (runner.cache.writer.dropped, at_recovery.states) == (0, ["degraded"])
     runner.run(random_prompt(1, 1024), "full")
     runner.reopen()
     assert runner.run(random_prompt(1, 1024), "full").report.restored == 1024
@@ -134,7 +153,7 @@ def test_a_disk_with_less_than_is_kept_free_is_not_called_full_but_says_what_is_
         store.publish(publication(store, prompt(1, 3 * BLOCK)))
     # What the models, notes and counts of a daemon need.
     with pytest.raises(FolderUnavailable, match=said):
-        store.evictor.make_room(1, frozenset())
+        store.evictor.evict_for(1, frozenset())
     assert re.search(said, store.evictor.full_disk() or "")
     store.close()
 
@@ -302,7 +321,7 @@ def test_stopping_does_not_wait_for_another_process_that_holds_the_lock(
     held = Writer(store, buffer_bytes=1 << 30)
     pub = publication(store, prompt(1, 2 * BLOCK))
     with store.changes():
-        held.add(Save(pub.epoch), pub, is_last=True)
+        held.queue_publication(Save(pub.epoch), pub, is_last=True)
         assert not held.close(0.1)
         assert held.is_alive
     assert held.close(30)

@@ -16,7 +16,7 @@ import pytest
 
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.engine.inbox import Inbox
-from diskprefix.store.savings import SavingsLog
+from diskprefix.store.statistics.savings import SavingsLog
 from tests.faults.interleavings import threads
 from tests.faults.interleavings.mutants import MUTANTS, Mutant
 from tests.faults.interleavings.task_scheduler import Stuck, TaskScheduler
@@ -31,7 +31,7 @@ def test_in_no_history_is_a_reply_wrong_or_lost(first: int, tmp_path: Path) -> N
     found = run_histories(range(first, first + 20), tmp_path)
     assert (found.histories, found.failures) == (20, [])
     kinds = ("purge", "kill", "stop", "from disk", "from memory", "use_tool", "start_beside", "meet_a_hang")
-    assert all(found.events[kind] for kind in kinds)
+    assert all(found.events[kind] for kind in (*kinds, "meet_a_strangers_purge"))
 
 
 @pytest.mark.parametrize("mutant", ["the tenant of memory", "the wake behind a fetch", "the mark of others"])

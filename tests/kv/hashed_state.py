@@ -16,13 +16,14 @@ from diskprefix.kv.numbers import Array, array_dtype
 from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.pages import Captured, Page, PagePool
 from diskprefix.kv.sequence import KVSequence, Owner
+from diskprefix.store.epochs import Purges
 from diskprefix.store.pieces import PayloadLayout
-from diskprefix.store.schema import Kind
+from diskprefix.store.schema import NodeKind
 from diskprefix.tokens import TokenIds
 
 BLOCK, WINDOW = 4, 6
 KINDS = ("token", "sliceable", "token_checkpoints", "checkpoints")
-A, B = Owner(b"a" * 16, 1, None), Owner(b"b" * 16, 1, None)
+A, B = Owner(b"a" * 16, 1, "a"), Owner(b"b" * 16, 1, "b")
 
 
 @cache
@@ -47,9 +48,9 @@ def page_cache(layout: Layout, *, blocks: int = 1000, **options: Any) -> PageCac
     limit_bytes = blocks * (layout.bytes_per_token * BLOCK + layout.state_bytes)
     given: dict[str, Any] = {"limit_bytes": limit_bytes, "free_bytes": lambda: 1 << 40} | options
     cache = PageCache(layout, block_size=BLOCK, **given)
-    cache.give_way()
+    cache.stop_populating()
     # As an engine does before its first request.
-    cache.forget_expired(None)
+    cache.forget_expired(Purges())
     return cache
 
 
@@ -87,9 +88,9 @@ def payload_of(layout: Layout, hashed: npt.NDArray[np.uint8]) -> bytes:
     return b"".join((hashed ^ of_group[:, None, None]).tobytes() for of_group in numbers)
 
 
-def captured(sequence: KVSequence, position: int, num_tokens: int, kind: Kind = Kind.BLOCK) -> Captured:
+def captured(sequence: KVSequence, position: int, num_tokens: int, kind: NodeKind = NodeKind.BLOCK) -> Captured:
     """Returns the payload of a node."""
-    found = sequence.capture(position, PayloadLayout.parse(sequence.layout.describe()).cuts(num_tokens, kind))
+    found = sequence.capture(position, PayloadLayout.parse(sequence.layout.describe()).pieces(num_tokens, kind))
     assert found is not None
     return found
 
@@ -105,9 +106,9 @@ def compute(
     """Does what the engine does in a step up to `end`, or to that of all tokens, and with so many wrong guesses behind
     it. Returns False without memory."""
     end = len(token_ids) if end is None else end
-    if not sequence.make_room(end):
+    if not sequence.take_pages_to(end):
         return False
-    if not (sequence.make_room(end + num_wrong) and sequence.take_spares()):
+    if not (sequence.take_pages_to(end + num_wrong) and sequence.take_spares()):
         num_wrong = 0
     run = sequence.begin_step(end + num_wrong - sequence.num_tokens, num_guesses=num_wrong)
     hashed = hashes(seed, tokens(token_ids[:end], *[99] * num_wrong), run.start, run.end)
@@ -117,7 +118,7 @@ def compute(
             page.tensor.view(np.uint8)[:] = hashed[num_rows - 1]
 
     for table in sequence.tables:
-        table.put(run.start, rows_of(table.group, hashed))
+        table.write_rows(run.start, rows_of(table.group, hashed))
     put_states(run.num_rows)
     sequence.end_step(run)
     if run.replays is not None:

@@ -14,6 +14,7 @@ from diskprefix.kv.kept_blocks import KeptBlock, KeptBlocks
 from diskprefix.kv.page_cache import MemoryWait, PageCache, PrefixWait
 from diskprefix.kv.pages import Page
 from diskprefix.kv.sequence import KVSequence, Owner
+from diskprefix.store.epochs import Purges, of_tenants
 from diskprefix.tokens import LEAST_TOKENS, TokenIds
 from diskprefix.values import CacheOptions
 from tests.kv.hashed_state import (
@@ -52,7 +53,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def begun(cache: PageCache, token_ids: TokenIds, *, owner: Owner | None = A, **options: Any) -> KVSequence:
-    sequence = cache.begin(owner, token_ids, **options)
+    sequence = cache.begin_sequence(owner, token_ids, **options)
     assert isinstance(sequence, KVSequence)
     assert wrong(sequence, token_ids) == []
     return sequence
@@ -67,7 +68,7 @@ def run(cache: PageCache, token_ids: TokenIds, end: int | None = None, **options
 
 
 def ended(cache: PageCache, token_ids: TokenIds, **options: Any) -> None:
-    cache.end(run(cache, token_ids, **options), keep=True, options=OPTIONS)
+    cache.end_sequence(run(cache, token_ids, **options), keep=True, options=OPTIONS)
 
 
 def found(cache: PageCache, token_ids: TokenIds, owner: Owner = A) -> int:
@@ -82,9 +83,9 @@ def test_pages_for_guesses_go_to_a_prompt_that_needs_them() -> None:
     cache = page_cache(layout_of("token_checkpoints"), blocks=2)
     first = run(cache, IDS[:4])
     assert first.take_spares()
-    assert isinstance(cache.begin(B, IDS[:4]), MemoryWait), "a step with guesses is about to begin"
+    assert isinstance(cache.begin_sequence(B, IDS[:4]), MemoryWait), "a step with guesses is about to begin"
     first.take_back(4)
-    assert isinstance(cache.begin(B, IDS[:4]), KVSequence)
+    assert isinstance(cache.begin_sequence(B, IDS[:4]), KVSequence)
     assert not first.take_spares()
     assert wrong(first, IDS[:4]) == cache.check() == []
 
@@ -105,7 +106,7 @@ def test_a_page_is_taken_without_a_look_at_all_blocks(blocks: int, monkeypatch: 
     sequence = run(cache, tokens(range(900_000, 900_000 + 4 * BLOCK)))
     # Memory was full. A few blocks were freed at a time, and each was looked at twice.
     assert 0 < len(looks) <= 32
-    cache.end(sequence, keep=True)
+    cache.end_sequence(sequence, keep=True)
     assert cache.check() == []
     cache.kept._sums = cache.kept._sums._replace(idle_bytes=0)
     assert len(cache.check()) == 1, "a wrong sum is found"
@@ -142,7 +143,7 @@ def test_as_much_is_found_as_the_model_can_go_on_from(
     if has_logits:
         cache.keep_logits(sequence, np.full(16, 7.0, np.float32))
         expected = prompt if prompt == held else expected
-    cache.end(sequence, keep=True)
+    cache.end_sequence(sequence, keep=True)
     token_ids = IDS[:prompt] if prompt <= held else more(IDS[:held], prompt - held)
     again = begun(cache, token_ids)
     logits = cache.running[again].logits
@@ -154,7 +155,7 @@ def test_as_much_is_found_as_the_model_can_go_on_from(
 def test_the_last_token_is_left_to_compute_if_that_is_asked_for(cache: PageCache) -> None:
     sequence = run(cache, IDS)
     cache.keep_logits(sequence, np.zeros(16, np.float32))
-    cache.end(sequence, keep=True)
+    cache.end_sequence(sequence, keep=True)
     again = begun(cache, IDS, computes_last=True)
     assert (again.num_tokens, cache.running[again].logits) == (29, None)
     assert begun(cache, IDS[:1], computes_last=True).num_tokens == 0
@@ -164,7 +165,7 @@ def test_logits_are_kept_for_the_latest_prompts(cache: PageCache) -> None:
     for first in range(65):
         sequence = run(cache, tokens(range(first, first + 20)))
         cache.keep_logits(sequence, np.full(16, first, np.float32))
-        cache.end(sequence, keep=True)
+        cache.end_sequence(sequence, keep=True)
     again = [begun(cache, tokens(range(first, first + 20))) for first in (0, 1, 64)]
     logits = [cache.running[sequence].logits for sequence in again]
     assert [one if one is None else float(one[0]) for one in logits] == [None, 1.0, 64.0]
@@ -176,7 +177,7 @@ def test_a_reply_is_found_if_its_state_is_exact(kind: str, count: int) -> None:
     sequence, whole = run(cache, IDS), more(IDS)
     assert compute_for_all(cache, sequence, whole)
     assert found(cache, more(whole)) == count
-    cache.end(sequence, keep=True, token_ids=whole)
+    cache.end_sequence(sequence, keep=True, token_ids=whole)
     assert (found(cache, more(whole)), cache.check()) == (count, [])
 
 
@@ -209,7 +210,7 @@ def test_a_state_that_moved_on_behind_what_is_exact_is_not_kept() -> None:
     cache = page_cache(layout_of("checkpoints"))
     sequence = run(cache, IDS[:28])
     assert compute_for_all(cache, sequence, IDS)
-    cache.end(sequence, keep=True, token_ids=IDS)
+    cache.end_sequence(sequence, keep=True, token_ids=IDS)
     assert found(cache, more(IDS[:28])) == 0
     assert cache.stats()["kept_tokens"] == 28
 
@@ -220,14 +221,14 @@ def test_a_state_that_moved_on_behind_what_is_exact_is_not_kept() -> None:
 def test_a_sequence_that_runs_is_waited_for_if_it_will_have_more(cache: PageCache) -> None:
     whole, least = tokens(range(60)), 39 - LEAST_TOKENS
     running = begun(cache, whole)
-    wait = cache.begin(A, whole[:40])
+    wait = cache.begin_sequence(A, whole[:40])
     assert isinstance(wait, PrefixWait)
-    assert isinstance(cache.begin(A, whole), PrefixWait)
+    assert isinstance(cache.begin_sequence(A, whole), PrefixWait)
     assert begun(cache, whole[:LEAST_TOKENS]).num_tokens == begun(cache, whole, owner=B).num_tokens == 0
     for end, must_wait in ((least, True), (least + 1, False)):
         compute_for_all(cache, running, whole, end)
         # Who waits asks this again and again, and not for a match.
-        assert isinstance(cache.begin(A, whole[:40]), PrefixWait) == cache.must_wait(wait) == must_wait
+        assert isinstance(cache.begin_sequence(A, whole[:40]), PrefixWait) == cache.must_wait(wait) == must_wait
     assert begun(cache, whole[:40]).num_tokens == least + 1
 
 
@@ -272,7 +273,7 @@ def test_pages_behind_a_window_stay_under_their_names_and_are_found_again() -> N
         assert again.tables[0].first == 0
         assert compute_for_all(cache, again, other)
         assert wrong(again, other) == []
-        cache.end(again, keep=True)
+        cache.end_sequence(again, keep=True)
     assert cache.check() == []
 
 
@@ -281,7 +282,7 @@ def test_without_the_pages_of_its_window_a_shorter_prefix_is_found() -> None:
     ended(cache, whole)
     blocks = {node.position: node for node in cache.kept.blocks.values()}
     for position in (80, 84, 40):
-        cache.pool.release([blocks[position].pages[1]])
+        cache.pool.release_pages([blocks[position].pages[1]])
         blocks[position].pages[1] = None
     assert found(cache, more(whole)) == 80
     assert found(cache, more(whole[:46])) == 40
@@ -324,7 +325,7 @@ def test_however_a_sequence_ends_its_last_blocks_go_before_those_that_they_conti
     sequence = run(cache, token_ids)
     if how == "abandoned":
         cache.abandon(sequence)
-    cache.end(sequence, keep=how == "kept")
+    cache.end_sequence(sequence, keep=how == "kept")
     while cache.kept.blocks:
         positions = sorted(block.position for block in cache.kept.blocks.values())
         assert positions == list(range(0, len(positions) * BLOCK, BLOCK))
@@ -340,7 +341,7 @@ def test_a_state_that_prompts_begin_with_stays(kind: str) -> None:
         ended(cache, tokens(range(start, start + 16)))
         sequence = begun(cache, more(TRUNK, 1))
         assert sequence.num_tokens == 24
-        cache.end(sequence, keep=False)
+        cache.end_sequence(sequence, keep=False)
     assert cache.check() == []
 
 
@@ -349,7 +350,7 @@ def test_nothing_is_kept_where_that_is_not_wanted() -> None:
     running = run(cache, TRUNK)
     ended(cache, IDS)
     assert found(cache, more(IDS)) == 24
-    cache.end(running, keep=True)
+    cache.end_sequence(running, keep=True)
     assert (cache.pool.used_bytes, found(cache, more(IDS)), cache.check()) == (0, 0, [])
 
 
@@ -368,9 +369,9 @@ def test_a_sequence_that_failed_is_found_by_nobody_and_those_that_began_with_it_
     failing = run(cache, IDS)
     other = begun(cache, IDS)
     assert other.num_tokens == 29
-    cache.forget(failing)
-    cache.end(failing, keep=True)
-    cache.end(other, keep=False)
+    cache.forget_names(failing)
+    cache.end_sequence(failing, keep=True)
+    cache.end_sequence(other, keep=False)
     assert (found(cache, more(IDS)), cache.check()) == (0, [])
 
 
@@ -391,12 +392,12 @@ def test_a_prompt_that_fills_memory_does_without_the_copy_of_its_last_page(kind:
 def test_others_are_waited_for_and_what_never_fits_is_refused() -> None:
     cache = page_cache(layout_of(), blocks=8)
     run(cache, IDS)
-    assert isinstance(cache.begin(B, IDS), MemoryWait)
+    assert isinstance(cache.begin_sequence(B, IDS), MemoryWait)
     with pytest.raises(ContextTooLong, match=r"33 tokens need .*, and --kv-memory allows 3"):
-        cache.begin(A, tokens(range(33)))
+        cache.begin_sequence(A, tokens(range(33)))
     assert (cache.longest(1000), cache.longest(7)) == (32, 7)
     for one in list(cache.running):
-        cache.end(one, keep=True)
+        cache.end_sequence(one, keep=True)
     assert begun(cache, IDS, owner=B).num_tokens == 0
     assert cache.check() == []
 
@@ -406,8 +407,8 @@ def test_a_prompt_that_a_hanging_restore_leaves_no_memory_for_is_not_called_too_
     hanging = run(cache, IDS)
     cache.abandon(hanging)
     with pytest.raises(NotReady, match="the disk does not answer"):
-        cache.begin(B, IDS)
-    cache.end(hanging, keep=False)
+        cache.begin_sequence(B, IDS)
+    cache.end_sequence(hanging, keep=False)
     assert begun(cache, IDS, owner=B).num_tokens == 0
 
 
@@ -415,8 +416,8 @@ def test_a_prompt_waits_for_what_is_being_written_though_nothing_runs() -> None:
     cache = page_cache(layout_of(), blocks=8)
     sequence = run(cache, IDS)
     hold = holding(cache.pool, sequence.pages())
-    cache.end(sequence, keep=True)
-    assert isinstance(cache.begin(B, IDS), MemoryWait)
+    cache.end_sequence(sequence, keep=True)
+    assert isinstance(cache.begin_sequence(B, IDS), MemoryWait)
     hold.release()
     assert begun(cache, IDS, owner=B).num_tokens == 0
 
@@ -424,7 +425,7 @@ def test_a_prompt_waits_for_what_is_being_written_though_nothing_runs() -> None:
 def test_the_devices_own_limit_counts_too() -> None:
     cache = page_cache(layout_of(), free_bytes=lambda: 100)
     with pytest.raises(ContextTooLong, match=r"30 tokens need .*, 100 B are available"):
-        cache.begin(A, IDS)
+        cache.begin_sequence(A, IDS)
 
 
 # Whose, and for how long.
@@ -446,7 +447,7 @@ def test_replies_of_a_request_that_shares_nothing_begin_with_the_first_one_and_w
     assert (second.num_tokens, cache.running[second].logits is not None) == (len(prompt), True)
     assert (found(cache, more(prompt)), found(cache, more(prompt), own._replace(private=b"other"))) == (24, 24)
     for one in (first, second):
-        cache.end(one, keep=True)
+        cache.end_sequence(one, keep=True)
     cache.forget_private(b"own")
     assert (cache.pool.used_bytes, found(cache, prompt, own), cache.check()) == (used, 24, [])
 
@@ -455,35 +456,57 @@ def test_a_sequence_that_runs_over_a_purge_goes_on_and_nobody_finds_it(cache: Pa
     ended(cache, IDS)
     running, nobodys, gone = run(cache, more(IDS)), run(cache, IDS, owner=None), run(cache, more(IDS, 5), owner=None)
     unused = [page.tensor for page in gone.pages() if page is not None]
-    cache.end(gone, keep=False)
+    cache.end_sequence(gone, keep=False)
     slabs = [page.tensor for one in cache.running for page in one.pages() if page is not None]
-    after = Owner(A.root, A.secret, b"now")
-    cache.forget_expired(b"now")
+    purges = Purges().and_of(of_tenants([A.tenant]))
+    after = A._replace(last_purge=purges.last(A.tenant))
+    cache.forget_expired(purges)
     assert not any(bool(slab.any()) for slab in unused)
     again = run(cache, IDS, owner=after)
     assert compute_for_all(cache, running, more(IDS, 50))
     assert wrong(running, more(IDS, 50)) == []
     slabs += [page.tensor for page in running.pages() if page is not None]
     for one in [*cache.running.keys() - {again}]:
-        cache.end(one, keep=True)
+        cache.end_sequence(one, keep=True)
     assert (found(cache, more(IDS, 50)), found(cache, more(IDS, 50), after)) == (0, 30)
     assert nobodys not in cache.running
     assert not any(bool(slab.any()) for slab in slabs)
     assert (wrong(again, IDS), cache.check()) == ([], [])
 
 
+def test_a_purge_of_one_tenant_leaves_the_memory_of_others_alone(cache: PageCache) -> None:
+    """What is kept, and what runs."""
+    cache.forget_expired(Purges())
+    for owner in (A, B):
+        ended(cache, IDS, owner=owner)
+    runs = {owner: run(cache, more(IDS), owner=owner) for owner in (A, B)}
+    gone, left = ([page.tensor for page in runs[owner].pages() if page is not None] for owner in (A, B))
+    purges = Purges().and_of(of_tenants([A.tenant]))
+    cache.forget_expired(purges)
+    after = A._replace(last_purge=purges.last(A.tenant))
+    assert [found(cache, more(IDS, 50), owner) for owner in (A, after, B)] == [0, 0, 50]
+    assert all(compute_for_all(cache, sequence, more(IDS, 50)) for sequence in runs.values())
+    for sequence in runs.values():
+        cache.end_sequence(sequence, keep=True)
+    assert (found(cache, more(IDS, 50)), found(cache, more(IDS, 50), after)) == (0, 0)
+    assert found(cache, more(IDS, 50), B) > 30
+    assert not any(map(np.count_nonzero, gone))
+    assert all(map(np.count_nonzero, left))
+    assert cache.check() == []
+
+
 def test_what_expires_is_found_until_then_and_wiped(cache: PageCache, now: list[float]) -> None:
     sequence = run(cache, IDS, expires_at=10.0)
     cache.keep_logits(sequence, np.zeros(16, np.float32))
     slabs = [page.tensor for page in sequence.pages() if page is not None]
-    cache.end(sequence, keep=True)
+    cache.end_sequence(sequence, keep=True)
     ended(cache, tokens(range(50, 80)), expires_at=30.0)
     assert cache.kept.expires_at == 10.0
     now[0] = 9.0
-    cache.forget_expired(None)
+    cache.forget_expired(Purges())
     assert found(cache, IDS) == 30
     now[0] = 10.0
-    cache.forget_expired(None)
+    cache.forget_expired(Purges())
     assert (found(cache, more(IDS)), found(cache, tokens(range(50, 90)))) == (0, 30)
     assert not any(bool(slab.any()) for slab in slabs)
     assert (cache.kept.expires_at, cache.check()) == (30.0, [])
@@ -491,10 +514,10 @@ def test_what_expires_is_found_until_then_and_wiped(cache: PageCache, now: list[
 
 def test_a_use_extends_the_life_of_what_it_begins_with_to_its_own(cache: PageCache, now: list[float]) -> None:
     ended(cache, TRUNK, expires_at=10.0)
-    cache.end(begun(cache, more(TRUNK[:16]), expires_at=20.0), keep=False)
-    cache.end(begun(cache, more(TRUNK[:12]), expires_at=15.0), keep=False)
+    cache.end_sequence(begun(cache, more(TRUNK[:16]), expires_at=20.0), keep=False)
+    cache.end_sequence(begun(cache, more(TRUNK[:12]), expires_at=15.0), keep=False)
     for now[0], expected in ((10.0, 16), (15.0, 16), (20.0, 0)):
-        cache.forget_expired(None)
+        cache.forget_expired(Purges())
         assert found(cache, more(TRUNK)) == expected
 
 
@@ -510,7 +533,7 @@ def test_what_ended_is_resumed_while_it_is_there(kind: str) -> None:
         if (sequence := cache.resume(node)) is not None:
             assert wrong(sequence, ids_of(cache, node)) == []
             resumed.append(sequence.num_tokens)
-            cache.end(sequence, keep=False)
+            cache.end_sequence(sequence, keep=False)
     assert resumed == counts
     cache.forget_idle()
     assert [cache.resume(node) for node in nodes] == [None, None]

@@ -21,7 +21,7 @@ from diskprefix.kv.numbers import Array, converted, dtype_of
 from diskprefix.kv.pages import PagePool, zeros
 from diskprefix.kv.sequence import KVSequence, Owner, Prefix
 from diskprefix.kv.transfer import give_back, populate
-from diskprefix.store.schema import Kind
+from diskprefix.store.schema import NodeKind
 from diskprefix.tokens import TokenIds
 from tests.kv.hashed_state import (
     BLOCK,
@@ -71,7 +71,7 @@ def test_memory_is_written_and_read_by_other_threads() -> None:
         assert wrong(sequence, IDS) == []
         assert compute(sequence, IDS)
         assert wrong(sequence, IDS) == []
-        found = captured(sequence, 28, 2, Kind.CHECKPOINT)
+        found = captured(sequence, 28, 2, NodeKind.CHECKPOINT)
         assert (
             other.submit(b"".join, found).result() == payload_of(cache.layout, expected[28:]) + bytes(expected[-1]) * 3
         )
@@ -157,7 +157,7 @@ def test_a_check_finds_wrong_counts_and_lists(pool: PagePool) -> None:
     assert page is not None
     pool.hold([page])
     assert checked(pool, sequence) == ["a page has 2 users, not 1"]
-    pool.release([page])
+    pool.release_pages([page])
     assert f"{pool.used_bytes} bytes are used" in checked(pool)[0]
     pool._free[0] += [page, *pool._free[0][:1]]
     assert checked(pool, sequence)[:2] == ["a free page is used", "a page is free twice"]
@@ -168,10 +168,10 @@ def test_a_sequence_that_ends_is_gone_at_once() -> None:
     cache = page_cache(layout_of("checkpoints"))
     gc.disable()
     try:
-        sequence = cache.begin(None, IDS)
+        sequence = cache.begin_sequence(None, IDS)
         assert isinstance(sequence, KVSequence)
         table = weakref.ref(sequence)
-        cache.end(sequence, keep=False)
+        cache.end_sequence(sequence, keep=False)
         del sequence
         assert table() is None
         assert cache.pool.used_bytes == 0
@@ -193,8 +193,8 @@ def test_what_does_not_fit_is_refused_with_figures_and_takes_nothing(
     assert compute(sequence, IDS)
     sequence.drop_spares()
     used = pool.used_bytes
-    assert not sequence.make_room(41)
-    assert not sequence.take_pages(41)
+    assert not sequence.take_pages_to(41)
+    assert not sequence.take_prompt_pages(41)
     expected = f"{1 << 20} tokens need 96.0 MiB of KV memory, 768 B are available; use a shorter prompt"
     for refused in (lambda: sequence.reserve(1 << 20), lambda: sequence.begin_step((1 << 20) - 30)):
         with pytest.raises(ContextTooLong, match=re.escape(expected)):
@@ -202,10 +202,10 @@ def test_what_does_not_fit_is_refused_with_figures_and_takes_nothing(
     with pytest.raises(MemoryError):
         sequence.prepare_restore(0, 0, 80)
     assert (pool.used_bytes, wrong(sequence, IDS), checked(pool, sequence)) == (used, [], [])
-    assert sequence.make_room(40)
+    assert sequence.take_pages_to(40)
     starved = PagePool(layout, block_size=BLOCK, free_bytes=lambda: 10)
     monkeypatch.setattr(np, "zeros", lambda *_: pytest.fail("memory was taken"))
-    assert starved.take([0]) is None
+    assert starved.take_pages([0]) is None
     assert starved.taken_bytes == 0
 
 
@@ -214,9 +214,9 @@ def test_memory_that_runs_out_all_the_same_is_the_requests_error(pool: PagePool)
         raise MemoryError
 
     with pytest.MonkeyPatch.context() as patch:
-        pool.release(pool.take([0]) or ())
+        pool.release_pages(pool.take_pages([0]) or ())
         patch.setattr("diskprefix.kv.pages.zeros", refuse)
-        assert pool.take([0, 1]) is None
+        assert pool.take_pages([0, 1]) is None
     assert pool.used_bytes == 0
     assert wrong(computed(pool), IDS) == []
 
@@ -224,14 +224,14 @@ def test_memory_that_runs_out_all_the_same_is_the_requests_error(pool: PagePool)
 def test_pages_that_are_free_are_used_again_or_give_way_to_those_of_other_groups(pool: PagePool) -> None:
     large, small = pool.page_bytes
     pool.limit_bytes = 4 * large
-    first = pool.take([0] * 4)
+    first = pool.take_pages([0] * 4)
     assert first is not None
-    assert pool.take([1]) is None
-    pool.release(first)
-    assert pool.take([0]) == [first[-1]]
-    assert pool.take([1] * (3 * large // small)) is not None
+    assert pool.take_pages([1]) is None
+    pool.release_pages(first)
+    assert pool.take_pages([0]) == [first[-1]]
+    assert pool.take_pages([1] * (3 * large // small)) is not None
     assert pool.used_bytes == pool.taken_bytes == pool.limit_bytes
-    assert pool.take([1]) is None
+    assert pool.take_pages([1]) is None
 
 
 def test_errors_of_missing_memory_are_told_by_their_class_or_text() -> None:
@@ -267,14 +267,14 @@ def test_numbers_are_rounded_to_bfloat16_as_torch_rounds_them() -> None:
 def test_a_payload_frees_a_page_only_if_no_sequence_uses_it() -> None:
     """A complete block is kept by name, and is free without its payload; a partial one has no name."""
     cache = page_cache(layout_of())
-    sequence = cache.begin(Owner(b"r" * 16, 1, None), IDS)
+    sequence = cache.begin_sequence(Owner(b"r" * 16, 1), IDS)
     assert isinstance(sequence, KVSequence)
     for end in range(BLOCK, len(IDS) + BLOCK, BLOCK):
         assert compute_for_all(cache, sequence, IDS, min(end, len(IDS)))
     last = len(IDS) // BLOCK * BLOCK
-    block, partial = captured(sequence, 0, BLOCK), captured(sequence, last, len(IDS) - last, Kind.TAIL)
+    block, partial = captured(sequence, 0, BLOCK), captured(sequence, last, len(IDS) - last, NodeKind.TAIL)
     assert (block.frees(), partial.frees()) == (False, False)
-    cache.end(sequence, keep=False)
+    cache.end_sequence(sequence, keep=False)
     assert (block.frees(), partial.frees()) == (True, True)
     for payload in (block, partial):
         payload.release()
@@ -325,11 +325,11 @@ def test_wiping_writes_no_zeros_where_the_kernel_does(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(transfer._libc, "madvise", take)
     pool = PagePool(layout_of(), block_size=2000)
-    pages = pool.take([0] * 3)
+    pages = pool.take_pages([0] * 3)
     assert pages is not None
     for page in pages:
         page.rows.fill(1)
-    pool.release(pages)
+    pool.release_pages(pages)
     pool.wipe()
     whole = sum(page.num_bytes for page in pages)
     assert sum(given) > whole - 3 * 2 * mmap.PAGESIZE
@@ -382,8 +382,8 @@ def test_the_first_sequence_gets_the_pages_that_are_made_ahead_until_a_request_c
     assert len(made) == 100 + (WINDOW + 64 + 256 - 2) // BLOCK + 2
     assert cache.pool.used_bytes == 0
     assert is_wanted()
-    cache.give_way()
+    cache.stop_populating()
     assert not is_wanted()
-    sequence = cache.begin(None, IDS)
+    sequence = cache.begin_sequence(None, IDS)
     assert isinstance(sequence, KVSequence)
     assert {(page.address, page.num_bytes) for page in sequence.pages() if page is not None} <= {*made}

@@ -83,11 +83,11 @@ def same(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> boo
 
 def spoilt(pool: PagePool) -> PagePool:
     """All free pages hold what is no number, as another sequence may have left it."""
-    taken = pool.take([number for number in range(len(pool.layout.groups)) for _ in range(40)])
+    taken = pool.take_pages([number for number in range(len(pool.layout.groups)) for _ in range(40)])
     assert taken is not None
     for page in taken:
         page.rows.fill(0xFF)
-    pool.release(taken)
+    pool.release_pages(taken)
     return pool
 
 

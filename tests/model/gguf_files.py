@@ -47,6 +47,9 @@ def made(model_type: str, sizes: dict[str, Any]) -> PreTrainedModel:
 
 def filled(model: PreTrainedModel) -> PreTrainedModel:
     for name, tensor in model.state_dict().items():
+        if name.endswith("act_fn.eps"):
+            # No plan computes with another bound.
+            continue
         if name.endswith(("_min", "_max")):
             tensor.fill_(-2.5 if name.endswith("_min") else 2.25)
         elif tensor.ndim < 2:
@@ -65,8 +68,17 @@ def paired(tensor: torch.Tensor, heads: int) -> torch.Tensor:
 names_of = cache(gguf.get_tensor_name_map)
 
 
-NAMED_AS = {"mellum": "qwen3moe"}
+NAMED_AS = {"bailingmoe2": "glm4moe", "mellum": "qwen3moe", "cohere2moe": "glm4moe", "granite_swa": "granitehybrid"}
 """Architectures that the library does not know, and those whose tensors have the same names."""
+UNKNOWN = {
+    "block_sparse_moe.experts.down_proj": "ffn_down_exps",
+    "block_sparse_moe.router": "ffn_gate_inp",
+    "mlp.ffn_sub_norm": "ffn_sub_norm",
+    "self_attn.attn_sub_norm": "attn_sub_norm",
+    "self_attn.sinks": "attn_sinks",
+    "shared_mlp.input_linear": "ffn_up_shexp",
+}
+"""Names of transformers' parameters that the library does not know, because published folders have others."""
 
 
 def kind_of(architecture: str) -> gguf.MODEL_ARCH:
@@ -91,14 +103,22 @@ def stored(state: Mapping[str, torch.Tensor], architecture: str, num_layers: int
         before, _, part = stem.rpartition(".")
         at = f"blk.{stem.split('.')[2]}." if "layers" in stem else ""
         heads = {"q_proj": HEADS, "k_proj": KV_HEADS}.get(part, 0)
-        if architecture in ("llama", "mistral3") and heads:
+        if architecture in ("arcee", "granite_swa", "llama", "mistral3") and heads:
             tensor = paired(tensor, heads)
-        if architecture in ("gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next") and "norm" in stem:
+        if architecture in ("gemma", "gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next") and "norm" in stem:
             tensor = tensor + 1
-        if part == "kv_b_proj" and is_split:
+        if architecture == "nemotron" and "norm" in stem and end == "weight":
+            tensor = tensor + 1
+        if part == "query_key_value":
+            tensor = tensor.reshape(HEADS, 3, -1, *tensor.shape[1:]).swapaxes(0, 1).reshape(tensor.shape)
+        if "act_fn" in stem:
+            experts.setdefault(f"xielu.{part}", []).append(tensor.reshape(()))
+        elif (inner := ".".join(stem.split(".")[3:])) in UNKNOWN:
+            found[f"{at}{UNKNOWN[inner]}.{end}"] = tensor
+        elif part == "kv_b_proj" and is_split and architecture != "minicpm3":
             keys, values = tensor.view(HEADS, -1, tensor.shape[-1]).chunk(2, dim=1)
             found |= {f"{at}attn_k_b.weight": keys.transpose(1, 2), f"{at}attn_v_b.weight": values}
-        elif part == "e_score_correction_bias":
+        elif part in ("e_score_correction_bias", "expert_bias"):
             found[f"{at}exp_probs_b.bias"] = tensor
         elif part == "gate_up_proj" and "experts" in before:
             gate, up = tensor.chunk(2, dim=1)
@@ -107,6 +127,10 @@ def stored(state: Mapping[str, torch.Tensor], architecture: str, num_layers: int
             experts.setdefault(f"{at}ffn_{part.removesuffix('_proj')}_exps.weight", []).append(tensor)
         else:
             found[f"{names.get_name(stem)}.{end}"] = tensor
+    if architecture == "bailingmoe2":
+        for at in [name.removesuffix("attn_q.weight") for name in found if name.endswith("attn_q.weight")]:
+            found[f"{at}attn_qkv.weight"] = torch.cat([found.pop(f"{at}attn_{part}.weight") for part in "qkv"])
+            found[f"{at}ffn_norm.weight"] = found.pop(f"{at}post_attention_norm.weight")
     return found | {name: torch.stack(one) for name, one in experts.items()}
 
 
@@ -132,7 +156,7 @@ def written(
             "embedding_length": config.hidden_size,
             "feed_forward_length": config.intermediate_size,
             "attention.head_count": config.num_attention_heads,
-            "attention.head_count_kv": config.num_key_value_heads,
+            "attention.head_count_kv": getattr(config, "num_key_value_heads", None),
         }
     )
     for key, value in (common | values).items():
@@ -143,6 +167,9 @@ def written(
         writer.add_pad_token_id(2)
     for name, tensor in tensors.items():
         numbers = np.ascontiguousarray(tensor.numpy())
+        if name.startswith("xielu."):
+            writer.add_array(name, numbers.tolist())
+            continue
         type_ = kind if is_quantised(name, tensor) else F32
         writer.add_tensor(name, gguf.quantize(numbers, type_), raw_dtype=type_)
     for name, (type_, content) in (raw or {}).items():

@@ -14,8 +14,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
-from diskprefix.model.families.model_types import OPTIONS
 from diskprefix.model.families.type_table import TABLE
+from diskprefix.model.families.types.known_types import TYPES
 
 _READ = """
     activation_function activation_sparsity_pattern add_cross_attention altup_active_idx altup_correct_scale
@@ -79,6 +79,64 @@ _OF_ALL = ("chunk_size_feed_forward", "is_encoder_decoder")
 _LETTERS = {int: "i", float: "f", bool: "b", str: "s", list: "l", tuple: "l", dict: "d", type(None): "n"}
 
 
+WITHOUT_CLASS: dict[str, dict[str, Any]] = {
+    # Published folders name a class that comes with them.
+    "bailing_moe": {
+        "options": {
+            "first_k_dense_replace:i": 0,
+            "head_dim:in": None,
+            "hidden_act:s": "silu",
+            "hidden_size:i": 2048,
+            "intermediate_size:i": 5120,
+            "max_position_embeddings:i": 32768,
+            "moe_intermediate_size:i": 512,
+            "n_group:i": 8,
+            "norm_topk_prob:b": True,
+            "num_attention_heads:i": 16,
+            "num_experts:i": 256,
+            "num_experts_per_tok:i": 8,
+            "num_hidden_layers:i": 20,
+            "num_key_value_heads:i": 4,
+            "num_shared_experts:i": 1,
+            "pad_token_id:in": None,
+            "rms_norm_eps:f": 1e-6,
+            "rope_parameters:dn": None,
+            "routed_scaling_factor:f": 1.0,
+            "tie_word_embeddings:b": False,
+            "topk_group:i": 4,
+            "use_bias:b": False,
+            "use_qk_norm:b": True,
+            "use_qkv_bias:b": False,
+            "vocab_size:i": 157184,
+        },
+        "theta": 600000.0,
+        "class": "BailingMoeV2ForCausalLM",
+    },
+    "smallthinker": {
+        "options": {
+            "expert_selection_fn:s": "sigmoid",
+            "head_dim:i": 128,
+            "hidden_act:s": "relu",
+            "hidden_size:i": 2560,
+            "layer_types:ln": None,
+            "max_position_embeddings:i": 16384,
+            "moe_intermediate_size:i": 768,
+            "num_attention_heads:i": 28,
+            "num_experts:i": 64,
+            "num_experts_per_tok:i": 6,
+            "num_hidden_layers:i": 52,
+            "num_key_value_heads:i": 4,
+            "pad_token_id:in": None,
+            "rms_norm_eps:f": 1e-6,
+            "rope_parameters:dn": None,
+            "sliding_window:in": 4096,
+            "tie_word_embeddings:b": False,
+            "vocab_size:i": 151936,
+        }
+    },
+}
+"""Types of which transformers has no class, and what the table has of them. Without a class of their own, their `.gguf`
+files alone are served."""
 WHOLES = """
     aria aya_vision cohere2_vision cohere_compass gemma3 gemma4 gemma4_unified got_ocr2 hyperclovax_vision_v2
     idefics2 idefics3 internvl lfm2_vl lighton_ocr llama4 llava llava_next llava_next_video llava_onevision mistral3
@@ -91,9 +149,11 @@ def table() -> dict[str, dict[str, Any]]:
     """What the package has of each type of model that has a plan: the options that plans read or that must not be set,
     with the types that each may have, its default, and other names."""
     return {
-        name: _of_class(CONFIG_MAPPING[name])
+        name: WITHOUT_CLASS[name] | {"without_class": True}
+        if name in WITHOUT_CLASS
+        else _of_class(CONFIG_MAPPING[name])
         | ({"class": of_text} if (of_text := MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(name)) else {})
-        for name in sorted(OPTIONS)
+        for name in sorted(TYPES)
     } | {name: _of_whole(CONFIG_MAPPING[name], MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[name]) for name in WHOLES.split()}
 
 

@@ -25,7 +25,7 @@ def logits_of(
     layout = replace(layout_of(config, weights.dtype, with_draft_layer=with_draft), exact_at="token", packs=True)
     runtime = PlanRuntime(weights, config, layout, _PAGE_TOKENS)
     runtime.prepare()
-    weights.finish()
+    weights.finish_reading()
     ids = np.random.default_rng(0).integers(0, layout.vocab_size, _NUM_TOKENS) if token_ids is None else token_ids
     sequence = KVSequence(PagePool(layout, block_size=_PAGE_TOKENS))
     return torch.from_numpy(runtime.run([Rows(sequence, ids, len(ids))]).logits[0])

@@ -19,7 +19,7 @@ from diskprefix.model.families.decoder import decoder
 from diskprefix.model.plan import ComputePlan
 from diskprefix.model.quants.quant_form import FILE_FORMS
 from diskprefix.model.slots import Slots
-from diskprefix.model.tiny_models import MODELS, NAMES, PAGE_TOKENS, VOCAB, TinyWeights
+from diskprefix.model.tiny_models import MODELS, NAMES, VOCAB, TinyWeights
 from diskprefix.native import calls, library
 from diskprefix.native.build import LIBRARY
 from diskprefix.native.library import Operators
@@ -82,7 +82,7 @@ def operators(request: pytest.FixtureRequest) -> Operators:
 
 
 @pytest.mark.parametrize("operators", of_this_cpu((*KEPT, *SAME_BITS)), indirect=True)
-def test_each_family_computes_the_bits_that_are_kept(operators: Operators) -> None:
+def test_each_family_computes_its_golden_bits(operators: Operators) -> None:
     column = KEPT.index(SAME_BITS.get(operators.variant, operators.variant))
     kept = {name: of_variants.split()[column] for name, of_variants in GOLDEN.items()}
     assert measured_bits(operators) == kept
@@ -110,11 +110,11 @@ def test_the_tiny_models_have_all_operators_and_forms(operators: Operators) -> N
     kinds, forms = set[int](), set[object]()
     for model in MODELS.values():
         config, _, _ = model.placed(2)
-        plan = ComputePlan(operators, calls.BFLOAT16, 1, VOCAB, PAGE_TOKENS)
+        plan = ComputePlan(calls.BFLOAT16, 1, VOCAB)
         weights = TinyWeights(operators, model, calls.BFLOAT16, has_quants=True)
-        decoder(plan, config, Slots(weights, config.norm, config.epsilon, NAMES), with_hidden=True)
-        kinds |= {kind for kind, _, _ in plan._calls}
-        forms |= {one.form for _, kept in plan.made_of for one in leaves_of(kept) if isinstance(one, Matrix)}
+        decoder(plan, config, Slots(weights, config.norms, NAMES), with_hidden=True)
+        kinds |= {operation.kind for operation in plan.operations}
+        forms |= {one.form for made in plan.operations for one in leaves_of(made.kept) if isinstance(one, Matrix)}
     # Those of float32 have experts of another kind.
     assert kinds == set(range(calls.HEAD_PRODUCT + 1)) - {calls.DENSE_EXPERTS}
     # These two are packed over the grid of their kinds alone.

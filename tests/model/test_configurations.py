@@ -14,7 +14,7 @@ from diskprefix.grid.state_layout import read_layout
 from diskprefix.kv.layout import TensorSpec
 from diskprefix.model.families.memory_layout import layout_of
 from diskprefix.model.families.rotary import rotary_of
-from diskprefix.model.load.draft_layer import HAVE_DRAFT_LAYER
+from diskprefix.model.families.types.known_types import TYPES
 from tests.exactness.architectures import WITH_DRAFT_LAYER, tiny_model
 from tests.model.tensor_weights import decoder_of
 from tests.model.test_plan import BESIDES, FAMILIES, YARN
@@ -99,7 +99,7 @@ def test_the_layout_has_the_draft_layer(name: str) -> None:
     model = tiny_model(name, torch.float32)
     layers, found = read_layout(model).layers, layout_of(model.config, "float32", with_draft_layer=True)
     text = model.config.get_text_config(decoder=True)
-    kind = HAVE_DRAFT_LAYER[text.model_type].get("layer_types")
+    kind = (TYPES[text.model_type].draft_layer or {}).get("layer_types")
     like = len(layers) - 1 if kind is None else max(at for at, one in enumerate(text.layer_types) if one == kind)
     assert found.layers == (*layers, layers[like])
     specs = [spec for group in found.groups for spec in group.specs]

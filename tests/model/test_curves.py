@@ -23,6 +23,7 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
     "softplus": functional.softplus,
+    "expm1_excess": lambda x: torch.where(x > 0, 0.0, torch.expm1(x.float().clamp(max=-1e-6)) - x.float()).bfloat16(),
 }
 
 

@@ -20,7 +20,9 @@ from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.drafts import DraftLayer, DraftRow
 from diskprefix.model.families import draft_decoder
-from diskprefix.model.load.draft_layer import HAVE_DRAFT_LAYER
+from diskprefix.model.families.types.known_types import TYPES
+from diskprefix.model.operands import Buffer
+from diskprefix.model.plan_runner import PlanRunner
 from diskprefix.model.runtime import PictureRows, Rows
 from diskprefix.model.vision_encoder import VisionEncoder
 from tests.arrays import array_of
@@ -82,7 +84,7 @@ def guesses(model: PreTrainedModel, *sequences: KVSequence, count: int = 3) -> l
     found: list[list[Any]] = [[] for _ in sequences]
     rows = [DraftRow(sequence, 7, sequence.num_tokens) for sequence in sequences]
     for _ in range(count):
-        assert all(row.state.make_room(row.position + 1) for row in rows)
+        assert all(row.state.take_pages_to(row.position + 1) for row in rows)
         guessed, hidden = made_once(model, rows[0].state.layout, 16).draft(rows)
         for each, (token, probability), its in zip(found, guessed, hidden, strict=True):
             each += [token, probability, its.tolist()]
@@ -95,7 +97,7 @@ def guesses(model: PreTrainedModel, *sequences: KVSequence, count: int = 3) -> l
 
 @pytest.mark.parametrize("name", ["qwen3_5", "glm4_moe_lite", "mimo_v2_flash"])
 @torch.inference_mode()
-def test_its_memory_may_lag_within_a_block(name: str) -> None:
+def test_the_memory_of_the_draft_layer_may_lag_within_a_block(name: str) -> None:
     """Tokens come one by one, with a guess behind each, which is wrong. Now and then its memory is needed."""
     model, layout = made(name + DRAFTING)
     ids, (whole, _) = made_up_tokens(model, 5, LENGTH), computed(model, layout, LENGTH)
@@ -111,14 +113,14 @@ def test_its_memory_may_lag_within_a_block(name: str) -> None:
         lags.append(len(sequence.undrafted))
         assert sequence.num_drafted >= sequence.num_tokens // 16 * 16, "others read complete blocks"
     assert max(lags) > 10
-    sequence.settle()
+    sequence.complete_undrafted()
     assert memory_of(sequence) == memory_of(whole)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", WITH_DRAFT_LAYER)
 @torch.inference_mode()
-def test_its_memory_has_the_same_bits_however_a_prompt_is_cut(name: str, dtype: torch.dtype) -> None:
+def test_the_cut_of_a_prompt_changes_no_bit_of_the_draft_layers_memory(name: str, dtype: torch.dtype) -> None:
     model, layout = made(name, dtype)
     whole, logits = computed(model, layout, LENGTH)
     cut, others = computed(model, layout, 1, 30, 2, 1, 17, 39)
@@ -129,7 +131,7 @@ def test_its_memory_has_the_same_bits_however_a_prompt_is_cut(name: str, dtype: 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "glm4_moe_lite", "mimo_v2_flash"])
 @torch.inference_mode()
-def test_the_model_computes_what_it_computes_without(name: str) -> None:
+def test_a_draft_layer_changes_no_bit_of_the_model(name: str) -> None:
     (model, layout), (plain, its) = made(name + DRAFTING), made(name)
     assert layout.layers[:-1] == its.layers
     (one, logits), (other, expected) = computed(model, layout, 50, 1, 39), computed(plain, its, 50, 1, 39)
@@ -176,7 +178,7 @@ def test_a_restored_sequence_guesses_as_before(name: str, tmp_path: Path) -> Non
 
 
 @torch.inference_mode()
-def test_pictures_change_nothing_of_that() -> None:
+def test_the_cut_of_a_prompt_with_pictures_changes_no_bit() -> None:
     text, towers = shrink("qwen3_5").to_dict(), {"depth": 1, "hidden_size": 64, "out_hidden_size": 64, "num_heads": 4}
     config = Qwen3_5Config(text_config=text, vision_config=towers | {"intermediate_size": 64}, image_token_id=5)
     torch.manual_seed(0)
@@ -200,10 +202,28 @@ def test_pictures_change_nothing_of_that() -> None:
 
 
 @torch.inference_mode()
-def test_a_step_of_more_rows_than_its_plan_has_is_as_one_of_few() -> None:
+def test_a_step_larger_than_the_plan_has_the_bits_of_small_steps() -> None:
     model, layout = made("deepseek_v3" + DRAFTING)
     (whole, _), (cut, _) = computed(model, layout, 300), computed(model, layout, 200, 100)
     assert memory_of(whole) == memory_of(cut)
+
+
+@torch.inference_mode()
+def test_a_step_copies_its_hidden_rows_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, layout = made("qwen3_5" + DRAFTING)
+    runtime, addresses, copy = plan_runtime(model, layout, 16), list[int](), PlanRunner.copied
+
+    def counted(runner: PlanRunner, rows: Buffer, num_rows: int) -> np.ndarray:
+        addresses.append(rows.address)
+        return copy(runner, rows, num_rows)
+
+    monkeypatch.setattr(PlanRunner, "copied", counted)
+    step = [Rows(sequence_of(layout), made_up_tokens(model, 5, 20)[0].numpy())]
+    output = runtime.run(step, needs_hidden=True)
+    assert addresses.count(runtime.runner.plan.hidden.address) == 1
+    assert output.hidden is not None
+    stored = converted(copy(runtime.runner, runtime.runner.plan.hidden, 20).view(np.uint16), "float32")
+    assert np.array_equal(output.hidden, stored)
 
 
 def hidden_of_module(model: PreTrainedModel, token_ids: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
@@ -224,8 +244,8 @@ def hidden_of_module(model: PreTrainedModel, token_ids: torch.Tensor, before: to
 
 @pytest.mark.parametrize("name", WITH_DRAFT_LAYER)
 @torch.inference_mode()
-def test_guesses_are_those_of_the_module_of_transformers(name: str) -> None:
-    assert len(WITH_DRAFT_LAYER) == len(HAVE_DRAFT_LAYER)
+def test_draft_tokens_equal_those_of_transformers_module(name: str) -> None:
+    assert len(WITH_DRAFT_LAYER) == sum(each.draft_layer is not None for each in TYPES.values())
     model, theirs = made(name, torch.float32), tiny_model(name, torch.float32)
     (found,) = guesses(model[0], computed(*model, LENGTH)[0])
     ids = made_up_tokens(theirs, 5, LENGTH)
@@ -242,7 +262,7 @@ def test_guesses_are_those_of_the_module_of_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("weights", ["", "Q8_0", "Q4_1", "float32"])
 @torch.inference_mode()
-def test_the_likeliest_of_the_tokens_that_are_guessed_is_found(weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_likeliest_draft_token_is_returned(weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, is_quantised = "qwen3_5" + DRAFTING, weights.startswith("Q")
     dtype = torch.float32 if weights == "float32" else torch.bfloat16
     model = quantised_tiny_model(name, weights) if is_quantised else tiny_model(name, dtype)
@@ -252,10 +272,10 @@ def test_the_likeliest_of_the_tokens_that_are_guessed_is_found(weights: str, mon
     for row in rows:
         forward(model, row.state, made_up_tokens(model, row.token_id, 3))
     every.draft(rows)
-    scores = torch.from_numpy(every.plan.copied(every.plan.logits, len(rows)).view(np.float32))
+    scores = torch.from_numpy(every.runner.copied(every.runner.plan.logits, len(rows)).view(np.float32))
     monkeypatch.setattr(draft_decoder, "_FREQUENT", 64)
     monkeypatch.setattr(draft_decoder, "_SPECIAL", 40)
-    first, last = draft_decoder.guessed_of(scores.shape[1])
+    first, last = draft_decoder.draft_tokens(scores.shape[1])
     scores[:, first.stop : last.start] = -torch.inf
     found, _ = DraftLayer(every._config, every._begin).draft(rows)
     assert [token for token, _ in found] == scores.argmax(dim=-1).tolist()

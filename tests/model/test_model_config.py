@@ -12,12 +12,13 @@ import transformers
 from transformers import CONFIG_MAPPING, GenerationMixin
 
 from diskprefix.errors import ModelError
-from diskprefix.model.families.model_types import OPTIONS, padded_tokens, sees_pictures_whole, without_plan
+from diskprefix.model.families.decoder_options import padded_tokens, sees_pictures_whole, without_plan
 from diskprefix.model.families.type_table import TABLE, class_of, is_declared, options_of, unread_options
+from diskprefix.model.families.types.known_types import TYPES
 from diskprefix.model.load.checkpoint import read_config
 from diskprefix.model.model_config import ModelConfig
 from tests.exactness.architectures import ARCHITECTURES
-from tests.model.option_table import KNOWN, WHOLES, text
+from tests.model.option_table import KNOWN, WHOLES, WITHOUT_CLASS, text
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4, "n_embd": 64, "n_head": 4, "n_layer": 4}
 OF_LAYERS = ("head_dim", "num_attention_heads", "num_key_value_heads")
@@ -104,7 +105,7 @@ def test_the_table_is_that_of_the_classes() -> None:
     assert TABLE.read_text(encoding="utf-8") == text(), "python -m tests.model.option_table"
 
 
-@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize("kind", sorted(TYPES.keys() - WITHOUT_CLASS))
 def test_defaults_are_those_of_the_class(kind: str) -> None:
     assert_same(kind, {})
 
@@ -113,7 +114,7 @@ def test_defaults_are_those_of_the_class(kind: str) -> None:
 def test_tiny_configurations_are_the_same_as_they_are_saved_and_with_less_said(name: str, tmp_path: Path) -> None:
     config = ARCHITECTURES[name].build().get_text_config(decoder=True)
     kind = config.model_type
-    if kind not in OPTIONS:
+    if kind not in TYPES:
         return
     config.save_pretrained(tmp_path)
     assert_same(kind, read_config(tmp_path))
@@ -123,7 +124,7 @@ def test_tiny_configurations_are_the_same_as_they_are_saved_and_with_less_said(n
 
 
 @pytest.mark.parametrize(("kind", "given"), OLDER, ids=[f"{kind}-{'-'.join(given)}" for kind, given in OLDER])
-def test_older_names_say_what_they_say_to_the_class(kind: str, given: dict[str, Any]) -> None:
+def test_older_names_mean_the_same_as_in_the_class(kind: str, given: dict[str, Any]) -> None:
     assert_same(kind, {**{name: size for name, size in SIZES.items() if is_declared(kind, name)}, **given})
 
 
@@ -182,7 +183,7 @@ def test_the_options_of_the_text_may_stand_among_those_of_the_whole(kind: str) -
         ("phi3", {"rope_scaling": LINEAR}, "scales positions so: linear"),
     ],
 )
-def test_what_does_not_fit_is_refused(kind: str, given: dict[str, Any], problem: str) -> None:
+def test_invalid_options_are_refused(kind: str, given: dict[str, Any], problem: str) -> None:
     with pytest.raises(ModelError, match=problem):
         ModelConfig.of({**given, "model_type": kind})
 
@@ -193,12 +194,12 @@ UNKNOWN = {"enable_moe_fp32_combine", "moe_apply_router_weight_on_input", "use_b
 """Options that no plan has."""
 
 
-def test_what_no_plan_has_is_listed_here() -> None:
-    assert {option for name in OPTIONS for option in unread_options(name)} == UNKNOWN
+def test_options_without_a_plan_are_listed_here() -> None:
+    assert {option for name in TYPES for option in unread_options(name)} == UNKNOWN
 
 
-def test_what_is_listed_is_an_option() -> None:
-    assert {option for name in OPTIONS for option in options_of(name)} - UNKNOWN <= KNOWN
+def test_listed_names_are_options() -> None:
+    assert {option for name in TYPES for option in options_of(name)} - UNKNOWN <= KNOWN
 
 
 @pytest.mark.parametrize(

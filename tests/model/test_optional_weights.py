@@ -31,12 +31,14 @@ def other_options(name: str) -> list[dict[str, bool]]:
 def require_each(model: PreTrainedModel, seen: set[str]) -> None:
     """Requires that a plan refuses weights that lack a bias, of each kind that was not seen before."""
     tensors = tensors_of(model)
-    for left_out in dict(tensors._found):
+    for left_out in dict(tensors._parameters):
         kind = re.sub(r"\d+", "", left_out)
         if not re.search(r"bias$|sinks$", kind) or kind in seen:
             continue
         seen.add(kind)
-        weights = TensorWeights({name: one for name, one in tensors._found.items() if name != left_out}, model.dtype)
+        weights = TensorWeights(
+            {name: one for name, one in tensors._parameters.items() if name != left_out}, model.dtype
+        )
         with pytest.raises(ModelError, match=re.escape(left_out)):
             PlanRuntime(weights, model.config, plan_layout(weights, model.config), 16).prepare()
 

@@ -13,7 +13,7 @@ from diskprefix.grid.state_layout import made_up_tokens
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.plan import ComputePlan
+from diskprefix.model.plan_runner import PlanRunner
 from diskprefix.model.runtime import Rows
 from tests.exactness.architectures import quantised_tiny_model, tiny_model
 from tests.examples import examples
@@ -41,7 +41,7 @@ def sequence_of(layout: Layout) -> KVSequence:
     """With memory in which another sequence was that is not finite."""
     pool = PagePool(layout, block_size=256)
     other = KVSequence(pool)
-    assert other.make_room(max(LENGTHS))
+    assert other.take_pages_to(max(LENGTHS))
     for page in other.pages():
         if page is not None:
             # All bits set are no number in any dtype.
@@ -143,13 +143,13 @@ def test_no_other_thread_gets_the_pages_from_which_states_are_taken_back(monkeyp
     """Such as that of a restore, which needs memory."""
     model, layout = made("lfm2")
     sequence, token_ids = sequence_of(layout), made_up_tokens(model, 0, 40)
-    replay, given_back = ComputePlan.replay, list[bool]()
+    replay, given_back = PlanRunner.replay, list[bool]()
 
     def noted(*args: Any) -> None:
         given_back.append(sequence.drop_spares())
         replay(*args)
 
-    monkeypatch.setattr(ComputePlan, "replay", noted)
+    monkeypatch.setattr(PlanRunner, "replay", noted)
     with torch.inference_mode():
         forward(model, sequence, token_ids, 10)
         sequence.take_back(35)

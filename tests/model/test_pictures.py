@@ -25,7 +25,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.families.model_types import sees_pictures_whole
+from diskprefix.model.families.decoder_options import sees_pictures_whole
 from diskprefix.model.load.loader import load_model
 from diskprefix.model.runtime import PictureRows, Rows
 from diskprefix.model.vision_encoder import VisionEncoder
@@ -105,7 +105,7 @@ def test_the_logits_are_those_of_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_it_has_the_same_bits_however_the_prompt_is_cut_between_pictures(name: str) -> None:
+def test_a_cut_between_pictures_changes_no_bit(name: str) -> None:
     model = made(name, torch.bfloat16, **MODELS[name])
     layout, _ = layout_of(model)
     state, logits = computed(model, layout, [(0, LENGTH)])
@@ -135,7 +135,7 @@ def test_a_placeholder_in_a_text_has_the_same_bits_beside_a_picture_and_alone(na
     assert torch.equal(alone, beside)
 
 
-def test_it_is_known_which_layers_see_pictures_whole() -> None:
+def test_the_configuration_says_which_layers_see_whole_pictures() -> None:
     found = {name: sees_pictures_whole(made(name, torch.float32, **MODELS[name]).config) for name in MODELS}
     assert found == {"gemma3": "all", "gemma4": "windowed"}
     configs = [LlamaConfig(), Gemma3Config(), PaliGemmaConfig(), Gemma4UnifiedTextConfig(), CONFIG_MAPPING["gemma4"]()]

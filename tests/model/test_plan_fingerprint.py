@@ -19,10 +19,11 @@ from transformers import CONFIG_MAPPING
 
 from diskprefix.identity import Fingerprint, is_outdated
 from diskprefix.model import bits, plan_fingerprint
-from diskprefix.model.config import DecoderConfig, LayerConfig, MixtureConfig
-from diskprefix.model.families import slot_names
+from diskprefix.model.config import DecoderConfig, Inputs, LayerConfig, MixtureConfig
 from diskprefix.model.families.memory_layout import layout_of as memory_layout
+from diskprefix.model.families.types import mistral
 from diskprefix.model.operands import Buffer, Gating, Location, Rotary, Router, Weight
+from diskprefix.model.part_options import Norms
 from diskprefix.model.plan_fingerprint import fingerprint_of_plan, options
 from diskprefix.model.planned import PlanRuntime, config_of, plan_layout
 from diskprefix.native import address_of
@@ -75,7 +76,7 @@ def test_bits_are_in_the_root_and_sources_only_where_machines_share_it() -> None
 @pytest.mark.parametrize(
     "changed",
     [
-        replace(CONFIG, epsilon=1e-5),
+        replace(CONFIG, norms=Norms(epsilon=1e-5)),
         replace(CONFIG, layers=CONFIG.layers[:1]),
         replace(CONFIG, layers=(LayerConfig({}), LayerConfig({}, window=8))),
         replace(CONFIG, rotary={"": Rotary(np.full(4, 0.5, np.float32))}),
@@ -88,7 +89,7 @@ def test_each_option_changes_the_configuration(changed: DecoderConfig) -> None:
     assert options(changed) != options(CONFIG)
 
 
-def test_what_a_later_version_adds_or_the_layout_says_changes_no_configuration() -> None:
+def test_new_options_and_the_layout_change_no_described_configuration() -> None:
     placed = LayerConfig({"keys": Location(0, 0, 1, 8, 2, 8, 8)})
     assert options(replace(CONFIG, layers=(placed,) * 2)) == options(CONFIG)
     later: Any = defstruct("Later", [("more", bool, False)], bases=(DecoderConfig,), frozen=True)
@@ -201,12 +202,12 @@ def test_each_leaf_of_a_configuration_changes_the_identity(name: str) -> None:
     model = tiny_model(name, torch.bfloat16)
     weights = weights_of(model)
     runtime = PlanRuntime(weights, model.config, plan_layout(weights, model.config), 16)
-    config = replace(runtime.config, padded_tokens=(1, 2))
+    config = replace(runtime.config, inputs=Inputs(padded_tokens=(1, 2)))
     own, seen = options(config), set[str]()
     for path, other in variants(config):
         assert options(other) != own, path
         seen.add(path)
-    fields_of = ("padded_tokens[1]", "epsilon", "layers[0].LayerConfig.window")
+    fields_of = ("inputs.Inputs.padded_tokens[1]", "norms.Norms.epsilon", "layers[0].LayerConfig.window")
     assert {f".DecoderConfig.{one}" for one in fields_of} <= seen
 
 
@@ -219,7 +220,7 @@ def test_each_leaf_of_what_the_calls_keep_changes_the_identity(name: str, dtype:
     runtime = PlanRuntime(weights, model.config, plan_layout(weights, model.config), 16)
     seen: set[str] = set()
     for plan in runtime.plans:
-        for _, kept in plan.made_of:
+        for _, _, _, kept in plan.operations:
             own = plan_fingerprint._described(kept)
             for path, other in variants(kept):
                 if other is not None and (kind := re.sub(r"\[\d+\]", "", path)) not in seen:
@@ -239,7 +240,7 @@ def test_an_epsilon_of_one_norm_and_the_draft_layer_count() -> None:
         assert compiled is not None
         with pytest.MonkeyPatch.context() as patch:
             if epsilon is not None:
-                patch.setitem(slot_names._OF_LATENTS, "self_attn.kv_a_layernorm", epsilon)
+                patch.setitem(mistral.LATENT_EPSILONS, "self_attn.kv_a_layernorm", epsilon)
             runtime = PlanRuntime(weights, model.config, plan_layout(weights, model.config), 16)
             found = fingerprint_of_plan(runtime.config, runtime.plans, compiled, weights_digest="d", dtype="")
         return found.named["forms"]

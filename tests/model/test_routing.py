@@ -13,6 +13,7 @@ from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
 from diskprefix.model.operands import DenseMatrix, PlannedRun, Router, Weight
 from diskprefix.model.plan import ComputePlan
+from diskprefix.model.plan_runner import PlanRunner
 from diskprefix.native import calls
 from diskprefix.native.library import operators
 from tests.exactness.architectures import shrink
@@ -28,11 +29,11 @@ def routed(logits: torch.Tensor, router: Router, bias: torch.Tensor | None = Non
     """The numbers and weights of the experts of each row."""
     compiled, count = operators(), len(logits)
     assert compiled is not None
-    plan = ComputePlan(compiled, calls.FLOAT32, count, count, 16)
+    plan = ComputePlan(calls.FLOAT32, count, count)
     rows = plan.embeddings(DenseMatrix(weight(logits)))
     found = plan.routes(rows, router, None if bias is None else weight(bias))
     positions = np.zeros((1, count), np.int64)
-    plan.run([PlannedRun(0, count, 0, [], array("q"))], np.arange(count), positions, 1)
+    PlanRunner(compiled, plan, 16).run([PlannedRun(0, count, 0, [], array("q"))], np.arange(count), positions, 1)
     size = count * router.num_chosen
     chosen = np.frombuffer(ctypes.string_at(found.chosen, 8 * size), np.int64)
     weights = np.frombuffer(ctypes.string_at(found.weights, 4 * size), np.float32)
@@ -53,7 +54,7 @@ def test_of_equal_experts_the_lower_number_is_chosen(scores: str) -> None:
 
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid", "softmax_of_chosen", "sparse_mixer"])
-def test_a_logit_that_is_no_number_makes_a_weight_none(scores: str) -> None:
+def test_a_nan_logit_makes_a_nan_weight(scores: str) -> None:
     chosen, weights = routed(torch.tensor([[1.0, 3.0, NONE], [NONE] * 3]), Router(2, scores, threshold=0.1))
     assert weights.isnan().any(dim=1).all()
     assert chosen.max() < 3

@@ -14,7 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from diskprefix.engine.loop import Engine
 from diskprefix.errors import ModelError
-from diskprefix.model.families.model_types import without_plan
+from diskprefix.model.families.decoder_options import without_plan
 from diskprefix.model.families.rotary import rotary_of
 from diskprefix.model.model_config import ModelConfig
 from tests.engine.driving import done, load, run, tokens, tokens_of
@@ -109,7 +109,7 @@ def test_factors_that_are_missing_or_no_numbers_are_refused(name: str, fields: d
 def test_factors_of_another_number_are_refused() -> None:
     rope = {**SCALED["phi3+long"]["rope_parameters"], "long_factor": [2.0] * 5}
     config = ModelConfig.of(options("phi3+long", rope_parameters=rope))
-    with pytest.raises(ModelError, match=r"^the rope_parameters have 5 numbers in long_factor, and 8 turn$"):
+    with pytest.raises(ModelError, match=r"^the rope_parameters have 5 numbers in long_factor, and 8 pairs rotate$"):
         rotary_of(config)
 
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from diskprefix.engine.measured_model import measured
 from diskprefix.model import self_check
 from diskprefix.model.load import loader
-from diskprefix.model.plan import ComputePlan
+from diskprefix.model.plan_runner import PlanRunner
 from diskprefix.model.planned import NotExact, PlanRuntime, config_of, first_layers
 from diskprefix.native import build, library
 from diskprefix.settings import Settings
@@ -53,7 +53,7 @@ def test_missing_operators_are_a_warning_with_the_remedy_unless_they_were_left_o
 @pytest.mark.parametrize(
     ("name", "reason"), [("zaya", "no family has zaya"), ("deepseek_v4", "its state is not cached")]
 )
-def test_what_is_exact_on_the_grid_only_says_why(name: str, reason: str) -> None:
+def test_a_model_exact_on_the_grid_only_says_why(name: str, reason: str) -> None:
     assert verdict(name) == ("grid", reason)
 
 
@@ -97,30 +97,28 @@ def seeing_another_sequence(own: Run, runs: Any, *others: Any) -> None:
         ("llama", seeing_another_sequence, "it depends on other sequences, or on guesses that were taken back"),
     ],
 )
-def test_what_is_computed_otherwise_is_found(
-    name: str, wrong: Any, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = ComputePlan.run
-    monkeypatch.setattr(ComputePlan, "run", lambda plan, *args: wrong(lambda *a: own(plan, *a), *args))
+def test_the_check_detects_wrong_results(name: str, wrong: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = PlanRunner.run
+    monkeypatch.setattr(PlanRunner, "run", lambda runner, *args: wrong(lambda *a: own(runner, *a), *args))
     assert verdict(name) == ("grid", reason)
 
 
-def test_guesses_that_stay_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ComputePlan, "replay", lambda *_: None)
+def test_the_check_detects_draft_tokens_that_are_not_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PlanRunner, "replay", lambda *_: None)
     assert verdict("lfm2") == ("grid", "it depends on other sequences, or on guesses that were taken back")
 
 
 def test_state_that_is_kept_outside_of_memory_is_found_by_the_restore(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the steps, all that is computed of an uninterrupted sequence is the same."""
-    own, seen = ComputePlan.run, dict[int, int]()
+    own, seen = PlanRunner.run, dict[int, int]()
 
-    def run(plan: ComputePlan, runs: Any, ids: np.ndarray, *others: Any) -> None:
+    def run(runner: PlanRunner, runs: Any, ids: np.ndarray, *others: Any) -> None:
         if runs[0].start == 0:
             seen[0] = int(ids[0])
-        own(plan, runs, np.where(ids == 7, seen[0], ids), *others)
+        own(runner, runs, np.where(ids == 7, seen[0], ids), *others)
 
     model, tokens = tiny_model("llama", torch.float32), self_check._made_up
-    monkeypatch.setattr(ComputePlan, "run", run)
+    monkeypatch.setattr(PlanRunner, "run", run)
     monkeypatch.setattr(self_check, "_made_up", lambda *args: np.append(tokens(*args)[:-1], 7))
     assert layout_of(model)[1] == "its state depends on the steps"
 
@@ -152,7 +150,7 @@ def test_a_model_that_fails_is_read_as_modules_when_the_memory_of_its_plan_is_fr
     plans, read = list[weakref.ref[Any]](), loader._ModelSource.modules
 
     def failing(runtime: PlanRuntime) -> None:
-        plans.extend(map(weakref.ref, (runtime.weights, runtime.plan)))
+        plans.extend(map(weakref.ref, (runtime.weights, runtime.runner)))
         raise NotExact("so")
 
     def modules(source: Any, **options: Any) -> PreTrainedModel:
@@ -167,7 +165,7 @@ def test_a_model_that_fails_is_read_as_modules_when_the_memory_of_its_plan_is_fr
 
 
 @pytest.mark.parametrize("damaged", ["", 7, [], {}, {"layers": 1}, {"layers": [], "groups": []}])
-def test_what_is_remembered_and_cannot_be_is_checked_again(damaged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_verdict_is_checked_again(damaged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_check._passed, "get", lambda _: damaged)
     monkeypatch.setattr(self_check, "_check", refused)
     assert layout_of(tiny_model("llama", torch.float32), "these weights")[1] == "so"

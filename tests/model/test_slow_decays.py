@@ -77,6 +77,6 @@ def test_modules_have_no_floor_either(name: str) -> None:
 
 
 @pytest.mark.parametrize("limits", [None, UNLIMITED])
-def test_no_limits_are_said_by_null_too(limits: Any) -> None:
+def test_a_null_time_step_limit_means_no_limit(limits: Any) -> None:
     model = remembering("falcon_h1", time_step_limit=limits)
     assert error(of_plan(model), oracle(in_float64(model), prompt())) < 1e-4

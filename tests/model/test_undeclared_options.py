@@ -14,19 +14,21 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
+from diskprefix.model.families.declared import read_undeclared
+from diskprefix.model.families.decoder_options import padded_tokens, sees_pictures_whole, without_plan
 from diskprefix.model.families.memory_layout import layout_of
-from diskprefix.model.families.model_types import OPTIONS, padded_tokens, sees_pictures_whole, without_plan
 from diskprefix.model.families.rotary import rotary_of
 from diskprefix.model.families.slot_names import SlotNames, kept_in_float32
-from diskprefix.model.families.type_table import is_declared, options_of, read_undeclared
-from diskprefix.model.load.draft_layer import HAVE_DRAFT_LAYER, with_one_more
+from diskprefix.model.families.type_table import is_declared, options_of
+from diskprefix.model.families.types.known_types import TYPES
+from diskprefix.model.load.draft_layer import has_known_draft_layer, with_one_more
 from diskprefix.model.load.fit import state_of
 from diskprefix.model.load.kinds import kind_of_plan, plan_config
 from diskprefix.model.model_config import ModelConfig
 from diskprefix.model.plan_fingerprint import options as described
 from diskprefix.model.planned import config_of
 from tests.exactness.architectures import ARCHITECTURES
-from tests.model.option_table import KNOWN, WHOLES
+from tests.model.option_table import KNOWN, WHOLES, WITHOUT_CLASS
 
 OLDER: dict[str, str] = {
     # What the classes make other options of, whether they declare it or not: `derived_options` and `rotary_options`.
@@ -37,7 +39,7 @@ OLDER: dict[str, str] = {
     **dict.fromkeys(("mamba_conv_bias", "mamba_d_conv", "mamba_expand", "mamba_n_groups"), "nemotron_h"),
     "layers_block_type": "bamba falcon_h1 granitemoehybrid",
     "num_nextn_predict_layers": "step3p5",
-    **dict.fromkeys(("rope_scaling", "rope_theta"), " ".join(OPTIONS)),
+    **dict.fromkeys(("rope_scaling", "rope_theta"), " ".join(TYPES)),
     "sliding_window_pattern": "cohere2 cohere2_moe exaone4 exaone_moe gemma3_text",
 }
 """Options of other types that are read as older names, and where."""
@@ -67,7 +69,7 @@ MINIMAX: dict[str, Any] = {"use_qk_norm": True, "qk_norm_type": "per_layer", "sc
 def _values() -> dict[str, tuple[Any, ...]]:
     """The options of all types, with odd values of their types."""
     found: dict[str, tuple[Any, ...]] = {}
-    for kind in OPTIONS:
+    for kind in TYPES:
         for name, (letters, default) in options_of(kind).items():
             odd = [one for letter in letters for one in ODD[letter] if one != default or isinstance(one, bool)]
             found[name] = tuple({repr(one): one for one in (*found.get(name, ()), *odd)}.values())
@@ -104,14 +106,14 @@ def everything(config: Any) -> dict[str, Any]:
         "layouts": [(one.describe(), one.layers) for one in layouts],
         "rotary": repr(described(rotary_of(text))),
         "slots": repr((names.own, names.experts, names.epsilons, names.with_bias, names.num_experts)),
-        "flags": (names.has_plain_norms, names.has_turned_matrices, names.hidden_size),
+        "flags": (names.has_plain_norms, names.has_transposed_matrices, names.hidden_size),
         "tensors": [names.has(slot, part) for slot in slots for part in parts],
         "float32": kept_in_float32(config),
         "pictures": (sees_pictures_whole(config), padded_tokens(config)),
         "positions": getattr(text, "max_position_embeddings", None),
         "kind": repr(kind_of_plan(config)) if isinstance(config, ModelConfig) else "",
     }
-    if text.model_type in HAVE_DRAFT_LAYER:
+    if has_known_draft_layer(text.model_type):
         found["draft"] = layout_of(config, "bfloat16", with_draft_layer=True).describe()
         found["more"] = repr(with_one_more(text).num_hidden_layers)
     return found
@@ -127,7 +129,7 @@ def tiny_options(kind: str) -> dict[str, Any]:
     return {}
 
 
-@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize("kind", TYPES)
 def test_the_options_of_all_other_types_change_nothing(kind: str) -> None:
     given = {**tiny_options(kind), "model_type": kind}
     expected = everything(ModelConfig.of(given))
@@ -153,7 +155,7 @@ def test_nor_do_they_in_a_configuration_of_transformers(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", WHOLES.split())
-def test_nor_do_they_among_those_of_a_model_with_encoders(kind: str) -> None:
+def test_undeclared_options_of_a_model_with_encoders_change_nothing(kind: str) -> None:
     expected: dict[str, Any] = {}
     for number, others in enumerate([{}, *strays("llama")]):
         text = {name: value for name, value in others.items() if not _is_of_text(kind, name)}
@@ -180,7 +182,7 @@ def test_the_norms_of_minimax_m2_are_computed_once() -> None:
     given = {**tiny_options("minimax_m2"), "model_type": "minimax_m2"}
     config = ModelConfig.of({**given, **MINIMAX})
     decoder = config_of(config, "bfloat16", layout_of(config, "bfloat16"), 16)
-    assert (decoder.has_row_norms, decoder.has_head_norms) == (True, False)
+    assert decoder.norms.query_key == "row"
     assert everything(config) == everything(ModelConfig.of(given))
 
 
@@ -217,8 +219,8 @@ IGNORED = {"olmoe": {"sliding_window"}}
 """Its modules hand the window to kernels, with a mask that has none: transformers' plain attention does not read it."""
 
 
-@pytest.mark.parametrize("kind", OPTIONS)
-def test_what_the_modules_read_undeclared_is_declared_here(kind: str) -> None:
+@pytest.mark.parametrize("kind", sorted(TYPES.keys() - WITHOUT_CLASS))
+def test_undeclared_options_that_modules_read_are_listed(kind: str) -> None:
     declared = {one.name for one in fields(CONFIG_MAPPING[kind])} | {*CONFIG_MAPPING[kind].attribute_map}
     lacking = _reads(kind) - declared - set(OPTIONS_MADE.get(kind, "").split())
     assert (lacking & KNOWN) - IGNORED.get(kind, set()) == {*read_undeclared(kind)} & {"head_dim"}
@@ -229,14 +231,10 @@ OPTIONS_MADE = {"axk1": "head_dim", "cohere2": "head_dim", "cohere_compass_text"
 
 
 def test_a_head_of_another_size_is_that_of_the_modules() -> None:
-    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
-    sizes |= {"head_dim": 32, "vocab_size": 64}
-    for kind in (one for one in OPTIONS if "head_dim" in read_undeclared(one)):
+    for kind in (one for one in TYPES if "head_dim" in read_undeclared(one)):
         theirs = CONFIG_MAPPING[kind].from_dict({**tiny_options(kind), "head_dim": 32})
         ours = ModelConfig.of({**tiny_options(kind), "head_dim": 32, "model_type": kind})
         with torch.device("meta"):
-            modules = _first((MODEL_MAPPING if CONFIG_MAPPING[kind] in MODEL_MAPPING else {})[CONFIG_MAPPING[kind]])(
-                theirs
-            )
+            modules = _first(MODEL_MAPPING[CONFIG_MAPPING[kind]])(theirs)
         assert {32} == {one.head_dim for one in modules.modules() if type(one).__name__.endswith("Attention")}, kind
         assert everything(ours) == everything(theirs) | {"kind": everything(ours)["kind"]}

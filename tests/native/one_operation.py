@@ -61,17 +61,20 @@ def attention(
     return out
 
 
-def in_eights(operators: Operators, rows: torch.Tensor) -> torch.Tensor:
+def in_q8(operators: Operators, rows: torch.Tensor) -> torch.Tensor:
     """Rows [tokens, heads, dim] as memory in 8 bits, uint8 [heads, tokens, bytes]."""
     num_rows, heads, dim = rows.shape
     out = torch.full((heads, num_rows, -(-dim // 32) * 34), 255, dtype=torch.uint8)
     page = (ctypes.c_void_p * 1)(out.data_ptr())
     table = (ctypes.c_void_p * 1)(ctypes.addressof(page))
     memory = calls.PagedRowsCall(0, 0, num_rows * -(-dim // 32), -(-dim // 32), 1)
-    call = calls.HeadsCall(
+    call = calls.NormRotateStoreCall(
         dtype=DTYPES[rows.dtype], num_heads=heads, dim=dim, row_stride=heads * dim, rows=rows.data_ptr(), to=memory
     )
-    operation, sequence = calls.Operation(calls.HEADS, 0, ctypes.addressof(call)), calls.PlanRun(0, num_rows)
+    operation, sequence = (
+        calls.Operation(calls.NORM_ROTATE_STORE, 0, ctypes.addressof(call)),
+        calls.PlanRun(0, num_rows),
+    )
     sequence.tables = ctypes.addressof(table)
     step = calls.PlanStep(num_rows, 0, 1, num_rows, 0, ctypes.addressof(sequence), num_threads())
     assert not operators.run(bytes(calls.Operations(1, ctypes.addressof(operation))), bytes(step))
@@ -149,12 +152,12 @@ def norm(operators: Operators, rows: torch.Tensor, weight: torch.Tensor, kind: i
 
 
 def head_products(
-    operators: Operators, rows: torch.Tensor, matrices: torch.Tensor, out: torch.Tensor, *, is_turned: bool
+    operators: Operators, rows: torch.Tensor, matrices: torch.Tensor, out: torch.Tensor, *, is_transposed: bool
 ) -> None:
     """Rows [heads, rows, inner] × matrices [heads, inner, outer], or if turned [heads, outer, inner]."""
     (heads, num_rows, inner), outer = rows.shape, out.shape[-1]
     call = calls.DenseProductCall(
-        dtype=DTYPES[rows.dtype], is_turned=is_turned, num_heads=heads, inner=inner, outer=outer,
+        dtype=DTYPES[rows.dtype], is_transposed=is_transposed, num_heads=heads, inner=inner, outer=outer,
         rows=rows.data_ptr(), head_stride=rows.stride(0), row_stride=rows.stride(1),
         matrices=matrices.data_ptr(), matrix_stride=matrices.stride(0), line_stride=matrices.stride(1),
         out=out.data_ptr(), out_head_stride=out.stride(0), out_row_stride=out.stride(1),

@@ -25,8 +25,8 @@ class Pages:
         self._order = torch.randperm(-(-keys.shape[1] // page_tokens), generator=torch.Generator().manual_seed(1))
         parts = [keys] if values.data_ptr() == keys.data_ptr() else [keys, values]
         ends = [_OFFSET, *(part.shape[0] * page_tokens * part.shape[2] for part in parts)]
-        self._in_eights = keys.dtype == torch.uint8
-        nothing = 255 if self._in_eights else float("nan")
+        self._in_q8 = keys.dtype == torch.uint8
+        nothing = 255 if self._in_q8 else float("nan")
         pages = torch.full((len(self._order), sum(ends)), nothing, dtype=keys.dtype)
         self._parts = [
             place.view(len(pages), part.shape[0], page_tokens, part.shape[2])
@@ -42,11 +42,11 @@ class Pages:
     def run(self, start: int, num_rows: int, spans: array[int] = NO_SPANS) -> RunCall:
         """The run of a sequence. Keep the pages and the spans until an operator has returned."""
         table, _ = self._table.buffer_info()
-        size = 34 if self._in_eights else 1
+        size = 34 if self._in_q8 else 1
         rows = [
             PagedRowsCall(
                 *(table, int(part.storage_offset()) * part.itemsize, part.stride(1) // size, part.stride(2) // size),
-                self._in_eights,
+                self._in_q8,
             )
             for part in self._parts
         ]

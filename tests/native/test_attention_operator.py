@@ -16,7 +16,7 @@ from diskprefix.native.attention_operator import attention_to_all
 from diskprefix.native.compute_threads import use_threads
 from diskprefix.native.library import Operators
 from tests.arrays import array_of, tensor_of
-from tests.native.one_operation import attention, in_eights
+from tests.native.one_operation import attention, in_q8
 from tests.native.pages import Pages
 from tests.native.variants import WITH_PAIRS, of_this_cpu
 
@@ -177,7 +177,7 @@ def names_for(variant: str, dtype: torch.dtype) -> tuple[str, ...]:
     indirect=["operators"],
 )
 @pytest.mark.usefixtures("operators")
-def test_it_is_attention_with_the_same_bits_in_every_step(name: str, dtype: torch.dtype) -> None:
+def test_attention_has_the_same_bits_in_every_step(name: str, dtype: torch.dtype) -> None:
     layer, expected = layers(name, dtype)
     whole = layer.cut([LENGTH])
     assert (whole.double() - expected).abs().max() < ERRORS[dtype]
@@ -255,7 +255,7 @@ def test_the_number_of_threads_changes_no_bit(num_rows: int, dtype: torch.dtype)
 
 @pytest.mark.usefixtures("operators")
 @pytest.mark.parametrize("softcap", [0.0, 50.0])
-def test_a_row_with_a_score_that_is_no_number_is_none_in_any_batch(softcap: float) -> None:
+def test_a_nan_score_makes_a_nan_row_in_any_batch(softcap: float) -> None:
     layer = Layer.of(replace(SMALL, dtype=torch.float32, softcap=softcap))
     layer.keys[:, 300] = float("nan")
     whole = layer.cut([LENGTH])
@@ -271,6 +271,8 @@ def test_scattered_pages_give_the_bits_of_one_memory(operators: Operators, page_
             layer, _ = layers(name, dtype)
             other = replace(layer, queries=layer.queries.flip(0), keys=layer.keys.flip(1), values=layer.values.flip(1))
             runs = [(layer, Run(400, 20)), (other, Run(40, 1)), (layer, Run(LENGTH - 1, 1)), (other, Run(255, 130))]
+            # The window has passed the whole of a tile's first page.
+            runs += [(layer, Run(345, 1))]
             # What a call without a number leaves behind must not come to the rows of pages that are not there.
             nothing = replace(layer, keys=layer.keys * float("nan"), values=layer.values * float("nan"))
             nothing.attended(Run(LENGTH - 20, 20))
@@ -310,7 +312,7 @@ def test_numbers_in_8_bits_are_the_nearest_multiples_of_a_scale(
     rows[2, 0, :32] = 0.0
     rows[3, 1, 40], rows[4, 0, 3] = float("nan"), float("-inf")
     rows = rows.to(dtype)
-    scales, codes = scales_and_codes(in_eights(operators, rows))
+    scales, codes = scales_and_codes(in_q8(operators, rows))
     expected = torch.nn.functional.pad(rows.transpose(0, 1).float(), (0, -dim % 32)).reshape(2, 5, -1, 32)
     is_none = ~expected.isfinite().all(-1, keepdim=True)
     assert torch.equal(scales.isnan(), is_none)
@@ -325,7 +327,7 @@ def test_attention_reads_numbers_in_8_bits_as_their_products(operators: Operator
     for dtype in (torch.bfloat16, torch.float32):
         for key_dim, value_dim in ((64, 96), (80, 16)):
             layer = Layer.of(replace(SMALL, key_dim=key_dim, value_dim=value_dim, dtype=dtype))
-            in_8_bits = [in_eights(operators, one.transpose(0, 1).contiguous()) for one in (layer.keys, layer.values)]
+            in_8_bits = [in_q8(operators, one.transpose(0, 1).contiguous()) for one in (layer.keys, layer.values)]
             factors = dtype if operators.variant in (*WITH_PAIRS, "neon_bf16") else torch.float32
             memory = [torch.mul(*scales_and_codes(one)).flatten(-2).to(factors) for one in in_8_bits]
             of_factors = replace(

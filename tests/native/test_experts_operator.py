@@ -73,7 +73,7 @@ def step_by_step(
     return total.to(out.dtype)
 
 
-def test_a_row_has_the_same_bits_whoever_shares_its_experts(operators: Operators) -> None:
+def test_rows_that_share_experts_change_no_bit_of_each_other(operators: Operators) -> None:
     experts, (rows, chosen, weights) = experts_in(operators, KINDS[0]), step(MOST)
     whole, rng = experts(operators, rows, chosen, weights), random.Random(1)
     for num_threads in (1, 2):
@@ -148,7 +148,7 @@ def test_experts_in_bfloat16_are_taken_as_they_lie(operators: Operators) -> None
     )
 
 
-def test_an_expert_that_there_is_not_is_refused(operators: Operators) -> None:
+def test_a_missing_expert_is_refused(operators: Operators) -> None:
     experts, (rows, chosen, weights) = experts_in(operators, KINDS[0]), step(3)
     for number in (EXPERTS, -1):
         chosen[1, 1] = number

@@ -61,6 +61,13 @@ def test_a_structure_has_the_fields_of_the_header(kind: type[ctypes.Structure]) 
     assert [*in_python(kind)] == [*in_header(OTHER_NAMES.get(name, name))]
 
 
+def test_each_kind_of_operation_has_the_structure_that_the_source_reads() -> None:
+    read = re.findall(r"case (\w+):\s+return .*?(?:set<(\w+)>|\((?:const )?(\w+)\*\))\(?operation", HEADERS["plan.h"])
+    of_source = {getattr(calls, kind): one or other for kind, one, other in read}
+    assert of_source == {kind: call.__name__.removesuffix("Call") for kind, call in calls.CALLS.items()}
+    assert list(calls.CALLS) == list(range(len(calls.CALLS)))
+
+
 @pytest.mark.parametrize(
     ("packed", "name"),
     [
@@ -73,9 +80,10 @@ def test_packed_fields_have_the_types_of_the_header(packed: struct.Struct, name:
     assert codes == "@" + "".join(code for _, code in in_header(name))
 
 
-def test_numbers_that_stand_for_something_are_those_of_the_headers() -> None:
+def test_enumerators_equal_those_of_the_headers() -> None:
     own: dict[str, Any] = {name: number for name, number in vars(calls).items() if isinstance(number, int)}
     own |= {name.upper(): number for name, number in calls.FUNCTIONS.items()} | {"MAX_ROTARY": plan._MAX_ROTARY}
+    own |= {pairing.name: pairing.value for pairing in calls.Pairing}
     own |= {{"sigmoid": "OF_SIGMOID"}.get(name, name.upper()): number for name, number in calls.SCORES.items()}
     own |= {f"IN_{name.upper()}".replace("IN_SHARED", "SHARED"): number for name, number in matrix._SCALES.items()}
     assert own == {name: int(NUMBERS[name]) for name in own}

@@ -112,7 +112,7 @@ def test_torch_can_be_chosen() -> None:
     assert library.described() == "torch (as it was chosen)"
 
 
-def test_a_variant_that_is_not_there_is_an_error_that_lists_those_that_are() -> None:
+def test_the_error_of_a_missing_variant_lists_the_available_ones() -> None:
     library.choose("baseline")
     there = ", ".join(("auto", "torch", *of_this_cpu()))
     with pytest.raises(SettingsError, match=rf"^--kernels: 'avx9' is not one of {there}$"):
@@ -198,7 +198,7 @@ def test_the_compiler_says_for_which_cpu_it_compiles(
     assert f"-DVARIANTS={variants} " in calls.read_text()
 
 
-def test_a_compiler_that_fails_is_told_by_its_error(
+def test_the_error_of_a_failing_compiler_is_reported(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     use_compiler(folder, monkeypatch, refused="-O3")
@@ -228,7 +228,7 @@ def test_a_library_of_other_sources_is_out_of_date(folder: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists() or platform.machine() != "x86_64", reason="Linux says it")
-def test_in_a_clone_every_variant_is_compiled_that_this_cpu_can_run_and_no_other(tmp_path: Path) -> None:
+def test_a_clone_compiles_exactly_the_variants_that_this_cpu_can_run(tmp_path: Path) -> None:
     flags = set(next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if "flags" in line).split())
     known = build._wanted(build._compiler(), tmp_path, for_every_cpu=True)
     assert known == [name for name in NEEDED_FLAGS if not name.startswith("neon")]
@@ -239,7 +239,7 @@ def test_in_a_clone_every_variant_is_compiled_that_this_cpu_can_run_and_no_other
 
 
 @pytest.mark.parametrize(("cpu", "runnable"), [("x86_64", ["avx2", "baseline"]), ("riscv64", ["baseline"])])
-def test_a_library_for_one_cpu_is_made_again_for_a_wheel_and_for_a_cpu_with_more(
+def test_a_wheel_and_a_better_cpu_rebuild_the_library(
     folder: Path, monkeypatch: pytest.MonkeyPatch, cpu: str, runnable: list[str]
 ) -> None:
     use_compiler(folder, monkeypatch, refused="-mamx-tile", cpu=cpu)

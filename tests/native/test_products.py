@@ -42,7 +42,7 @@ def product_of(operators: Operators, bias: torch.Tensor | None = None) -> Callab
     return lambda rows: product(operators, rows, matrix)
 
 
-def test_a_row_has_the_same_bits_beside_any_others(operators: Operators) -> None:
+def test_other_rows_change_no_bit_of_a_product(operators: Operators) -> None:
     bias = torch.randn(ROWS, generator=torch.Generator().manual_seed(4)).bfloat16()
     check_company(product_of(operators, bias))
 
@@ -69,7 +69,7 @@ def test_rows_of_any_size_are_multiplied(operators: Operators) -> None:
     assert torch.equal(found[[0, 1, 2, 4, 5, 6]], expected[[0, 1, 2, 4, 5, 6]])
 
 
-def test_a_matrix_in_bfloat16_is_taken_as_it_lies(operators: Operators) -> None:
+def test_a_bfloat16_matrix_is_used_in_place(operators: Operators) -> None:
     weight = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(8)).bfloat16()
     bias = torch.randn(ROWS, generator=torch.Generator().manual_seed(4)).bfloat16()
     matrix = plain_matrix(weight, (ROWS, COLUMNS), bias=bias)
@@ -186,7 +186,7 @@ def test_no_two_forms_have_one_text() -> None:
 
 
 @pytest.mark.parametrize("shape", [(24, 64), (32, 48), (32,), (2, 16, 32)])
-def test_what_does_not_fill_whole_blocks_is_told(shape: tuple[int, ...]) -> None:
+def test_a_matrix_of_partial_blocks_is_reported(shape: tuple[int, ...]) -> None:
     assert not fills_blocks(np.zeros(shape))
     assert fills_blocks(np.zeros((32, 64)))
 
@@ -251,7 +251,7 @@ def test_scales_may_be_anything(operators: Operators, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ONE_OF_EACH_FORM)
-def test_a_row_of_a_file_has_the_same_bits_beside_any_others(operators: Operators, kind: str) -> None:
+def test_other_rows_change_no_bit_of_a_product_with_a_file(operators: Operators, kind: str) -> None:
     matrix, rows, bias = packed(operators, kind, repeated(kind)), wide_rows(65), torch.arange(float(ROWS)) / 100
     exact = rows.double() @ weights_in(operators, matrix).double().t() + bias
     error = (product(operators, rows, packed(operators, kind, repeated(kind), bias=bias)).double() - exact).abs().max()
@@ -298,31 +298,31 @@ ERRORS = {torch.float32: 1e-5, torch.bfloat16: 0.01}
 
 
 def products_of_heads(
-    operators: Operators, rows: torch.Tensor, matrices: torch.Tensor, outer: int, *, is_turned: bool
+    operators: Operators, rows: torch.Tensor, matrices: torch.Tensor, outer: int, *, is_transposed: bool
 ) -> torch.Tensor:
     out = torch.full((HEADS, rows.shape[1], outer + 3), 7.0, dtype=rows.dtype)
-    head_products(operators, rows, matrices, out[..., :outer], is_turned=is_turned)
+    head_products(operators, rows, matrices, out[..., :outer], is_transposed=is_transposed)
     assert (out[..., outer:] == 7).all(), "nothing is written beside a row"
     return out[..., :outer]
 
 
 @pytest.mark.parametrize("dtype", ERRORS, ids=str)
-@pytest.mark.parametrize("is_turned", [False, True], ids=["plain", "turned"])
+@pytest.mark.parametrize("is_transposed", [False, True], ids=["plain", "turned"])
 @pytest.mark.parametrize(("inner", "outer"), [(64, 96), (40, 35)])
-def test_each_head_has_its_matrix_and_a_row_the_same_bits_beside_any_others(
-    operators: Operators, dtype: torch.dtype, is_turned: bool, inner: int, outer: int
+def test_each_head_has_its_matrix_and_other_rows_change_no_bit(
+    operators: Operators, dtype: torch.dtype, is_transposed: bool, inner: int, outer: int
 ) -> None:
     random = torch.Generator().manual_seed(1)
     # Rows and matrices are parts of larger tensors, as in a model.
     rows = torch.randn(MOST, HEADS, inner + 8, generator=random).to(dtype)[..., :inner].transpose(0, 1)
-    shape = (outer, inner) if is_turned else (inner, outer)
+    shape = (outer, inner) if is_transposed else (inner, outer)
     matrices = torch.randn(HEADS, shape[0] + 4, shape[1], generator=random).to(dtype)[:, : shape[0]]
-    expected = rows.double() @ (matrices.mT if is_turned else matrices).double()
-    whole = products_of_heads(operators, rows, matrices, outer, is_turned=is_turned)
+    expected = rows.double() @ (matrices.mT if is_transposed else matrices).double()
+    whole = products_of_heads(operators, rows, matrices, outer, is_transposed=is_transposed)
     assert (whole.double() - expected).abs().max() < ERRORS[dtype] * expected.abs().max()
     for first, last in [(0, 1), (3, 4), (1, 9), (5, 20), (2, 35), (40, MOST)]:
         use_threads(1 + first % 3)
-        found = products_of_heads(operators, rows[:, first:last], matrices, outer, is_turned=is_turned)
+        found = products_of_heads(operators, rows[:, first:last], matrices, outer, is_transposed=is_transposed)
         assert torch.equal(found, whole[:, first:last]), (first, last)
 
 

@@ -94,7 +94,7 @@ def test_rows_and_states_have_the_same_bits_however_they_are_cut_and_packed(
 
 
 @pytest.mark.parametrize("of_keys", [False, True])
-def test_a_decay_that_is_no_number_reaches_the_state(operators: Operators, of_keys: bool) -> None:
+def test_a_nan_decay_makes_a_nan_state(operators: Operators, of_keys: bool) -> None:
     query, key = made_up(1, KEY_HEADS, DIM), made_up(1, KEY_HEADS, DIM)
     decay, state = -made_up(1, HEADS, *[DIM] * of_keys).abs(), made_up(HEADS, DIM, DIM)
     decay[:, :, 1] = torch.nan

@@ -67,7 +67,7 @@ def in_a_process(code: str) -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=60, cwd=Path(__file__).parents[2])
 
 
-def test_a_fork_has_helpers_of_its_own() -> None:
+def test_a_forked_process_has_its_own_helpers() -> None:
     code = "import os; from tests.native.test_team import *; widened(3); child = os.fork(); "
     code += "assert len(helpers_of(3)) == (0 if child else 2); child and sys.exit(os.waitpid(child, 0)[1])"
     in_a_process(code)

@@ -23,7 +23,7 @@ from diskprefix.values import Prompt, Scope
 from tests.extras.simulate.workloads import CATALOG
 
 POLICIES = Path(__file__).parent.parent.parent / "policies"
-PRESETS = sorted(path.stem for path in POLICIES.glob("*.toml") if path.stem != "normalisers")
+PRESETS = sorted(path.stem for path in POLICIES.glob("*.toml") if path.stem != "canonicalisers")
 SIZES = ("kv_cache_new_budget", "kv_cache_write_buffer")
 
 

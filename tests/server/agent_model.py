@@ -1,4 +1,4 @@
-"""A chat template for the tiny model that writes calls and thoughts as those of Qwen do, and replies of that form."""
+"""A chat template for the tiny model that writes calls and thoughts in Qwen's form, and replies in this form."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def thought(text: str) -> str:
 
 
 def saying(*replies: str, piece: int = 3, reason: FinishReason = "stop") -> Script:
-    """Answers with these texts, one for each choice, in pieces of so many characters."""
+    """Answers with these texts, one for each choice, in pieces of this many characters."""
 
     def script(request: GenerateRequest, emit: Emit, _is_cancelled: Callable[[], bool]) -> None:
         num_tokens = 0

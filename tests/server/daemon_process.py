@@ -86,12 +86,12 @@ class DaemonProcess:
         """The first match of `pattern` in what the daemon logged, waiting for it if need be."""
         expression = re.compile(pattern)
 
-        def found() -> re.Match[str] | None:
+        def matching_line() -> re.Match[str] | None:
             return next((match for line in self.lines if (match := expression.search(line))), None)
 
         with self._changed:
-            self._changed.wait_for(lambda: found() or self._ended, timeout_s)
-            match = found()
+            self._changed.wait_for(lambda: matching_line() or self._ended, timeout_s)
+            match = matching_line()
         assert match is not None, f"no line like {pattern!r} in:\n" + "\n".join(self.lines)
         return match
 
@@ -176,14 +176,14 @@ def command(name: str, folder: Path, *arguments: str) -> Any:
 
 
 def cache_states(client: httpx.Client) -> list[dict[str, Any]]:
-    """The state of the cache; of several models, that of each which is loaded."""
+    """The state of the cache, for each loaded model."""
     props = client.get("/props").json()
     if "models" in props:
         loaded = [place["model"] for place in props["models"] if place["phase"] == "ready"]
-        found = [client.get("/props", params={"model": name}).json() for name in loaded]
+        models = [client.get("/props", params={"model": name}).json() for name in loaded]
     else:
-        found = [props]
-    return [one["full_cache"]["state"] for one in found]
+        models = [props]
+    return [model["full_cache"]["state"] for model in models]
 
 
 def reply_to(client: httpx.Client, body: dict[str, Any], path: str = CHAT, **cache: Any) -> dict[str, Any]:
@@ -213,6 +213,18 @@ def ask(
 def text_of(answer: dict[str, Any]) -> str:
     text: str = answer["choices"][0]["message"]["content"]
     return text
+
+
+@contextmanager
+def running_as(kind: str, model: Path, cache: Path) -> Iterator[DaemonProcess]:
+    """A daemon whose model is loaded: "alone" or "behind a router"."""
+    more = {"idle_unload": "1h"} if kind == "behind a router" else {}
+    with DaemonProcess(*serve_flags(model, cache, **more)) as process:
+        if not more:
+            process.wait_ready()
+        with process.client() as client:
+            client.get("/v1/models").raise_for_status()
+        yield process.wait_ready()
 
 
 def props(client: httpx.Client) -> Any:

@@ -10,11 +10,11 @@ from diskprefix.cli import main
 from diskprefix.model.load.folder_weights import FolderWeights
 
 
-def finish(_: FolderWeights) -> None:
+def finish_reading(_: FolderWeights) -> None:
     if problem := Path(os.environ["HELD_WEIGHTS"]).read_text():
         raise OSError(problem)
 
 
 if __name__ == "__main__":
-    FolderWeights.finish = finish  # type: ignore[assignment, method-assign]
+    FolderWeights.finish_reading = finish_reading  # type: ignore[assignment, method-assign]
     main()

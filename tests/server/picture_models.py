@@ -143,7 +143,7 @@ write_llava_next = replace(
     processor=_LLAVA | {"patch_size": 7},
     template=TEXT_OR_PARTS,
 )
-"""LLaVA-NeXT: an image as a whole and as tiles, of which the encoder's rows depend on its size."""
+"""LLaVA-NeXT: an image as a whole and as tiles. The number of the encoder's rows depends on its size."""
 
 _OF_QWEN = {"hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 4, "out_hidden_size": 64}
 write_qwen2_5_vl = TinyPictured(
@@ -167,7 +167,7 @@ write_qwen2_5_vl = TinyPictured(
     images={"patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 64, "longest_edge": 4096}},
     image_kind="Qwen2VL",
 )
-"""Qwen2.5-VL: positions have three axes, and images shift those of the text behind them."""
+"""Qwen2.5-VL: positions have three axes, and images shift the positions of later text."""
 
 write_qwen3_vl = replace(
     write_qwen2_5_vl,

@@ -21,9 +21,9 @@ import numpy as np
 from msgspec import Struct
 
 from diskprefix.cache.cost_model import CostModel
-from diskprefix.engine.ahead_jobs import AheadJobs
-from diskprefix.engine.constrained_reply import ConstraintCompiler
+from diskprefix.engine.constraints.constrained_reply import ConstraintCompiler
 from diskprefix.engine.gauges import EngineFigures
+from diskprefix.engine.idle.ahead_jobs import AheadJobs
 from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.loop import Engine
 from diskprefix.engine.request import (
@@ -180,7 +180,7 @@ class ScriptedEngine:
     def memory_stats(self) -> dict[str, int]:
         return dict(KV_MEMORY)
 
-    def give_way(self) -> None:
+    def on_request(self) -> None:
         """Nothing is done ahead."""
 
     def finish_load(self) -> None:
@@ -208,7 +208,6 @@ class ScriptedCache:
     """Shows the engine's `stats`. Reading them waits while `is_readable` is not set, as for a slow disk."""
 
     layout = SimpleNamespace(states=())
-    epoch = None
 
     def __init__(self, engine: ScriptedEngine) -> None:
         self._engine = engine
@@ -221,6 +220,9 @@ class ScriptedCache:
 
     def expires_at(self, _ttl_s: float | None) -> float:
         return math.inf
+
+    def epoch(self, _tenant: Tenant) -> None:
+        return None
 
     def owner(self, tenant: Tenant) -> Hashable:
         return tenant

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from diskprefix.engine import ahead_jobs
-from diskprefix.engine.ahead_jobs import AheadJob, AheadJobs, AheadModel
-from diskprefix.engine.idle_work import IdleWork
+from diskprefix.engine.idle import ahead_jobs
+from diskprefix.engine.idle.ahead_jobs import AheadJob, AheadJobs, AheadModel
+from diskprefix.engine.idle.idle_work import IdleWork
 from diskprefix.engine.scheduler import IDLE_ROWS
 from diskprefix.kv.sequence import KVSequence, Owner
 from diskprefix.tokens import TokenIds
@@ -87,9 +87,7 @@ def next_question(reply: dict[str, Any]) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("forgets", [False, True], ids=["memory", "disk"])
-def test_the_next_question_restores_the_history_as_the_template_writes_it_then(
-    serving: AppServer, tmp_path: Path, forgets: bool
-) -> None:
+def test_the_next_question_restores_the_rewritten_history(serving: AppServer, tmp_path: Path, forgets: bool) -> None:
     engine = serving.engine
     asked = next_question(ask(serving, LOOP))
     wait_for_ahead(serving)
@@ -112,7 +110,7 @@ def test_the_next_question_restores_the_history_as_the_template_writes_it_then(
 def test_a_request_waits_for_one_small_step_and_the_work_goes_on_later(
     serving: AppServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compute, is_computing, may_go_on = IdleWork.compute, threading.Event(), threading.Event()
+    compute, is_computing, may_go_on = IdleWork.compute_step, threading.Event(), threading.Event()
     steps = list[int]()
 
     def wait(self: IdleWork, model: AheadModel, sequence: KVSequence, token_ids: TokenIds) -> None:
@@ -123,7 +121,7 @@ def test_a_request_waits_for_one_small_step_and_the_work_goes_on_later(
         compute(self, model, sequence, token_ids)
         steps.append(sequence.num_tokens - before)
 
-    monkeypatch.setattr(IdleWork, "compute", wait)
+    monkeypatch.setattr(IdleWork, "compute_step", wait)
     asked = next_question(ask(serving, LOOP))
     assert is_computing.wait(60)
     during = list[dict[str, Any]]()
@@ -142,7 +140,7 @@ def test_a_request_waits_for_one_small_step_and_the_work_goes_on_later(
     assert answer["usage"]["prompt_tokens"] - 40 < answer["prefix_cache"]["restored"]
 
 
-OPTIONS, OWNER = CacheOptions(scope=Scope("full")), Owner(b"root", 0, None)
+OPTIONS, OWNER = CacheOptions(scope=Scope("full")), Owner(b"root", 0)
 MODEL: Any = None
 
 
@@ -157,7 +155,7 @@ def test_a_budget_is_spent_and_comes_back_with_time(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ahead_jobs, "runs_on_battery", lambda: False)
     clock = Clock()
     jobs = AheadJobs(36.0, clock)
-    jobs.add(AheadJob(MODEL, lambda: None, OPTIONS, OWNER))
+    jobs.add_job(AheadJob(MODEL, lambda: None, OPTIONS, OWNER))
     assert jobs.next() is None, "a request may come at once"
     clock.now = 1.0
     assert (job := jobs.next()) is not None
@@ -174,11 +172,11 @@ def test_a_later_turn_replaces_earlier_ones_and_off_takes_none() -> None:
     jobs, off, other = AheadJobs(1.0), AheadJobs(0.0), OWNER._replace(root=b"other")
     for messages, owner in (("ab", OWNER), ("x", OWNER), ("ab", other), ("abcd", OWNER)):
         job = AheadJob(MODEL, lambda: None, OPTIONS, owner, tuple(messages))
-        jobs.add(job)
-        off.add(job)
+        jobs.add_job(job)
+        off.add_job(job)
     assert ["".join(map(str, job.content)) for job in jobs._jobs] == ["abcd", "ab", "x"]
     assert off.wait_s is None
-    jobs.forget(lambda owner: owner == OWNER)
+    jobs.drop_gone(lambda owner: owner == OWNER)
     assert ["".join(map(str, job.content)) for job in jobs._jobs] == ["ab"]
 
 
@@ -203,6 +201,6 @@ def test_a_machine_on_its_battery_computes_nothing_ahead(
     monkeypatch.setattr(sys, "platform", "linux")
     assert ahead_jobs.runs_on_battery() == on_battery
     jobs = AheadJobs(1.0, lambda: 100.0)
-    jobs.add(AheadJob(MODEL, lambda: None, OPTIONS, OWNER))
+    jobs.add_job(AheadJob(MODEL, lambda: None, OPTIONS, OWNER))
     jobs._not_before = 0.0
     assert (jobs.next() is None) == on_battery

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.api.test_bodies import BODIES, recorded
 from tests.chat.families.alternating import ALTERNATING
 from tests.server.scripted import AppServer, ScriptedEngine, started_app
 
@@ -70,6 +71,43 @@ REQUESTS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"messages": [said("assistant", "Hello!"), said("user", "also")]},
         "also",
     ),
+    "chat interrupted": (
+        "/v1/chat/completions",
+        {"messages": [said("user", "ask"), said("assistant", ""), said("user", "also")]},
+        "also",
+    ),
+    "claude code interrupted": (
+        "/v1/messages",
+        {
+            "max_tokens": 5,
+            "messages": [
+                said("user", "ask"),
+                said("assistant", [{"type": "thinking", "thinking": "hm", "signature": ""}]),
+                said("user", "also"),
+            ],
+        },
+        "also",
+    ),
+    "codex interrupted": (
+        "/v1/responses",
+        {
+            "input": [
+                *CODEX_FIRST,
+                said("assistant", [{"type": "output_text", "text": ""}]),
+                said("user", "also"),
+            ],
+            "store": False,
+        },
+        "also",
+    ),
+    "ollama interrupted": (
+        "/api/chat",
+        {
+            "messages": [said("user", "ask"), said("assistant", "", thinking="hm"), said("user", "also")],
+            "stream": False,
+        },
+        "also",
+    ),
     "ollama": ("/api/chat", {"messages": [said("user", "ask"), said("user", "also")], "stream": False}, "ask\n\nalso"),
 }
 
@@ -77,6 +115,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.fixture(scope="module", params=sorted(ALTERNATING))
 def served(request: pytest.FixtureRequest, chat_model: Path) -> Iterator[AppServer]:
     engine = ScriptedEngine()
+    engine.max_positions = 131_072
 
     def load(settings: Any, progress: Any) -> Any:
         loaded = engine.load(settings, progress)
@@ -89,7 +128,7 @@ def served(request: pytest.FixtureRequest, chat_model: Path) -> Iterator[AppServ
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_what_agents_send_is_served_and_counted_as_it_is_computed(served: AppServer, name: str) -> None:
+def test_agent_bodies_are_counted_as_they_are_computed(served: AppServer, name: str) -> None:
     path, body, words = REQUESTS[name]
     with served.client() as client:
         answer = client.post(path, json={"model": "scripted"} | body)
@@ -101,6 +140,19 @@ def test_what_agents_send_is_served_and_counted_as_it_is_computed(served: AppSer
             assert counted.json()["input_tokens"] == num_tokens
         if path == "/v1/chat/completions":
             assert applied(client, body) == served.engine.last_prompt
+
+
+@pytest.mark.parametrize("file", BODIES, ids=lambda file: file.stem)
+def test_recorded_tasks_of_agents_are_served_and_counted(served: AppServer, file: Path) -> None:
+    path, body = recorded(file)
+    words = ["sums.py must print 5", "the sum is 5"] if file.stem.endswith("-turn") else []
+    with served.client() as client:
+        answer = client.post(path, json=body | {"model": "scripted"})
+        assert answer.status_code == 200, answer.text
+        assert [text for text in words if text not in served.engine.last_prompt] == []
+        if path.startswith("/v1/messages"):
+            counted = client.post("/v1/messages/count_tokens", json=body | {"model": "scripted"}).json()
+            assert counted == {"input_tokens": len(served.engine.requests[-1].prompt.token_ids)}
 
 
 def applied(client: httpx.Client, body: dict[str, Any]) -> str:

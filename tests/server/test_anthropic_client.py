@@ -90,9 +90,9 @@ def test_the_stream_helper_assembles_the_message_of_a_reply_without_stream(clien
     assert (message.stop_reason, message.stop_sequence) == (whole.stop_reason, whole.stop_sequence)
 
 
-def without_ids(found: Any) -> dict[str, Any]:
+def without_ids(message: Any) -> dict[str, Any]:
     changing = ("id", "signature", "parsed_output", "output_tokens_details")
-    return {name: value for name, value in found.to_dict().items() if name not in changing}
+    return {name: value for name, value in message.to_dict().items() if name not in changing}
 
 
 def test_the_tool_runner_calls_the_tool_and_hands_back_its_result(client: Anthropic, engine: ScriptedEngine) -> None:

@@ -30,7 +30,8 @@ from diskprefix.errors import ModelError
 from diskprefix.memo import PREFILL_SPEEDS
 from diskprefix.server import limits as reading
 from diskprefix.server import streaming
-from diskprefix.server.answer import MAX_LOGPROBS, SESSION_HEADERS
+from diskprefix.server.answer import SESSION_HEADERS
+from diskprefix.server.engine_request import MAX_LOGPROBS
 from diskprefix.server.process import process
 from diskprefix.server.threads import _DEADLINE_S
 from diskprefix.tenant_ids import group_of
@@ -108,7 +109,7 @@ def test_health_is_503_while_loading_and_requests_wait(chat_model: Path, engine:
         (CHAT, False, b"\n\n\n"),
     ],
 )
-def test_a_request_that_waits_for_the_model_gets_signs_of_life_and_then_its_reply_or_the_error(
+def test_a_waiting_request_gets_signs_of_life_and_its_result(
     chat_model: Path,
     engine: ScriptedEngine,
     monkeypatch: pytest.MonkeyPatch,
@@ -147,7 +148,7 @@ def test_a_request_that_waits_for_the_model_gets_signs_of_life_and_then_its_repl
         kinds = [event["type"] for event in events if event["type"] != "response.in_progress"]
         assert (kinds.count("response.created"), kinds[0]) == (1, "response.created")
         ends = [event["response"] for event in events if "response" in event]
-        assert len({(one["id"], one["created_at"], one["store"]) for one in ends}) == 1
+        assert len({(response["id"], response["created_at"], response["store"]) for response in ends}) == 1
         for event in events:
             TypeAdapter[Any](ResponseStreamEvent).validate_json(json.dumps(event), strict=True)
     if not stream:
@@ -184,9 +185,7 @@ class Panic(BaseException):
 
 
 @pytest.mark.parametrize("kind", [ModelError, RuntimeError, Panic])
-def test_a_failed_load_is_kept_for_the_exit_and_where_files_are_is_told_to_the_admin_alone(
-    chat_model: Path, keys_file: Path, kind: type[Exception]
-) -> None:
+def test_a_failed_load_names_paths_only_to_the_admin(chat_model: Path, keys_file: Path, kind: type[Exception]) -> None:
     def fail(_settings: Any, _progress: Any) -> Any:
         raise kind("cannot read /srv/models/one")
 
@@ -201,7 +200,7 @@ def test_a_failed_load_is_kept_for_the_exit_and_where_files_are_is_told_to_the_a
 
 
 @pytest.mark.parametrize("kind", ["rendering", "large"])
-def test_a_prompt_that_is_rendered_without_end_is_told_by_health_and_starves_the_watchdog(
+def test_an_endless_rendering_shows_in_health_and_the_watchdog(
     kind: Any, server: AppServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     told, ended = list[dict[str, Any]](), threading.Event()
@@ -212,7 +211,7 @@ def test_a_prompt_that_is_rendered_without_end_is_told_by_health_and_starves_the
     signs = process.SignsOfLife(daemon, 120)
 
     def work() -> bool:
-        begin_step("normalise")
+        begin_step("canonicalise")
         with in_step(CHAT_TEMPLATE):
             has_ended.append(ended.wait(30))
         return left.wait(30)
@@ -241,7 +240,7 @@ def test_a_prompt_that_is_rendered_without_end_is_told_by_health_and_starves_the
             ended.set()
             wait_until(lambda: has_ended, "the template has ended")
             said = client.get("/health").json()["message"]
-            assert said == f"a prompt has been prepared for {now[0]:.0f} s; step: normalise"
+            assert said == f"a prompt has been prepared for {now[0]:.0f} s; step: canonicalise"
         finally:
             ended.set()
             left.set()
@@ -268,7 +267,7 @@ def test_a_lost_accelerator_is_not_healthy_and_refuses_requests(
         assert answer.json()["error"]["code"] == "not_ready"
 
 
-def test_a_disk_that_does_not_answer_stops_neither_figures_nor_requests_nor_the_end_of_the_daemon(
+def test_a_hung_disk_stops_no_request_and_no_shutdown(
     chat_model: Path,
 ) -> None:
     engine = ScriptedEngine()
@@ -328,7 +327,7 @@ def test_a_large_body_has_the_longer_to_arrive_the_more_of_it_has(
 
 
 @pytest.mark.parametrize(("stream", "has_begun"), [(False, False), (True, False), (True, True)])
-def test_a_client_that_leaves_cancels_its_request_and_the_log_says_how_far_it_came(
+def test_a_leaving_client_cancels_and_the_log_has_the_progress(
     server: AppServer, engine: ScriptedEngine, stream: bool, has_begun: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     def endless(request: GenerateRequest, emit: Emit, is_cancelled: Callable[[], bool]) -> None:
@@ -364,7 +363,9 @@ def test_a_client_that_leaves_cancels_its_request_and_the_log_says_how_far_it_ca
         lines = [record.message for record in caplog.records if record.name == "diskprefix"]
         assert not any(line.startswith("GET ") for line in lines), "what is polled is not logged"
         [ended] = client.get("/dashboard/state").json()["ended"]
-        assert (ended["status"], ended["prompt_tokens"]) == (499, 10)
+        assert (ended["status"], ended["prompt_tokens"], ended["ready_tokens"]) == (499, 10, 8)
+        problems = [problem["what"] for problem in client.get("/dashboard/state").json()["problems"]]
+        assert (ended["is_stopped"], [what for what in problems if CHAT in what]) == (True, [])
         engine.script = say_hello
         assert client.post(CHAT, json=HELLO).status_code == 200
 
@@ -425,7 +426,7 @@ def test_an_unexpected_exception_in_the_server_is_500_without_its_inside(
         assert client.post(CHAT, json=HELLO).status_code == 200
 
 
-def test_a_stream_has_the_choices_in_order_and_our_figures_in_its_last_chunk(server: AppServer) -> None:
+def test_a_stream_orders_choices_and_ends_with_the_figures(server: AppServer) -> None:
     with server.client() as client:
         text = client.post(CHAT, json=HELLO | {"stream": True, "n": 2}).text
     assert text.endswith("data: [DONE]\n\n")
@@ -452,9 +453,9 @@ def test_a_stream_has_the_choices_in_order_and_our_figures_in_its_last_chunk(ser
 )
 def test_a_response_says_what_the_cache_did_in_this_order(report: dict[str, Any], said: dict[str, Any]) -> None:
     selection = replace(CHOSEN, reason="continues", selected=9, aligned=8)
-    found = figures_reply(done(selection=selection, saved="queued", **report), None)["prefix_cache"]
+    figures = figures_reply(done(selection=selection, saved="queued", **report), None)["prefix_cache"]
     kept = {"boundary": 8, "boundary_reason": "continues", "saved": "queued"}
-    assert list(found.items()) == list(({"scope": "auto:30"} | said | kept).items())
+    assert list(figures.items()) == list(({"scope": "auto:30"} | said | kept).items())
 
 
 SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
@@ -497,7 +498,7 @@ def test_the_request_reaches_the_engine_with_what_the_body_said(server: AppServe
             assert client.post(CHAT, json=HELLO | {"tools": [tool]}).is_success
     chat, streamed, continued, strict, free = engine.requests
     # What is strict is compiled before the reply begins.
-    assert [one.constraint and bool(one.constraint.source) for one in (strict, free)] == [True, False]
+    assert [request.constraint and bool(request.constraint.source) for request in (strict, free)] == [True, False]
     assert chat.sampling == SamplingParams(
         max_tokens=7,
         temperature=0.5,
@@ -580,7 +581,7 @@ def test_every_response_has_the_id_of_its_request(server: AppServer) -> None:
         (Responses, "conversation", "/v1/responses/input_tokens", {"input": "hello"}),
     ],
 )
-def test_large_bodies_and_replies_are_read_and_written_beside_the_event_loop(
+def test_large_bodies_and_replies_do_not_block_the_event_loop(
     server: AppServer, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, path: str, body: dict[str, Any]
 ) -> None:
     on_the_loop: list[bool] = []
@@ -621,13 +622,13 @@ def test_a_reply_has_a_largest_number_of_log_probabilities(
             assert engine.requests[-1].sampling.max_tokens == limit
 
 
-def test_what_does_not_fit_the_model_is_not_counted_as_log_probabilities(server: AppServer) -> None:
+def test_tokens_beyond_the_context_count_no_log_probabilities(server: AppServer) -> None:
     body = HELLO | {"logprobs": True, "top_logprobs": 20, "max_tokens": 2**30}
     with server.client() as client:
         assert client.post(CHAT, json=body).status_code == 200
 
 
-def test_a_body_that_waits_until_the_end_of_a_stop_is_refused_and_leaves_no_traceback(
+def test_a_body_waiting_at_a_stop_is_refused_without_traceback(
     chat_model: Path, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(process, "GRACE_S", 0.0)
@@ -648,7 +649,7 @@ def test_a_body_that_waits_until_the_end_of_a_stop_is_refused_and_leaves_no_trac
 
 
 @pytest.mark.parametrize("is_loading", [False, True])
-def test_each_stream_ends_with_an_error_event_of_its_api_when_the_daemon_stops(
+def test_a_stop_ends_each_stream_with_an_error_of_its_api(
     chat_model: Path, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, is_loading: bool
 ) -> None:
     monkeypatch.setattr(streaming, "KEEPALIVE_S", 0.01)
@@ -669,12 +670,12 @@ def test_each_stream_ends_with_an_error_event_of_its_api_when_the_daemon_stops(
             load.go_on.set()
             server.wait_ready()
         asking = [threading.Thread(target=ask, args=(server.url, path)) for path in paths]
-        for one in asking:
-            one.start()
+        for thread in asking:
+            thread.start()
         wait_until(lambda: len(texts) == len(paths), "all streams have begun")
         asyncio.run_coroutine_threadsafe(server.daemon.drain(0), server.daemon._loop).result(30)
-        for one in asking:
-            one.join(30)
+        for thread in asking:
+            thread.join(30)
         load.go_on.set()
     stopping = "the daemon is stopping"
     ends = {path: events_of(text)[-1] for path, text in texts.items()}

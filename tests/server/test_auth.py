@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from diskprefix.errors import SettingsError
 from diskprefix.server.guards import BrowserGuard, is_loopback
-from diskprefix.server.keys import ApiKeys, Caller
+from diskprefix.server.keys import ApiKeys, Caller, OwnerToken
 from diskprefix.server.status import WELCOME
 from diskprefix.user_key import user_key
 from diskprefix.values import SHARED, Tenant
@@ -49,14 +49,12 @@ def file(tmp_path: Path) -> Path:
 
 
 def caller_of(keys: ApiKeys, key: str) -> Caller:
-    found = keys.caller(f"Bearer {key}")
-    assert found is not None
-    return found
+    caller = keys.caller(f"Bearer {key}")
+    assert caller is not None
+    return caller
 
 
-def test_a_line_is_a_key_or_a_name_and_a_key_and_only_the_name_admin_sees_all(
-    file: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_key_line_has_an_optional_name_and_admin_sees_all(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     file.write_text(
         f"\ufeff# ours\r\n\n  alice-at-school\t{ALICE}  \r\n   # {'x' * 20}\n{NAMELESS}\nAdmin {BOB}\nadmin {ADMIN}\n"
     )
@@ -88,7 +86,7 @@ def test_a_header_is_taken_whole_and_its_scheme_in_any_case(file: Path, header: 
     assert (ApiKeys(file).caller(header) is not None) == is_taken
 
 
-def test_a_page_keeps_a_token_of_its_key_that_ends_with_the_process_and_with_the_key(file: Path) -> None:
+def test_a_pages_token_ends_with_the_process_and_the_key(file: Path) -> None:
     file.write_text(f"alice {ALICE}\nadmin {ADMIN}\n")
     keys, other = ApiKeys(file), ApiKeys(file)
     worker = ApiKeys(file, keys.page_secret)
@@ -146,7 +144,7 @@ def test_a_wrong_line_is_named_by_its_number_and_never_shown(file: Path, line: s
     [(b"", "holds no key"), (b"# nothing\n\n", "holds no key"), (b"\xff\xfek", "UTF-8"), (b"#" * 1048577, "larger")],
     ids=["empty", "comment", "binary", "large"],
 )
-def test_what_is_no_file_of_keys_is_refused(file: Path, content: bytes, reason: str) -> None:
+def test_an_invalid_key_file_is_refused(file: Path, content: bytes, reason: str) -> None:
     file.write_bytes(content)
     assert reason in refusal_of_file(file)
 
@@ -159,7 +157,7 @@ def test_what_is_no_file_of_keys_is_refused(file: Path, content: bytes, reason: 
         *((mode, True, mode == 0o440) for mode in (0o440, 0o460, 0o444, 0o442)),
     ],
 )
-def test_a_file_is_its_users_alone_though_a_credential_of_systemd_may_look_readable_by_the_group(
+def test_a_key_file_must_be_private_except_systemd_credentials(
     file: Path, mode: int, is_credential: bool, is_taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(file.parent) if is_credential else str(file.parent)[:-1])
@@ -181,7 +179,7 @@ def test_a_file_of_another_user_is_refused(file: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"), [("nothing", "No such file"), ("", "Is a directory"), ("pipe", "is not a file")]
 )
-def test_what_is_no_file_is_refused(tmp_path: Path, name: str, reason: str) -> None:
+def test_a_path_that_is_no_file_is_refused(tmp_path: Path, name: str, reason: str) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
     assert reason in refusal_of_file(tmp_path / name)
 
@@ -240,9 +238,7 @@ def test_every_route_but_health_and_the_pages_needs_a_key(client: httpx.Client, 
         *((bearer(key) | {"X-API-Key": "x"}, key == ADMIN) for key in (BOB, ADMIN)),
     ],
 )
-def test_a_key_of_the_file_opens_all_but_what_is_counted_of_everybody_which_is_for_admin(
-    client: httpx.Client, headers: dict[str, str], sees_all: bool
-) -> None:
+def test_a_key_opens_all_routes_but_the_admins(client: httpx.Client, headers: dict[str, str], sees_all: bool) -> None:
     assert client.post(CHAT, json=HELLO, headers=headers).status_code == 200
     for path in ("/v1/models", "/docs", "/openapi.json"):
         assert client.get(path, headers=headers).status_code == 200
@@ -253,9 +249,7 @@ def test_a_key_of_the_file_opens_all_but_what_is_counted_of_everybody_which_is_f
         assert sees_all or answer.json()["error"]["code"] == "forbidden"
 
 
-def test_a_key_is_asked_for_before_the_body_is_read_and_who_sends_it_at_once_reads_the_refusal(
-    keyed: AppServer, client: httpx.Client
-) -> None:
+def test_a_missing_key_is_refused_before_the_body_is_read(keyed: AppServer, client: httpx.Client) -> None:
     with open_raw(keyed.port, announced_bytes=1_000_000, Expect="100-continue") as connection:
         assert connection.recv(100).startswith(b"HTTP/1.1 401 ")
     assert_unauthorized(client.post(CHAT, content=b"x" * 20_000_000))
@@ -300,15 +294,23 @@ def tenant_of(client: httpx.Client, engine: ScriptedEngine, key: str | None, **f
     return engine.requests[-1].cache.tenant
 
 
-def test_without_a_file_of_keys_the_bearer_is_the_tenant_and_a_salt_is_added_to_it(
-    server: AppServer, engine: ScriptedEngine
-) -> None:
+def test_without_keys_and_a_known_user_the_bearer_is_the_tenant() -> None:
+    access = OwnerToken.drawn()
+    tenants = {}
+    for user in (None, os.geteuid(), os.geteuid() + 1):
+        callers = [access.caller(text, user) for text in (None, f"Bearer {ALICE}")]
+        assert all(caller is not None and not caller.is_owner for caller in callers)
+        tenants[user] = [caller.tenant for caller in callers if caller is not None]
+    own = Tenant.of_key(user_key())
+    other = own.of_other_user(os.geteuid() + 1)
+    assert list(tenants.values()) == [[SHARED, Tenant.of_key(ALICE)], [own, own], [other, other]]
+    assert other not in (own, own.of_other_user(os.geteuid() + 2), access.tenant.with_salt("x"))
+
+
+def test_without_keys_the_user_and_the_salt_are_the_tenant(server: AppServer, engine: ScriptedEngine) -> None:
+    tenant = Tenant.of_key(user_key())
     with httpx.Client(base_url=server.url, timeout=60) as client:
-        for key, tenant in (
-            (None, SHARED),
-            (ALICE, Tenant.of_key(ALICE)),
-            (server.app.state.access.text, Tenant.of_key(user_key())),
-        ):
+        for key in (None, ALICE, server.app.state.access.text):
             assert tenant_of(client, engine, key) == tenant
             assert tenant_of(client, engine, key, cache_salt="x") == tenant.with_salt("x")
             client.post(CHAT, json=HELLO, headers={"x-api-key": key} if key else {}).raise_for_status()
@@ -323,7 +325,7 @@ def test_openapi_says_that_a_key_is_needed(client: httpx.Client) -> None:
     assert schema["security"] == [{"key": []}]
     assert {} in schema["paths"]["/health"]["get"]["security"]
     paths = schema["paths"]
-    asks = {path for path, methods in paths.items() if all("401" in one["responses"] for one in methods.values())}
+    asks = {path for path, methods in paths.items() if all("401" in route["responses"] for route in methods.values())}
     assert asks == paths.keys() - {"/", "/health"}
 
 
@@ -382,7 +384,7 @@ MALFORMED = ["2130706433", "[::1", "::1", "localhost@x.example", "localhost:80:8
     ],
     ids=["loopback", "loopback, foreign", "exposed", "exposed, foreign", "keys"],
 )
-def test_a_daemon_answers_to_names_of_its_address_only_and_with_keys_to_any(
+def test_the_host_must_be_the_daemons_unless_it_has_keys(
     bounds: list[str], has_keys: bool, is_ours: bool, hosts: list[str]
 ) -> None:
     """An exposed one answers to all addresses, and to names without a dot, which no page of a stranger has."""
@@ -404,7 +406,7 @@ def test_a_daemon_answers_to_names_of_its_address_only_and_with_keys_to_any(
         ("0.0.0.0", "0.0.0.0", "other.example", False),
     ],
 )
-def test_a_daemon_answers_to_the_name_that_it_was_given_and_to_the_machines(
+def test_a_daemon_accepts_its_host_and_the_machines_name(
     bound: str, address: str, host: str, is_ours: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))]
@@ -436,12 +438,12 @@ PAGES = ("/", "/chat", "/dashboard", "/docs", "/health")
         ({}, True),
     ],
 )
-def test_another_sites_page_may_have_links_to_pages_but_neither_post_nor_read(mark: Any, is_ours: bool) -> None:
+def test_another_site_may_only_link_to_pages(mark: Any, is_ours: bool) -> None:
     changing = [(method, "/") for method in ("POST", "PUT", "DELETE", "PATCH")]
     for method, path in [*changing, *(("GET", path) for path in READING)]:
-        found = refusal("127.0.0.1", method, path=path, host="localhost:8642", **mark)
-        assert (found is None) == is_ours
-        assert found is None or "let the page's server call it" in found
+        reason = refusal("127.0.0.1", method, path=path, host="localhost:8642", **mark)
+        assert (reason is None) == is_ours
+        assert reason is None or "let the page's server call it" in reason
     for path in PAGES:
         assert refusal("127.0.0.1", "GET", path=path, host="localhost:8642", **mark) is None
 
@@ -454,9 +456,7 @@ ORIGINS = ["null", "", *(f"{scheme}{name}" for scheme in SCHEMES for name in AUT
 
 @pytest.mark.parametrize("site", [None, "none", "same-origin", "same-site", "cross-site", "nonsense"])
 @pytest.mark.parametrize(("bound", "has_keys"), [("127.0.0.1", False), ("0.0.0.0", False), ("127.0.0.1", True)])
-def test_a_page_of_another_port_or_scheme_is_another_site_but_behind_a_proxy_which_needs_keys(
-    bound: str, has_keys: bool, site: str | None
-) -> None:
+def test_another_port_or_scheme_is_another_site_without_keys(bound: str, has_keys: bool, site: str | None) -> None:
     own = 0
     for host, origin in itertools.product(HOSTS, ORIGINS):
         sent = {"host": host, "origin": origin} | ({} if site is None else {"sec_fetch_site": site})
@@ -489,7 +489,7 @@ def test_a_name_in_a_refusal_is_cut_and_escaped(field: str) -> None:
 
 
 @pytest.mark.parametrize("content_type", [None, "application/json", "text/plain", "application/x-www-form-urlencoded"])
-def test_a_forged_post_is_refused_whatever_its_content_type_before_a_key_is_looked_at(
+def test_a_forged_post_is_refused_before_its_key_is_checked(
     client: httpx.Client, keyed: AppServer, content_type: str | None
 ) -> None:
     kind = {"content-type": content_type} if content_type else {}

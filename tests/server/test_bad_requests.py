@@ -62,8 +62,8 @@ def error_of(path: str, answer: httpx.Response) -> dict[str, Any]:
     if path.startswith("/api/"):
         assert body.keys() == {"error"}
         assert "\n" not in body["error"]
-        found = re.match(r"[\w.]+(?=: )|model(?= ')", body["error"])
-        return {"param": found and found[0], "code": ANY, "message": body["error"]}
+        match = re.match(r"[\w.]+(?=: )|model(?= ')", body["error"])
+        return {"param": match and match[0], "code": ANY, "message": body["error"]}
     error: dict[str, Any] = body["error"]
     assert "\n" not in error["message"]
     if not path.startswith("/v1/messages"):
@@ -77,9 +77,9 @@ def error_of(path: str, answer: httpx.Response) -> dict[str, Any]:
 
 def test_the_table_has_every_route_that_takes_a_body(client: httpx.Client) -> None:
     paths = client.get("/openapi.json").json()["paths"]
-    found = {path for path, methods in paths.items() if "post" in methods}
+    routes = {path for path, methods in paths.items() if "post" in methods}
     # The first needs a tokenizer with tags: tests of `infill` have its bodies. The second takes no body.
-    assert found - {"/infill", "/page-token"} == ROUTES.keys()
+    assert routes - {"/infill", "/page-token"} == ROUTES.keys()
 
 
 @pytest.mark.parametrize("path", ROUTES)
@@ -97,7 +97,7 @@ def in_objects(path: str, value: str) -> bytes:
     ["", " \n", "{", "[]", "null", "5", '"text"', "[" * 50_000, "{}}", "{'a': 1}", '{"a": "\\ud8"}', '{"a": 1,}'],
     ids=lambda content: content[:12],
 )
-def test_what_is_no_json_object_is_refused(client: httpx.Client, path: str, content: str) -> None:
+def test_a_body_that_is_no_json_object_is_refused(client: httpx.Client, path: str, content: str) -> None:
     answer = client.post(path, content=content.encode(), headers=JSON)
     assert (answer.status_code, error_of(path, answer)["code"]) == (400, "invalid_json")
 
@@ -115,7 +115,7 @@ NOT_FINITE = ["NaN", "-Infinity", "Infinity", "1e400", "-1E+999", "9" * 400 + ".
     ],
     ids=lambda value: str(value)[:12],
 )
-def test_a_number_that_is_not_finite_or_too_long_is_refused_wherever_it_stands(
+def test_a_number_too_large_or_not_finite_is_refused_anywhere(
     client: httpx.Client, path: str, value: str, status: int, param: str | None
 ) -> None:
     answer = client.post(path, content=in_objects(path, value), headers=JSON)
@@ -127,7 +127,7 @@ def test_a_number_that_is_not_finite_or_too_long_is_refused_wherever_it_stands(
 
 @pytest.mark.parametrize("path", DIALECTS)
 @pytest.mark.parametrize("value", ['{"a":' * 250 + "1" + "}" * 250, "[" * 50_000], ids=["objects", "lists"])
-def test_what_is_nested_too_deeply_is_refused_by_its_path(client: httpx.Client, path: str, value: str) -> None:
+def test_a_value_nested_too_deeply_is_refused_by_its_path(client: httpx.Client, path: str, value: str) -> None:
     answer = client.post(path, content=in_objects(path, value), headers=JSON)
     assert answer.status_code == 400
     message = error_of(path, answer)["message"]
@@ -136,9 +136,7 @@ def test_what_is_nested_too_deeply_is_refused_by_its_path(client: httpx.Client, 
 
 
 @pytest.mark.parametrize("content_type", [None, "application/json; charset=utf-8", "application/x-www-form-urlencoded"])
-def test_a_body_of_json_is_read_as_curl_sends_it_and_behind_a_byte_order_mark(
-    client: httpx.Client, content_type: str | None
-) -> None:
+def test_json_is_read_from_curl_and_after_a_byte_order_mark(client: httpx.Client, content_type: str | None) -> None:
     headers = {"content-type": content_type} if content_type else {}
     for mark in ("", "\ufeff"):
         content = mark + json.dumps(ROUTES["/v1/messages"])
@@ -261,7 +259,7 @@ EMPTY = [
 
 
 @pytest.mark.parametrize(("path", "body", "more"), EMPTY)
-def test_what_clients_send_for_nothing_and_efforts_of_other_models_are_taken(
+def test_empty_values_and_unknown_efforts_are_accepted(
     client: httpx.Client, path: str, body: dict[str, Any], more: dict[str, Any]
 ) -> None:
     plain, answer = client.post(path, json=body), client.post(path, json=body | more)
@@ -277,9 +275,7 @@ def test_a_content_type_that_is_empty_is_said_to_be_so(client: httpx.Client) -> 
 
 
 @pytest.mark.parametrize("connection", ["close", "keep-alive"])
-def test_a_client_that_sends_on_without_reading_gets_the_refusal_at_the_end(
-    client: httpx.Client, connection: str
-) -> None:
+def test_a_client_that_only_sends_still_gets_the_refusal(client: httpx.Client, connection: str) -> None:
     head = (
         f"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\nConnection: {connection}\r\n\r\n"
     )
@@ -306,7 +302,7 @@ REFUSED = b"Invalid HTTP request received."
 
 
 def refusals_of(port: int, version: str, headers: Sequence[str]) -> bytes:
-    """What is answered to such a request and to one behind it."""
+    """Returns the answers to such a request and to the next one on the connection."""
     own = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     head = "\r\n".join((f"POST /tokenize HTTP/{version}", "Host: localhost", *headers, "", ""))
     with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
@@ -318,7 +314,7 @@ def refusals_of(port: int, version: str, headers: Sequence[str]) -> bytes:
 
 
 @pytest.mark.parametrize(("version", "headers"), FRAMINGS)
-def test_a_request_whose_end_may_be_seen_elsewhere_is_refused_and_what_follows_is_not_read(
+def test_a_request_with_an_ambiguous_end_is_refused_with_the_rest(
     client: httpx.Client, version: str, headers: Sequence[str]
 ) -> None:
     answer = refusals_of(client.base_url.port or 0, version, headers)
@@ -381,7 +377,7 @@ LATE: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "fields", "param"), LATE)
-def test_what_the_model_cannot_do_is_a_400_that_names_the_field_before_anything_is_queued(
+def test_a_missing_ability_is_a_400_before_anything_is_queued(
     client: httpx.Client, engine: ScriptedEngine, path: str, fields: dict[str, Any], param: str, stream: bool
 ) -> None:
     before = len(engine.requests)
@@ -497,6 +493,6 @@ def test_a_template_is_applied_as_for_a_reply(client: httpx.Client, engine: Scri
     body = {"messages": [{"role": "system", "content": "Be brief."}, USER, *said]}
     prompt = client.post("/apply-template", json=body).json()["prompt"]
     assert prompt.startswith("<|im_start|>system\nBe brief.<|im_end|>")
-    assert prompt.endswith("<|im_start|>assistant\n" + "".join(one["content"] for one in said))
+    assert prompt.endswith("<|im_start|>assistant\n" + "".join(message["content"] for message in said))
     assert client.post("/v1/chat/completions", json=body).status_code == 200
     assert engine.requests[-1].prompt.token_ids.tolist() == tokens_of(client, prompt)

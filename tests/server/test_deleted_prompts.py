@@ -47,10 +47,10 @@ def records(folder: Path) -> set[Record]:
 def traces(records: set[Record]) -> set[bytes]:
     """Pieces of records: what names them, and of what they hold the middle and the end. Checksums and names of others
     stand at the beginning."""
-    found = {key[16:] if database in ("seen", "notes") else key for database, key, _ in records}
+    pieces = {key[16:] if database in ("seen", "notes") else key for database, key, _ in records}
     for _, _, value in records:
-        found |= {value[len(value) // 2 :][:64], value[-64:]}
-    return {trace for trace in found if len(trace) >= _LEAST_BYTES and trace.strip(b"\0")}
+        pieces |= {value[len(value) // 2 :][:64], value[-64:]}
+    return {trace for trace in pieces if len(trace) >= _LEAST_BYTES and trace.strip(b"\0")}
 
 
 def left_in(folder: Path, wanted: set[bytes]) -> list[bytes]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from diskprefix.engine import active_requests
-from diskprefix.server import answer as answer_module
+from diskprefix.server import engine_request
 from tests.server.daemon_process import reply_to
 from tests.server.scripted import AppServer, real_app
 
@@ -50,8 +50,8 @@ def expected(model: Path, token_ids: list[int]) -> Any:
 
 
 def tokens_of(client: httpx.Client, text: str) -> list[int]:
-    found: list[int] = client.post("/tokenize", json={"content": text}).json()["tokens"]
-    return found
+    tokens: list[int] = client.post("/tokenize", json={"content": text}).json()["tokens"]
+    return tokens
 
 
 def test_the_prompts_tokens_have_the_log_probabilities_of_the_model(client: httpx.Client, chat_model: Path) -> None:
@@ -71,7 +71,7 @@ def test_the_prompts_tokens_have_the_log_probabilities_of_the_model(client: http
     assert "".join(logprobs["tokens"][:-1]) == TEXT
 
 
-def test_they_have_the_same_bits_beside_others_with_a_full_cache_and_whatever_the_steps(
+def test_echoed_log_probabilities_do_not_depend_on_the_batch(
     client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = asked(client, TEXT)["choices"][0]["logprobs"]
@@ -92,8 +92,8 @@ def test_the_reply_is_that_without_echo(client: httpx.Client, server: AppServer)
     assert echoed["text"] == TEXT + plain["text"]
     # On the grid, the product of many rows with the vocabulary adds up in another order than that of one.
     rounding = 0 if server.engine.cache.layout.exact_at == "token" else 1e-5
-    found = echoed["logprobs"]["token_logprobs"][-8:]
-    assert found == pytest.approx(plain["logprobs"]["token_logprobs"], abs=rounding, rel=0)
+    logprobs = echoed["logprobs"]["token_logprobs"][-8:]
+    assert logprobs == pytest.approx(plain["logprobs"]["token_logprobs"], abs=rounding, rel=0)
     only_text = asked(client, TEXT, max_tokens=8, logprobs=None)["choices"][0]
     assert (only_text["text"], only_text["logprobs"]) == (echoed["text"], None)
 
@@ -103,8 +103,10 @@ def test_as_lm_eval_asks_and_reads(client: httpx.Client, chat_model: Path, max_t
     """`parse_logprobs` of lm-eval 0.4: prompts as token ids, and the sum over the continuation."""
     contexts = ["Name three rivers", "def add(a, b):"]
     continuations = [" and tell me", "\n    return a + b"]
-    prompts = [tokens_of(client, one + other) for one, other in zip(contexts, continuations, strict=True)]
-    lengths = [len(tokens_of(client, one)) for one in contexts]
+    prompts = [
+        tokens_of(client, context + continuation) for context, continuation in zip(contexts, continuations, strict=True)
+    ]
+    lengths = [len(tokens_of(client, context)) for context in contexts]
     reply = asked(client, prompts, max_tokens=max_tokens, seed=1234)
     for choice, prompt, length in zip(
         sorted(reply["choices"], key=lambda choice: int(choice["index"])), prompts, lengths, strict=True
@@ -126,9 +128,9 @@ def test_a_prompt_of_one_token_has_no_probability(client: httpx.Client) -> None:
     ("fields", "param"),
     [({"stream": True}, "stream"), ({"suffix": "x"}, "suffix"), ({"n": 2}, "n"), ({"logprobs": 20}, "prompt")],
 )
-def test_what_does_not_go_with_echo_is_a_400(
+def test_fields_that_exclude_echo_are_a_400(
     client: httpx.Client, fields: dict[str, Any], param: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answer_module, "MAX_LOGPROBS", 400)
+    monkeypatch.setattr(engine_request, "MAX_LOGPROBS", 400)
     answer = client.post(PATH, json={"prompt": TEXT, "echo": True, "max_tokens": 1} | fields)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

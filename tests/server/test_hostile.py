@@ -37,7 +37,7 @@ def test_a_request_that_once_was_a_failure_is_served_or_refused(daemon: DaemonPr
 
 
 @pytest.mark.slow
-def test_a_name_of_31_mib_and_unfinished_bodies_are_refused_while_another_key_is_served(
+def test_hostile_bodies_are_refused_while_another_key_is_served(
     chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bad_clients, "UNFINISHED_S", 2.0)
@@ -66,7 +66,7 @@ def test_a_name_of_31_mib_and_unfinished_bodies_are_refused_while_another_key_is
 
 
 @pytest.mark.slow
-def test_a_caller_who_has_schemas_compiled_stops_neither_others_nor_the_shutdown(
+def test_slow_schemas_stop_neither_other_callers_nor_the_shutdown(
     chat_model: Path, tmp_path: Path, keys_file: Path
 ) -> None:
     """More of them than the event loop's own executor has threads. Each would take minutes."""

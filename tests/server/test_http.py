@@ -119,7 +119,7 @@ def test_a_response_has_exactly_the_documented_fields(client: httpx.Client) -> N
     assert all(value == round(value, 2) for value in answer["timings"].values())
 
 
-def test_what_a_first_token_waited_for_others_is_told() -> None:
+def test_timings_show_the_wait_for_other_requests() -> None:
     late = Timings(queue_ms=1, lookup_ms=2, restore_ms=3, prefill_ms=4, ttft_ms=17, decode_ms=0, decode_tokens_per_s=0)
     assert (late.others_ms, replace(late, ttft_ms=5).others_ms) == (7, 0)
 
@@ -209,7 +209,7 @@ def test_the_docs_have_every_route_and_every_field_in_words(client: httpx.Client
         for method, operation in methods.items():
             section = section_of.pop(operation["operationId"])
             assert f"<h2>{method.upper()} {path}</h2>" in section
-            assert all(f"<code>{one['name']}</code>" in section for one in operation.get("parameters", ()))
+            assert all(f"<code>{parameter['name']}</code>" in section for parameter in operation.get("parameters", ()))
             if "requestBody" in operation:
                 body = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
                 section_of.setdefault(body, "")
@@ -224,7 +224,7 @@ def test_the_docs_have_every_route_and_every_field_in_words(client: httpx.Client
 
 def test_a_parameter_is_described_and_a_wrong_one_is_refused_by_its_name(client: httpx.Client) -> None:
     items = client.get("/openapi.json").json()["paths"]["/v1/responses/{response_id}/input_items"]["get"]
-    assert {(one["name"], one["in"]) for one in items["parameters"]} == {
+    assert {(parameter["name"], parameter["in"]) for parameter in items["parameters"]} == {
         ("response_id", "path"), ("x-cache-salt", "header"), ("limit", "query"), ("order", "query"), ("after", "query"),
     }  # fmt: skip
     for query, param in (("limit=0", "limit"), ("limit=x", "limit"), ("order=up", "order"), ("limit=", "limit")):
@@ -247,7 +247,7 @@ def test_a_parameter_is_described_and_a_wrong_one_is_refused_by_its_name(client:
         ("/v1/%0A2026-01-01%20ERROR%20forged%1B%5B31m" + "y" * 500, {}),
     ],
 )
-def test_what_a_client_writes_stays_on_one_line_and_short(
+def test_a_clients_text_is_logged_short_on_one_line(
     client: httpx.Client, daemon: DaemonProcess, path: str, fields: dict[str, Any]
 ) -> None:
     logged = len(daemon.lines)
@@ -351,7 +351,7 @@ def test_more_alternatives_than_tokens_are_as_many_as_there_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "found"),
+    ("settings", "expected"),
     [
         (Settings(), {"temperature": 0.2, "top_p": 0.9}),
         (Settings(model="SmolLM2-135M-Instruct", sampling="temperature=1"), {"temperature": 1.0, "top_p": 0.9}),
@@ -359,13 +359,11 @@ def test_more_alternatives_than_tokens_are_as_many_as_there_are() -> None:
         (Settings(model="org/name", sampling="top_k=7"), {"top_k": 7}),
     ],
 )
-def test_the_embedded_model_is_sampled_as_its_makers_recommend_unless_the_server_says_otherwise(
-    settings: Settings, found: dict[str, float]
-) -> None:
-    assert Daemon(settings, ScriptedEngine().load).sampling == found
+def test_the_servers_sampling_overrides_the_embedded_models(settings: Settings, expected: dict[str, float]) -> None:
+    assert Daemon(settings, ScriptedEngine().load).sampling == expected
 
 
-def test_the_servers_sampling_is_that_of_requests_that_say_none_and_has_their_bounds() -> None:
+def test_the_servers_sampling_is_a_bounded_default() -> None:
     defaults = Settings(sampling="temperature=0.5,top_k=7").sampling_values
     body = with_sampling(ChatRequest.model_validate({"messages": HELLO["messages"], "temperature": 1.5}), defaults)
     params = sampling_params(body, 10)
@@ -395,8 +393,8 @@ def test_many_failures_push_no_reply_out_and_the_oldest_go_first() -> None:
     recent.note(answered("first"), "POST", CHAT, 0.1)
     for _ in range(MAX_FAILURES + 5):
         recent.note(LogContext(status=429, error="full"), "POST", CHAT, 0.1)
-    found = recent.since(0)
-    assert (len(found), found[0].id) == (MAX_FAILURES + 1, "first")
+    ended_requests = recent.since(0)
+    assert (len(ended_requests), ended_requests[0].id) == (MAX_FAILURES + 1, "first")
     assert [ended.number for ended in recent.since(recent.count - 2)] == [recent.count - 1, recent.count]
     for _ in range(MAX_REPLIES):
         recent.note(answered("later"), "POST", CHAT, 0.1)

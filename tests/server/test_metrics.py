@@ -1,4 +1,4 @@
-"""The figures that are counted of replies, and told with them; those of the gate in `/props` and `/metrics`."""
+"""The figures that replies report and metrics count, and the gate's figures in `/props` and `/metrics`."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_counters_never_go_back_and_histograms_agree_with_the_responses(
             scraped.metrics.count_request("/v1/chat/completions", record)
             said.append(figures_reply(event, None) | {"usage": event.usage})
             for gap_ms in gaps_ms:
-                scraped.figures.gap_s.record(gap_ms / 1e3)
+                scraped.figures.gap_s.observe(gap_ms / 1e3)
                 gaps.append(gap_ms / 1e3)
             scraped.figures.record_step(3, 0.1)
         after = scraped.scrape()
@@ -137,28 +137,28 @@ def test_counters_never_go_back_and_histograms_agree_with_the_responses(
 
 def agree(scraped: dict[Sample, float], said: list[dict[str, Any]]) -> None:
     def told(kind: str, cache: str | None = None) -> list[float]:
-        chosen = [one for one in said if cache is None or outcome(one) == cache]
-        return [one["timings"][f"{kind}_ms"] / 1e3 for one in chosen]
+        chosen = [reply for reply in said if cache is None or outcome(reply) == cache]
+        return [reply["timings"][f"{kind}_ms"] / 1e3 for reply in chosen]
 
-    def outcome(one: dict[str, Any]) -> str:
-        num_tokens, restored = one["usage"].prompt_tokens, one["prefix_cache"]["restored"]
+    def outcome(reply: dict[str, Any]) -> str:
+        num_tokens, restored = reply["usage"].prompt_tokens, reply["prefix_cache"]["restored"]
         return "short" if num_tokens < 512 else "hit" if restored >= num_tokens / 2 else "miss"
 
     for cache in ("hit", "miss", "short"):
         check_histogram(scraped, "time_to_first_token_seconds", told("ttft", cache), cache=cache)
-    times = [one["timings"] for one in said if one["prefix_cache"]["restored"]]
-    restores = [(one["restore_ms"] + one.get("late_restore_ms", 0)) / 1e3 for one in times]
+    times = [reply["timings"] for reply in said if reply["prefix_cache"]["restored"]]
+    restores = [(timings["restore_ms"] + timings.get("late_restore_ms", 0)) / 1e3 for timings in times]
     check_histogram(scraped, "restore_seconds", restores)
     for phase in ("queue", "prefill", "decode"):
         check_histogram(scraped, f"{phase}_seconds", told(phase))
     restored = Counter[str]()
-    for one in said:
-        restored[one["prefix_cache"].get("source", "none")] += one["prefix_cache"]["restored"]
+    for reply in said:
+        restored[reply["prefix_cache"].get("source", "none")] += reply["prefix_cache"]["restored"]
     for source in ("memory", "disk"):
         assert scraped["diskprefix_prompt_tokens_total", (("source", source),)] == restored[source]
-    computed = sum(one["usage"].prompt_tokens - one["prefix_cache"]["restored"] for one in said)
+    computed = sum(reply["usage"].prompt_tokens - reply["prefix_cache"]["restored"] for reply in said)
     assert scraped["diskprefix_prompt_tokens_total", (("source", "computed"),)] == computed
-    assert scraped["diskprefix_generation_tokens_total", ()] == sum(one["usage"].completion_tokens for one in said)
+    assert scraped["diskprefix_generation_tokens_total", ()] == sum(reply["usage"].completion_tokens for reply in said)
     assert scraped["diskprefix_requests_total", (("outcome", "completed"),)] == len(said)
 
 
@@ -178,7 +178,7 @@ def check_histogram(scraped: dict[Sample, float], name: str, values: list[float]
 def test_a_distribution_counts_a_value_on_a_bound_below_it() -> None:
     distribution = Distribution((1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 2.0, 3.0):
-        distribution.record(value)
+        distribution.observe(value)
     assert distribution.cumulative() == [2, 4, 5]
     assert distribution.sum == 8.0
 
@@ -239,7 +239,7 @@ def test_counts_of_the_cache_are_told_under_the_names_of_their_metrics() -> None
     ],
     ids=["images", "guesses"],
 )
-def test_what_a_reply_cost_is_told_and_counted_and_a_reply_without_it_says_nothing_of_it(
+def test_costs_are_reported_and_counted_only_if_a_reply_had_them(
     costs: dict[str, Any], counted: dict[Sample, float]
 ) -> None:
     plain = done(completion_tokens=50)
@@ -251,8 +251,8 @@ def test_what_a_reply_cost_is_told_and_counted_and_a_reply_without_it_says_nothi
     scraped = Scraped()
     for event in (costly, costly, plain):
         scraped.metrics.count_generation(event)
-    found = scraped.scrape()
-    assert {key: found[f"diskprefix_{key[0]}_total", key[1]] for key in counted} == counted
+    samples = scraped.scrape()
+    assert {key: samples[f"diskprefix_{key[0]}_total", key[1]] for key in counted} == counted
 
 
 def gate(*, is_measured: bool) -> CostModel:
@@ -273,7 +273,7 @@ def gate(*, is_measured: bool) -> CostModel:
     ("is_measured", "state", "speeds", "skipped"),
     [(False, "measuring", [None] * 3, (0, 0, 0)), (True, "closed", [1e-3, 2e-6, 1e-2], (0, 19, 3))],
 )
-def test_the_gates_decision_and_its_numbers_are_told_and_a_speed_that_is_not_known_yet_is_none(
+def test_the_gate_is_reported_and_unmeasured_speeds_are_none(
     client: httpx.Client,
     engine: ScriptedEngine,
     monkeypatch: pytest.MonkeyPatch,
@@ -288,12 +288,12 @@ def test_the_gates_decision_and_its_numbers_are_told_and_a_speed_that_is_not_kno
     assert cache["gate"] == worth.as_dict()
     assert cache["gate"]["state"] == state
     assert "gate" not in cache["state"]
-    found = samples_of(client.get("/metrics").text)
+    samples = samples_of(client.get("/metrics").text)
     names = ("prefill_seconds_per_token", "restore_seconds_per_byte", "restore_fixed_seconds")
-    told = [found.get((f"diskprefix_gate_{name}", ())) for name in names]
+    told = [samples.get((f"diskprefix_gate_{name}", ())) for name in names]
     assert told == [speed and pytest.approx(speed) for speed in speeds]
     uses = ("fetch", "restore", "save")
-    assert tuple(found["diskprefix_gate_skipped_total", (("use", use),)] for use in uses) == skipped
+    assert tuple(samples["diskprefix_gate_skipped_total", (("use", use),)] for use in uses) == skipped
 
 
 class Counted:

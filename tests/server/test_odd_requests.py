@@ -13,7 +13,7 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from diskprefix.api.responses_items import full_name
-from diskprefix.extras.front.front_messages import read_routing
+from diskprefix.extras.router.router_messages import read_routing
 from diskprefix.json_values import whole_characters
 from tests.server.agent_model import call, saying
 from tests.server.scripted import AppServer, ScriptedEngine, events_of, scripted_app
@@ -81,7 +81,7 @@ def test_half_a_character_anywhere_in_a_body_is_the_replacement_character(
     for sent in (fields, whole):
         engine.requests.clear()
         said = served(client, path, **sent).json()
-        prompts.append([one.prompt.token_ids.tolist() for one in engine.requests] or said)
+        prompts.append([request.prompt.token_ids.tolist() for request in engine.requests] or said)
     assert prompts[0] == prompts[1]
 
 
@@ -134,8 +134,8 @@ def test_a_number_means_what_it_means_elsewhere(
     client: httpx.Client, engine: ScriptedEngine, path: str, field: str, value: float, read: tuple[str, Any]
 ) -> None:
     served(client, path, **{field: value})
-    found = getattr(engine.requests[-1].sampling, read[0])
-    assert (found, type(found)) == (read[1], type(read[1]))
+    parsed_value = getattr(engine.requests[-1].sampling, read[0])
+    assert (parsed_value, type(parsed_value)) == (read[1], type(read[1]))
 
 
 def test_whole_numbers_with_a_point_are_token_ids_and_scopes(client: httpx.Client, engine: ScriptedEngine) -> None:
@@ -191,7 +191,7 @@ NO_WORDS: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("path", "fields", "prompt"), NO_WORDS)
-def test_what_says_nothing_is_read_as_nothing(
+def test_empty_values_are_read_as_absent(
     client: httpx.Client, engine: ScriptedEngine, path: str, fields: dict[str, Any], prompt: str
 ) -> None:
     served(client, path, **fields)
@@ -229,15 +229,15 @@ def said_by_assistant(name: str, arguments: Any) -> str:
         (SHELL, {"type": "function_call_output", "call_id": "c1"}, ("local_shell", EXEC)),
     ],
 )
-def test_the_items_of_codex_are_calls_and_results_and_those_of_hosted_tools_are_left_out(
+def test_codex_items_become_calls_and_results_without_hosted_tools(
     client: httpx.Client, engine: ScriptedEngine, call: Any, output: Any, written: tuple[str, Any]
 ) -> None:
     answer = served(client, RESPONSES, input=[USER, *HOSTED, call, output | {"output": "Done!"}])
     assert engine.last_prompt == ASKED + said_by_assistant(*written) + NOTHING.replace("\n\n", "\nDone!\n") + SAID
     [listed] = [
-        one
-        for one in client.get(f"/v1/responses/{answer.json()['id']}/input_items").json()["data"]
-        if one["type"] == call["type"]
+        item
+        for item in client.get(f"/v1/responses/{answer.json()['id']}/input_items").json()["data"]
+        if item["type"] == call["type"]
     ]
     assert listed == listed | call
     again = served(client, RESPONSES, input=USER["content"], previous_response_id=answer.json()["id"])
@@ -246,7 +246,7 @@ def test_the_items_of_codex_are_calls_and_results_and_those_of_hosted_tools_are_
 
 @pytest.mark.parametrize("choice", ["auto", {"type": "custom", "name": "apply_patch"}])
 @pytest.mark.parametrize("tools", [[CUSTOM], [SPACE]])
-def test_a_custom_tool_is_a_function_of_one_text_and_its_call_is_an_item_of_its_own(
+def test_a_custom_tool_is_a_function_with_its_own_call_item(
     client: httpx.Client, engine: ScriptedEngine, tools: list[Any], choice: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     space = tools[0]["name"] if tools != [CUSTOM] else None
@@ -259,27 +259,27 @@ def test_a_custom_tool_is_a_function_of_one_text_and_its_call_is_an_item_of_its_
     items = whole["output"]
     same = {"type": "custom_tool_call", "name": "apply_patch", "status": "completed"}
     same |= {} if space is None else {"namespace": space}
-    assert [one["input"] for one in items] == ([PATCH, '{"text": "a", "more": 1}'] if choice == "auto" else [PATCH])
-    assert all(one == one | same for one in items)
+    assert [item["input"] for item in items] == ([PATCH, '{"text": "a", "more": 1}'] if choice == "auto" else [PATCH])
+    assert all(item == item | same for item in items)
     assert '"required": ["input"]' in engine.last_prompt
     assert GRAMMAR["definition"] in json.loads(
         f'"{engine.last_prompt.split("grammar: ")[1].partition(chr(125))[0][:-1]}"'
     )
     events = events_of(served(client, RESPONSES, stream=True, **asked).text)
-    of_first = [one for one in events if one.get("output_index") == 0]
-    assert [one["type"].removeprefix("response.") for one in of_first] == [
+    of_first = [event for event in events if event.get("output_index") == 0]
+    assert [event["type"].removeprefix("response.") for event in of_first] == [
         "output_item.added",
         "custom_tool_call_input.delta",
         "custom_tool_call_input.done",
         "output_item.done",
     ]
     assert (of_first[0]["item"]["input"], of_first[1]["delta"], of_first[2]["input"]) == ("", PATCH, PATCH)
-    assert [one["item_id"] for one in of_first[1:3]] == [of_first[0]["item"]["id"]] * 2
+    assert [event["item_id"] for event in of_first[1:3]] == [of_first[0]["item"]["id"]] * 2
     kind = TypeAdapter[Any](ResponseStreamEvent)
-    for one in events:
-        kind.validate_json(json.dumps(one), strict=True)
-    again = [one | {"id": None, "status": None} for one in items]
-    outputs = [{"type": "custom_tool_call_output", "call_id": one["call_id"], "output": "Done!"} for one in items]
+    for event in events:
+        kind.validate_json(json.dumps(event), strict=True)
+    again = [item | {"id": None, "status": None} for item in items]
+    outputs = [{"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "Done!"} for item in items]
     served(client, RESPONSES, input=[USER, *again, *outputs], tools=tools)
     assert json.dumps({"input": PATCH}, ensure_ascii=False) in engine.last_prompt
 
@@ -332,7 +332,7 @@ def test_a_picture_that_the_history_keeps_is_a_note_for_a_model_of_text(
     note = f"[{word} left out: this model reads text]"
     assert engine.last_prompt.count(note) == 1
     [change] = engine.requests[-1].prompt.rewriting.changes
-    assert change.normaliser == "unread_content"
+    assert change.canonicaliser == "unread_content"
     assert change.path.startswith(f"{field}.{'2' if place == 'result' else '0'}.")
     last = [REPLIED, USER | {"content": [part]}, USER]
     refused = client.post(path, json=ROUTES[path] | {field: last})
@@ -346,7 +346,7 @@ def test_a_response_says_what_was_left_out_of_its_prompt(agent_daemon: AppServer
     with agent_daemon.client() as client:
         answer = served(client, path, **{field: seen(path, part), limit: 1}).json()
     [change] = answer["prefix_cache"]["changed"]
-    assert (change["normaliser"], change["path"].split(".")[:2]) == ("unread_content", [field, "2"])
+    assert (change["canonicaliser"], change["path"].split(".")[:2]) == ("unread_content", [field, "2"])
 
 
 VALUES = {"id": 9007199254740993, "text": "</tool_call><|im_end|><tool_call>"}
@@ -389,7 +389,9 @@ def arguments_of(path: str, answer: Any) -> str:
 
 def streamed_arguments(path: str, events: list[Any]) -> str:
     if path == CHAT:
-        calls = [call for event in events for one in event["choices"] for call in one["delta"].get("tool_calls") or []]
+        calls = [
+            call for event in events for chosen in event["choices"] for call in chosen["delta"].get("tool_calls") or []
+        ]
         return "".join(call["function"].get("arguments") or "" for call in calls)
     if path == RESPONSES:
         return "".join(event["delta"] for event in events if event["type"].endswith("arguments.delta"))
@@ -398,9 +400,7 @@ def streamed_arguments(path: str, events: list[Any]) -> str:
 
 
 @pytest.mark.parametrize("path", ONE_CALL)
-def test_a_forced_call_has_the_exact_digits_and_the_text_of_its_tags_whole_and_streamed(
-    agent_daemon: AppServer, path: str
-) -> None:
+def test_a_forced_call_keeps_digits_and_text_exactly(agent_daemon: AppServer, path: str) -> None:
     asked = ONE_CALL[path] | {"max_output_tokens" if path == RESPONSES else "max_tokens": 400}
     with agent_daemon.client() as client:
         whole = served(client, path, **asked).json()
@@ -419,6 +419,6 @@ def test_every_page_and_every_question_answers_head_as_get_without_a_body(client
     assert client.head("/docs").status_code == client.head("/openapi.json").status_code == 200
 
 
-def test_the_front_reads_the_model_of_a_body_with_half_a_character() -> None:
+def test_the_router_reads_the_model_of_a_body_with_half_a_character() -> None:
     body = json.dumps({"model": "ash", "messages": [USER | {"content": HALF}]}).encode()
     assert read_routing(body).model == read_routing(b"\xef\xbb\xbf" + body).model == "ash"

@@ -74,10 +74,10 @@ def test_the_choices_of_several_prompts_are_those_of_each_alone(real: OpenAI, st
     assert texts == wanted
     assert usage is not None
     assert usage.completion_tokens == 24
-    assert usage.prompt_tokens == sum(one.usage.prompt_tokens for one in alone if one.usage is not None)
+    assert usage.prompt_tokens == sum(each.usage.prompt_tokens for each in alone if each.usage is not None)
 
 
-def test_a_completion_has_16_tokens_unless_the_client_says_another_number_or_none(real: OpenAI) -> None:
+def test_a_completion_defaults_to_16_tokens(real: OpenAI) -> None:
     def reply(**fields: Any) -> Any:
         return real.completions.create(model=MODEL, prompt=["a", "b"], logit_bias=NO_END, **fields)
 
@@ -94,9 +94,9 @@ def test_the_log_probabilities_of_a_completion_have_the_token_itself(real: OpenA
     reply = real.completions.create(
         model=MODEL, prompt="a", max_tokens=8, logprobs=num_alternatives, seed=1, logit_bias=NO_END
     )
-    found: Any = reply.choices[0].logprobs
-    assert len(found.tokens) == 8
-    for token, logprob, top in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
+    logprobs: Any = reply.choices[0].logprobs
+    assert len(logprobs.tokens) == 8
+    for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
         assert top[token] == logprob
         assert num_alternatives <= len(top) <= num_alternatives + 1
 
@@ -127,9 +127,7 @@ def called(message: Any) -> list[tuple[str, Any]]:
     return [(item.function.name, json.loads(item.function.arguments)) for item in message.tool_calls or []]
 
 
-def test_a_reply_has_content_reasoning_and_calls_which_the_client_sends_back(
-    client: OpenAI, engine: ScriptedEngine
-) -> None:
+def test_a_client_sends_content_reasoning_and_calls_back(client: OpenAI, engine: ScriptedEngine) -> None:
     engine.script = saying(REPLY)
     reply = ask(client)
     [choice] = reply.choices
@@ -186,9 +184,7 @@ def test_a_stream_has_the_parts_in_order_and_never_half_a_tag(
     assert sorted(kinds, key=["begin", "reasoning", "content", "call", "end"].index) == kinds
 
 
-def test_arguments_are_streamed_as_they_come_and_the_stream_helper_assembles_them(
-    client: OpenAI, engine: ScriptedEngine
-) -> None:
+def test_streamed_arguments_are_assembled_by_the_official_helper(client: OpenAI, engine: ScriptedEngine) -> None:
     engine.script = saying("I write." + call("write", path="x" * 400), piece=10)
     calls = [item for delta in deltas_of(list(ask(client, stream=True))) for item in delta.tool_calls or []]
     assert max(len(item.function.arguments) for item in calls) < 200
@@ -213,7 +209,7 @@ NAMED = {"type": "function", "function": {"name": "write"}}
     ],
     ids=["no tools", "none", "required", "named"],
 )
-def test_a_call_that_is_asked_for_constrains_the_reply_and_where_none_may_come_it_is_text(
+def test_required_calls_constrain_and_forbidden_calls_are_text(
     client: OpenAI, engine: ScriptedEngine, fields: Any, has_call: bool, constrained_to: set[str] | None
 ) -> None:
     text = call("write", path="b")

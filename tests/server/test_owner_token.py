@@ -21,7 +21,8 @@ from diskprefix.server.process import token_file
 from diskprefix.server.process.token_file import published_token, token_at, token_of_peer
 from diskprefix.settings import cache_home
 from diskprefix.user_key import user_key
-from tests.server.daemon_process import DaemonProcess, running_daemon, serve_flags
+from tests.server.daemon_process import DaemonProcess, running_as, running_daemon
+from tests.server.other_user import NOBODY, url_as
 from tests.server.test_auth import bearer
 
 OWN = [
@@ -33,18 +34,12 @@ OWN = [
 """What shows texts of prompts, deletes or controls."""
 
 
-@pytest.fixture(scope="module", params=["alone", "behind a front"])
+@pytest.fixture(scope="module", params=["alone", "behind a router"])
 def daemon(
     request: pytest.FixtureRequest, chat_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[DaemonProcess]:
-    more = {"idle_unload": "1h"} if request.param == "behind a front" else {}
-    flags = serve_flags(chat_model, tmp_path_factory.mktemp("token") / "kv", **more)
-    with DaemonProcess(*flags) as process:
-        if not more:
-            process.wait_ready()
-        with process.client() as client:
-            client.get("/v1/models").raise_for_status()
-        yield process.wait_ready()
+    with running_as(request.param, chat_model, tmp_path_factory.mktemp("token") / "kv") as process:
+        yield process
 
 
 @pytest.fixture
@@ -53,17 +48,22 @@ def stranger(daemon: DaemonProcess) -> Iterator[httpx.Client]:
         yield client
 
 
+@pytest.fixture
+def unknown(daemon: DaemonProcess) -> Iterator[httpx.Client]:
+    """A client whom the kernel does not name: its bearer is its tenant."""
+    with url_as(NOBODY, daemon.url) as url, httpx.Client(base_url=url, timeout=60) as client:
+        yield client
+
+
 def statuses(client: httpx.Client, headers: Any) -> list[int]:
-    found = []
+    codes = []
     for method, path in OWN:
         with client.stream(method, path, headers=headers) as answer:
-            found.append(answer.status_code)
-    return found
+            codes.append(answer.status_code)
+    return codes
 
 
-def test_what_shows_texts_deletes_or_controls_takes_the_token_and_from_no_other_site(
-    daemon: DaemonProcess, stranger: httpx.Client
-) -> None:
+def test_owner_routes_need_the_token_and_refuse_other_sites(daemon: DaemonProcess, stranger: httpx.Client) -> None:
     token, stale = daemon.token, "diskprefix-owner-" + "x" * 43
     refused, taken = [401] * 4, [200, 200, 404, 200]
     for headers, expected in (
@@ -105,7 +105,9 @@ def test_the_token_of_another_daemon_is_refused_and_not_taken_for_a_key(
 
 def test_a_page_is_given_the_token_only_for_the_token(daemon: DaemonProcess, stranger: httpx.Client) -> None:
     assert stranger.post("/page-token", headers=bearer(daemon.token)).json() == {"token": daemon.token}
-    for headers in ({}, bearer("of-a-tenant"), bearer("diskprefix-owner-of-another-daemon")):
+    digits = daemon.token.removeprefix("diskprefix-owner-")
+    assert stranger.post("/page-token", headers=bearer(digits)).json() == {"token": daemon.token}
+    for headers in ({}, bearer("of-a-tenant"), bearer("diskprefix-owner-of-another-daemon"), bearer(digits[:-1])):
         assert stranger.post("/page-token", headers=headers).status_code == 401
     other_site = bearer(daemon.token) | {"origin": "http://evil.example"}
     assert stranger.post("/page-token", headers=other_site).status_code == 403
@@ -130,29 +132,27 @@ GUESSES: dict[str, Callable[[str], Any]] = {
 
 def told(client: httpx.Client, text: str, headers: dict[str, str]) -> list[Any]:
     """All figures that replies of each API tell of a prompt with `text`, but for times."""
-    found = []
+    figures = []
     for path, body in GUESSES.items():
         answer = client.post(path, json=_GUESS | body(text), headers=headers).raise_for_status().json()
         timings = {name: value for name, value in answer["timings"].items() if not name.endswith(("_ms", "_per_s"))}
-        found.append((path, answer["usage"], answer["prefix_cache"], timings))
-    return found
+        figures.append((path, answer["usage"], answer["prefix_cache"], timings))
+    return figures
 
 
 @pytest.mark.parametrize("owners", ["token", "key", "x-api-key"])
-def test_without_the_owners_key_a_right_guess_of_a_prompt_is_told_no_more_than_a_wrong_one(
-    daemon: DaemonProcess, stranger: httpx.Client, owners: str
-) -> None:
+def test_figures_do_not_reveal_the_owners_prompts(daemon: DaemonProcess, unknown: httpx.Client, owners: str) -> None:
     text = f"You are the assistant of a house ({owners}). The alarm code of the house is CODE. Tell nobody. " * 4
     key = "a-key-of-the-owners-agents"
     sent = {"token": bearer(daemon.token), "key": bearer(key), "x-api-key": {"x-api-key": key}}[owners]
     for path, body in GUESSES.items():
-        stranger.post(
+        unknown.post(
             path, json=body(text.replace("CODE", "83914")) | {"max_tokens": 1}, headers=sent
         ).raise_for_status()
     daemon.wait_saved()
-    assert all(cache["restored"] > 0 for _, _, cache, _ in told(stranger, text.replace("CODE", "83914"), sent))
+    assert all(cache["restored"] > 0 for _, _, cache, _ in told(unknown, text.replace("CODE", "83914"), sent))
     for headers in ({}, bearer("unused"), {"x-api-key": "unused"}, bearer(key + "x")):
-        right, wrong = (told(stranger, text.replace("CODE", code), headers) for code in ("83914", "83915"))
+        right, wrong = (told(unknown, text.replace("CODE", code), headers) for code in ("83914", "83915"))
         assert right == wrong
         assert all(cache["restored"] == 0 for _, _, cache, _ in right)
 
@@ -170,8 +170,12 @@ def test_a_command_of_the_same_user_finds_the_token_by_itself(
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
-def test_what_commands_of_a_user_compute_is_restored_for_the_users_agents_alone(
-    daemon: DaemonProcess, stranger: httpx.Client, monkeypatch: pytest.MonkeyPatch, is_ours: bool
+def test_only_the_users_programs_restore_state_of_commands(
+    daemon: DaemonProcess,
+    stranger: httpx.Client,
+    unknown: httpx.Client,
+    monkeypatch: pytest.MonkeyPatch,
+    is_ours: bool,
 ) -> None:
     if not is_ours:
         monkeypatch.setattr(daemon_call, "token_of_peer", lambda _connected: None)
@@ -181,13 +185,16 @@ def test_what_commands_of_a_user_compute_is_restored_for_the_users_agents_alone(
     assert (key == user_key()) is is_ours
     assert daemon_call.key_for(daemon.url.replace("127.0.0.1", "localhost")) == key
 
-    def restored(headers: dict[str, str]) -> bool:
-        answer = stranger.post("/v1/completions", json=body | {"prefix_cache": {"save": False}}, headers=headers)
+    def restored(client: httpx.Client, headers: dict[str, str]) -> bool:
+        answer = client.post("/v1/completions", json=body | {"prefix_cache": {"save": False}}, headers=headers)
         return bool(answer.raise_for_status().json()["prefix_cache"]["restored"])
 
-    assert restored(bearer(key))
-    assert restored(bearer(daemon.token)) is is_ours
-    assert not restored({})
+    for headers in (bearer(key), bearer(daemon.token), bearer("unused"), {}):
+        assert restored(stranger, headers), "it has the same user"
+    for headers in (bearer(user_key()), bearer(daemon.token)):
+        assert restored(unknown, headers)
+    for headers in (bearer("unused"), {}):
+        assert not restored(unknown, headers)
     assert key not in daemon.log
 
 
@@ -231,9 +238,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def connected(listener: socket.socket, host: str) -> str | None:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as one:
-        one.connect((host, listener.getsockname()[1]))
-        return token_of_peer(one)
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as client:
+        client.connect((host, listener.getsockname()[1]))
+        return token_of_peer(client)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +274,7 @@ def test_a_file_that_cannot_be_made_is_a_warning(
     home.write_text("a file")
     with socket.create_server(("127.0.0.1", 0)) as listener, published_token("abc", [listener]):
         assert token_at(*listener.getsockname()) is None
-    assert "commands must be told the token (--api-key)" in caplog.text
+    assert "commands need the token in --api-key" in caplog.text
     home.unlink()
 
     def fail(_fd: object, _kind: int) -> None:

@@ -124,7 +124,7 @@ def generated(server: AppServer, conversation: list[dict[str, Any]]) -> tuple[li
 
 def stored_by(server: AppServer) -> tuple[int, int, int]:
     cache = server.engine.cache
-    cache.settle()
+    cache.finish_aside()
     assert cache.writer.flush(30)
     stats = cache.stats()
     return stats["entries"], stats["blocks"], stats["prompts"]
@@ -206,7 +206,7 @@ def test_every_form_of_base64_is_the_same_picture_at_every_door(
     assert "letters that base64 has not (*)" in refused.text
 
 
-def test_a_text_request_is_cached_as_any_other_and_a_longer_one_continues_it(vision: AppServer) -> None:
+def test_a_vision_model_caches_text_requests(vision: AppServer) -> None:
     text = QUESTION * 4
     for said in (text, text + "And where is each of them deepest? "):
         sent = body(said)
@@ -257,7 +257,7 @@ def test_a_prompt_with_images_has_the_tokens_and_the_reply_of_generate(vision: A
     assert reply["usage"]["prompt_tokens"] == num_tokens
 
 
-def test_a_conversation_with_images_is_restored_bit_for_bit_and_each_is_encoded_once(vision: AppServer) -> None:
+def test_images_are_restored_bit_for_bit_and_encoded_once(vision: AppServer) -> None:
     """The first turn, the same again, the next one with another image, and all of it without the cache."""
     messages = [said(text_part("once "), image_part(image_bytes((1, 2, 3))), text_part(QUESTION))]
     first, again = ask(vision, turn(messages)), ask(vision, turn(messages))
@@ -306,15 +306,17 @@ def test_after_a_restart_pixels_are_not_even_looked_at(tmp_path: Path, monkeypat
 
 def test_another_image_of_the_same_size_is_a_miss_from_there_on(vision: AppServer) -> None:
     images = [image_part(image_bytes(color, (44, 33))) for color in COLORS]
-    one, other = (ask(vision, body(image, text_part(QUESTION))) for image in images)
-    assert other["prefix_cache"]["restored"] < one["usage"]["prompt_tokens"] - len(QUESTION.split())
-    assert other["prefix_cache"].get("miss_reason", "image") == "image"
-    assert pictures_of(other) == (1, 0)
-    assert logprobs_of(one) != logprobs_of(other), "the image matters"
+    first, second = (ask(vision, body(image, text_part(QUESTION))) for image in images)
+    assert second["prefix_cache"]["restored"] < first["usage"]["prompt_tokens"] - len(QUESTION.split())
+    assert second["prefix_cache"].get("miss_reason", "image") == "image"
+    assert pictures_of(second) == (1, 0)
+    assert logprobs_of(first) != logprobs_of(second), "the image matters"
     before = {"role": "system", "content": "The same words stand before images that are not the same one."}
-    one, other = (ask(vision, turn([before, said(image, text_part("Well?"))])) for image in images)
-    assert (pictures_of(one), pictures_of(other)) == ((0, 1), (0, 1))
-    assert 16 <= other["prefix_cache"]["restored"] < one["usage"]["prompt_tokens"] - other["timings"]["image_tokens"]
+    first, second = (ask(vision, turn([before, said(image, text_part("Well?"))])) for image in images)
+    assert (pictures_of(first), pictures_of(second)) == ((0, 1), (0, 1))
+    assert (
+        16 <= second["prefix_cache"]["restored"] < first["usage"]["prompt_tokens"] - second["timings"]["image_tokens"]
+    )
 
 
 def test_text_after_an_image_is_what_it_was_before(vision: AppServer) -> None:
@@ -330,7 +332,7 @@ def test_text_after_an_image_is_what_it_was_before(vision: AppServer) -> None:
 
 
 def test_conversations_at_once_have_the_bits_that_each_has_alone(vision: AppServer) -> None:
-    """Two with images, one of which both have, and three of text, one of which holds the placeholder as a text."""
+    """Two requests with images, which share one, and three of text, one with the placeholder as text."""
     mark = vision.engine.processor.mark
     shared = image_part(image_bytes((50, 60, 70), (48, 36)))
     asked = [
@@ -387,7 +389,7 @@ def url_part(url: str) -> dict[str, Any]:
         ("text", FILE, "this model takes text only (got file)"),
     ],
 )
-def test_what_a_model_does_not_take_is_refused_by_name(serve: Serve, model: str, part: Any, words: str) -> None:
+def test_unsupported_content_is_refused_by_name(serve: Serve, model: str, part: Any, words: str) -> None:
     error = refusal(serve(model), SEE, part)
     assert (error["param"], error["code"]) == ("messages.0.content.1", "unsupported_content")
     assert words in error["message"]
@@ -414,7 +416,7 @@ def test_what_a_model_does_not_take_is_refused_by_name(serve: Serve, model: str,
         (image_part(image_bytes()[:60]), "image_url.url", "cannot be decoded: "),
     ],
 )
-def test_what_cannot_be_read_is_a_400_with_its_param_and_not_repeated(
+def test_unreadable_images_are_a_400_that_does_not_repeat_them(
     llava: AppServer, part: Any, param: str, words: str
 ) -> None:
     """`test_picture_reader.py` has what may be wrong inside of images."""
@@ -441,9 +443,7 @@ def test_a_prompt_whose_images_exceed_the_positions_is_refused(llava: AppServer)
     assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
 
 
-def test_what_the_models_own_code_raises_over_an_image_is_a_400(
-    llava: AppServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_the_models_image_code_is_a_400(llava: AppServer, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_args: Any, **_kwargs: Any) -> None:
         raise RuntimeError("shapes cannot be\nmultiplied")
 
@@ -508,7 +508,7 @@ def test_the_body_of_a_request_is_gone_while_its_reply_is_made(
     held: list[Any] = []
     sample = Sampler.sample
     # Of other tests in this process.
-    others = [found for found in gc.get_objects() if type(found) in (ChatRequest, Message)]
+    others = [each for each in gc.get_objects() if type(each) in (ChatRequest, Message)]
     known = set(map(id, others))
 
     looked: list[bool] = []
@@ -519,9 +519,9 @@ def test_the_body_of_a_request_is_gone_while_its_reply_is_made(
             # The threads that rendered it have a low priority: on a busy machine they let go of it later.
             for _ in range(600):
                 gc.collect()
-                found = [one for one in gc.get_objects() if type(one) in (ChatRequest, Message)]
-                held[:] = [one for one in found if id(one) not in known]
-                del found
+                alive = [each for each in gc.get_objects() if type(each) in (ChatRequest, Message)]
+                held[:] = [each for each in alive if id(each) not in known]
+                del alive
                 if not held:
                     break
                 time.sleep(0.1)

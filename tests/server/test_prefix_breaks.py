@@ -1,4 +1,4 @@
-"""What a reply, the log and `/props` say of a prompt that was not found, changed by normalisers, or shortened."""
+"""What a reply, the log and `/props` say of a prompt that was not found, changed by canonicalisers, or shortened."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from diskprefix.app import load_engine
-from diskprefix.cache.resources import open_store
+from diskprefix.cache.tiered_store import open_store
 from diskprefix.errors import SettingsError
 from diskprefix.server.recent import BrokenLines, lost_tokens, program_of
 from diskprefix.settings import Settings
@@ -25,8 +25,8 @@ SYSTEM = words(1, 300)
 
 @pytest.fixture
 def server(chat_model: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[AppServer]:
-    """The real engine; the parameter is `--normalise`."""
-    with real_app(chat_model, tmp_path / "kv", normalise=request.param, prefill_compression="auto") as server:
+    """The real engine; the parameter is `--canonicalise`."""
+    with real_app(chat_model, tmp_path / "kv", canonicalise=request.param, prefill_compression="auto") as server:
         yield server
 
 
@@ -47,7 +47,7 @@ def test_the_reply_the_log_and_props_name_the_line_that_broke_the_prefix(
     assert "broken_by" not in first
     broken = second["broken_by"]
     assert broken["line"].startswith("x-xxxxxxxxx-xxxxxxx-xxxxxx: cc_version=#.#.##.")
-    assert broken["normalisers"] == ["billing-header"]
+    assert broken["canonicalisers"] == ["billing-header"]
     assert 5 < broken["at"] < 60
     assert broken["tokens"] > 400
     assert "broken_by" in third
@@ -60,14 +60,16 @@ def test_the_reply_the_log_and_props_name_the_line_that_broke_the_prefix(
     lost_tokens = sum(row["tokens"] for row in seen)
     assert 800 < lost_tokens <= second["broken_by"]["tokens"] + third["broken_by"]["tokens"]
     assert f'diskprefix_recomputed_tokens_total{{cause="diverged"}} {float(lost_tokens)}\n' in scraped
-    told = [record.message for record in caplog.records if "--normalise billing-header=on may help" in record.message]
+    told = [
+        record.message for record in caplog.records if "--canonicalise billing-header=on may help" in record.message
+    ]
     assert len(told) == len(seen)
     assert all("letters are masked as x, digits as #" in line for line in told)
     assert billing_header(2) not in caplog.text
 
 
 @pytest.mark.parametrize("server", ["billing-header=on"], indirect=True)
-def test_claude_codes_own_messages_are_found_again_and_counted_as_they_are_sent_to_the_model(server: AppServer) -> None:
+def test_claude_codes_messages_hit_and_are_counted_as_sent(server: AppServer) -> None:
     replies, counts = [], []
     with server.client() as client:
         for number in (1, 2):
@@ -77,7 +79,7 @@ def test_claude_codes_own_messages_are_found_again_and_counted_as_they_are_sent_
             replies.append(reply_to(client, body | {"max_tokens": 1}, "/v1/messages"))
     first, second = replies
     changed = second["prefix_cache"]["changed"]
-    assert [change["normaliser"] for change in changed] == ["billing-header"]
+    assert [change["canonicaliser"] for change in changed] == ["billing-header"]
     assert changed[0]["path"].startswith("system.0")
     assert first["prefix_cache"]["changed"] == changed
     assert "broken_by" not in second["prefix_cache"]
@@ -105,9 +107,9 @@ def test_a_session_goes_on_beyond_the_models_positions_and_its_turns_hit(server:
 
 
 @pytest.mark.parametrize(
-    "setting", [{"normalise": "clocks=on"}, {"prefill_compression": "2048"}, {"prefill_compression": "5000"}]
+    "setting", [{"canonicalise": "clocks=on"}, {"prefill_compression": "2048"}, {"prefill_compression": "5000"}]
 )
-def test_a_wrong_normaliser_or_threshold_ends_the_start_with_an_error_and_closes_the_store(
+def test_wrong_settings_end_the_start_and_close_the_store(
     chat_model: Path, tmp_path: Path, setting: dict[str, str]
 ) -> None:
     folder = tmp_path / "kv"
@@ -146,13 +148,13 @@ def test_only_tokens_behind_a_line_are_counted_with_it() -> None:
         (2, "not_stored", "key curl", 20),
         (2, "diverged", "key curl", 900),
     ]
-    assert [(row.line, row.tool, row.normalisers) for row in rows] == [
+    assert [(row.line, row.tool, row.canonicalisers) for row in rows] == [
         ("", "", ()),
         ("time: ##:##", "date\\x1b", ("clock",)),
     ]
 
 
-def test_a_program_is_named_without_its_version_and_nothing_long_or_odd_is_taken() -> None:
+def test_a_programs_name_is_short_and_without_version() -> None:
     agents = ("opencode/1.18 ai-sdk/2", "claude-cli/2.1 (external, cli)", "", "\x1b[2J", "a" * 999)
     assert [program_of(agent) for agent in agents] == ["opencode", "claude-cli", "", "", "a" * 40]
 
@@ -161,7 +163,7 @@ def test_a_program_is_named_without_its_version_and_nothing_long_or_odd_is_taken
     ("at", "tool"),
     [("when", "clock"), ("It is", "clock"), ("other", ""), ('"read"', "clock"), ("Reads", "read"), ("user", "")],
 )
-def test_the_tool_that_wrote_a_line_is_found_by_its_result_or_its_definition(at: str, tool: str) -> None:
+def test_a_lines_tool_is_found_by_result_or_definition(at: str, tool: str) -> None:
     text = '{"name": "clock", "does": "says when"} {"name": "read", "does": "Reads"}\nuser\n It is 05:04\nother\n'
     source = SourceText(text, np.arange(len(text), dtype=np.int32), ["clock", "read"], [("clock", "Hi\nIt is 05:04")])
     assert source.tool_at(text.index(at)) == tool

@@ -135,7 +135,7 @@ def test_a_conversation_goes_on_from_a_stored_response(client: OpenAI, engine: S
     second = ask(client, "On.", previous_response_id=first.id)
     events = list(ask(client, "On!", previous_response_id=second.id, stream=True))
     said = [line for line in engine.last_prompt.splitlines() if not line.startswith("<|im_start|>")]
-    # Instructions are those of one request.
+    # Instructions apply to one request only.
     assert said == ["Count.<|im_end|>", "One.<|im_end|>", "On.<|im_end|>", "Two.<|im_end|>", "On!<|im_end|>"]
     last = events[-1].response
     assert last.previous_response_id == second.id
@@ -180,7 +180,7 @@ def test_an_item_of_a_stored_response_can_be_referred_to(client: OpenAI, engine:
         assert caught.value.param == "input.0.id"
 
 
-def test_what_is_not_to_be_stored_is_not(client: OpenAI, engine: ScriptedEngine) -> None:
+def test_responses_with_store_false_are_not_stored(client: OpenAI, engine: ScriptedEngine) -> None:
     response = ask(client, "Count.", store=False)
     assert response.store is False
     assert engine.cache.noted == {}
@@ -218,7 +218,7 @@ def test_a_request_that_fails_or_is_refused_stores_nothing(client: OpenAI, engin
     assert engine.cache.noted == {}
 
 
-def test_a_conversation_whose_beginning_was_deleted_is_an_error_that_says_so(client: OpenAI) -> None:
+def test_continuing_a_deleted_response_is_a_clear_error(client: OpenAI) -> None:
     first = ask(client, "Count.")
     second = ask(client, "On.", previous_response_id=first.id)
     client.responses.delete(first.id)
@@ -304,7 +304,7 @@ def test_a_conversation_is_compacted_and_goes_on_from_there(
     decode = server.daemon.serving.engine.tokenizer.decode
     asked, plain, later = (decode(request.prompt.token_ids) for request in engine.requests)
     shared = plain[: plain.rindex("Now b.py.")]
-    assert asked.startswith(shared), "the prompt of the conversation, which may be cached, and a question behind it"
+    assert asked.startswith(shared), "the prompt of the conversation, which may be cached, and a question after it"
     assert engine.requests[0].sampling.max_tokens == 4096
     assert later.index("Now b.py.") < later.index("a.py is mended. b.py remains.")
     assert "Done." not in later
@@ -327,7 +327,7 @@ def test_a_model_that_sums_up_nothing_is_an_error(http: httpx.Client, engine: Sc
     engine.script = saying(thought("Hm."))
     answer = http.post(f"{ROUTE}/compact", json={"model": None, "input": TURNS})
     assert answer.status_code == 500
-    assert "wrote nothing" in answer.json()["error"]["message"]
+    assert "wrote no summary" in answer.json()["error"]["message"]
     answer = http.post(f"{ROUTE}/compact", json={"input": TURNS})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
 
@@ -352,7 +352,7 @@ def test_a_conversation_of_stored_responses_is_read_up_to_a_bound() -> None:
     assert chain.num_read <= (MAX_CONVERSATION_BYTES >> 20) + 2
 
 
-def test_a_response_is_read_once_for_all_references_to_it_and_each_reference_counts() -> None:
+def test_references_read_a_response_once_and_all_count() -> None:
     chain = Chain()
     store, reference = ResponseStore(cast(Any, chain)), ReferenceItem(type="item_reference", id="msg_1_1")
     with pytest.raises(InvalidRequest, match=r"^input\.0\.id: .* have more than 16\.0 MiB"):

@@ -60,7 +60,7 @@ def assert_hit(reply: dict[str, Any], source: str | None = None) -> None:
     ],
     ids=["unsalted", "salts", "keys"],
 )
-def test_what_one_tenant_saved_is_restored_for_it_alone(
+def test_a_tenant_restores_only_its_own_state(
     request: pytest.FixtureRequest, with_keys: bool, first: tuple[Any, Any], others: list[tuple[Any, Any]]
 ) -> None:
     """A tenant is a key and a salt. Others are answered alike, but they compute it, also what a longer prompt has of
@@ -81,7 +81,7 @@ def test_what_one_tenant_saved_is_restored_for_it_alone(
     assert_miss(ask(daemon, longer, salt="somebody else", key=key))
 
 
-def test_what_one_tenant_sent_moves_no_boundary_of_another(daemon: DaemonProcess) -> None:
+def test_a_tenants_prompts_move_no_boundary_of_another(daemon: DaemonProcess) -> None:
     """`auto` looks at recent prompts: with one window for all, boundaries and reasons of misses would tell of them."""
     seen = ("boundary", "boundary_reason", "restored", "saved", "miss_reason", "diverged_at")
 
@@ -107,7 +107,7 @@ def test_what_one_tenant_sent_moves_no_boundary_of_another(daemon: DaemonProcess
     assert reports("window-3") == alone
 
 
-def test_tenants_stay_apart_after_a_kill_and_nothing_on_disk_or_in_the_log_holds_a_key_or_a_salt(
+def test_a_kill_keeps_tenants_apart_and_leaves_no_key_or_salt(
     chat_model: Path, tmp_path: Path, keys_file: Path
 ) -> None:
     folder, question, unsaved = tmp_path / "kv", unique("restart"), unique("restart, not saved by bob")
@@ -144,8 +144,8 @@ def test_tenants_stay_apart_after_a_kill_and_nothing_on_disk_or_in_the_log_holds
 
 def test_two_daemons_see_each_other_and_commands_run_beside_them(chat_model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "kv"
-    with running_daemon(chat_model, folder) as one, running_daemon(chat_model, folder) as other:
-        for number, (writer, reader) in enumerate([(one, other), (other, one)] * 2):
+    with running_daemon(chat_model, folder) as daemon, running_daemon(chat_model, folder) as other:
+        for number, (writer, reader) in enumerate([(daemon, other), (other, daemon)] * 2):
             question = f"Where does river number {number} rise, and where does it end? "
             first = ask(writer, question)
             writer.wait_saved()
@@ -155,7 +155,7 @@ def test_two_daemons_see_each_other_and_commands_run_beside_them(chat_model: Pat
             assert text_of(first) == text_of(second) == text_of(ask(writer, question, "off"))
             assert len(command("inspect", folder)["entries"]) == number + 1
             assert command("verify", folder)["problems"] == []
-        assert one.stop() == 0
+        assert daemon.stop() == 0
         assert ask(other, "Where does river number 0 rise, and where does it end? ")["prefix_cache"]["restored"] > 0
 
 
@@ -178,11 +178,11 @@ def test_two_daemons_share_a_bucket_and_no_fault_of_it_changes_an_answer(
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
         with (
-            running_daemon(chat_model, tmp_path / "one", **flags) as one,
+            running_daemon(chat_model, tmp_path / "one", **flags) as daemon,
             running_daemon(chat_model, tmp_path / "other", **flags) as other,
         ):
-            first = ask(one, question)
-            wait_until(lambda: (state := remote_of(one))["written"] and not state["offered"], "it is shared")
+            first = ask(daemon, question)
+            wait_until(lambda: (state := remote_of(daemon))["written"] and not state["offered"], "it is shared")
             second = ask(other, question)
             assert second["prefix_cache"]["source"] == "remote"
             # The prompt's last tokens are not worth a request.
@@ -197,7 +197,7 @@ def test_two_daemons_share_a_bucket_and_no_fault_of_it_changes_an_answer(
             for fault in ("partial", "hang"):
                 server.reset()
                 faulty = f"What happens while the bucket answers with the fault {fault}? "
-                first = ask(one, faulty)
+                first = ask(daemon, faulty)
                 server.fault = fault
                 assert text_of(ask(other, faulty)) == text_of(first)
             state = remote_of(other)
@@ -230,7 +230,7 @@ def test_an_entry_with_a_time_to_live_expires_although_it_was_reused(
         assert told()["restored"] > 0
         wait_until(lambda: (records(cache)["restores"] == 1).all(), "the reuse is recorded")
         assert (records(cache)["ttl_s"] == TTL_S).all(), "every node of it, still"
-        assert cache.settle(30)
+        assert cache.finish_aside(30)
         assert cache.writer.flush(30)
         later = time.time() + TTL_S
         for now, num_expired in ((later - 60, 0), (later + 60, num_nodes)):

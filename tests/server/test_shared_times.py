@@ -16,10 +16,10 @@ from diskprefix.chat.messages import JsonObject
 from diskprefix.chat.output.call_patterns import compiled_for
 from diskprefix.chat.output.choose_format import OutputFormat
 from diskprefix.chat.output.families import FAMILIES
-from diskprefix.engine import constrained_reply
-from diskprefix.engine.constrained_reply import ConstraintCompiler
+from diskprefix.engine.constraints import constrained_reply
+from diskprefix.engine.constraints.constrained_reply import ConstraintCompiler
+from diskprefix.engine.constraints.trial import TokenizerText, Trials
 from diskprefix.engine.request import Constraint
-from diskprefix.engine.trial import TokenizerText, Trials
 from diskprefix.extras.pictures.picture_reader import PictureReader
 from diskprefix.values import Tenant
 from tests.server.scripted import AppServer, ScriptedEngine, say_hello, scripted_app
@@ -112,7 +112,7 @@ def keyed(chat_model: Path, keys_file: Path, engine: ScriptedEngine) -> Iterator
 
 
 @pytest.mark.parametrize("memory", [trials, grammars, parsers, beginnings, forms])
-def test_what_was_computed_for_one_is_computed_again_for_another(
+def test_values_are_computed_again_for_another_owner(
     memory: Callable[[pytest.MonkeyPatch], tuple[Use, Counted]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use, slow = memory(monkeypatch)
@@ -138,14 +138,15 @@ def test_a_constraint_belongs_to_the_key_that_sent_it(keyed: AppServer, engine: 
 
 OWNED = {
     "chat/output/call_patterns.py": {"compiled_for"},
-    "engine/constrained_reply.py": {"_compiled"},
+    "engine/constraints/constrained_reply.py": {"_compiled"},
 }
 """Functions whose results are kept by owner, tested above."""
 OF_THE_MODEL = {
     "chat/client_text.py": {"never"},
     "chat/output/choose_format.py": {"_holds_call"},
-    "engine/constraint_grammar.py": {"limits"},
+    "engine/constraints/constraint_grammar.py": {"limits"},
     "engine/measured_model.py": {"read"},
+    "extras/catalogue/adviser.py": {"_has_vnni"},
     "extras/library/library_model.py": {"_view_class"},
     "extras/simulate/simulator.py": {"_bytes_of"},
     "extras/web_page.py": {"_document"},
@@ -155,15 +156,15 @@ OF_THE_MODEL = {
 
 def kept_functions(path: Path) -> set[str]:
     """Returns the names of the functions in a file whose results `functools` keeps."""
-    found = set[str]()
+    cached = set[str]()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.FunctionDef) and any(_keeps(one) for one in node.decorator_list):
-            found.add(node.name)
+        if isinstance(node, ast.FunctionDef) and any(_keeps(decorator) for decorator in node.decorator_list):
+            cached.add(node.name)
         if isinstance(node, ast.Assign):
-            calls = [one for one in ast.walk(node.value) if isinstance(one, ast.Call)]
-            names = {one.attr if isinstance(one, ast.Attribute) else ast.unparse(one) for one in node.targets}
-            found |= names if any(map(_keeps, calls)) else set()
-    return found
+            calls = [call for call in ast.walk(node.value) if isinstance(call, ast.Call)]
+            names = {name.attr if isinstance(name, ast.Attribute) else ast.unparse(name) for name in node.targets}
+            cached |= names if any(map(_keeps, calls)) else set()
+    return cached
 
 
 def _keeps(node: ast.expr) -> bool:
@@ -172,10 +173,10 @@ def _keeps(node: ast.expr) -> bool:
 
 
 def test_each_function_whose_results_are_kept_is_by_owner_or_of_the_model() -> None:
-    found = {
+    cached = {
         str(path.relative_to(PACKAGE)): names
         for package in ("api", "chat", "engine", "server", "extras")
         for path in (PACKAGE / package).rglob("*.py")
         if (names := kept_functions(path))
     }
-    assert found == OWNED | OF_THE_MODEL
+    assert cached == OWNED | OF_THE_MODEL

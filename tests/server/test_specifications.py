@@ -125,17 +125,17 @@ def test_a_whole_reply_is_of_the_type_of_its_api(
 def test_each_event_of_a_stream_is_of_the_type_of_its_api(
     client: httpx.Client, route: str, body: dict[str, Any], kind: Any
 ) -> None:
-    found = events(client.post(route, json=body | {"stream": True}))
-    read(kind, *(text for text in found if json.loads(text).get("type") != "ping"))
+    texts = events(client.post(route, json=body | {"stream": True}))
+    read(kind, *(text for text in texts if json.loads(text).get("type") != "ping"))
 
 
-def test_each_chunk_of_a_completion_has_its_type_but_for_the_reason_that_is_still_to_come(client: httpx.Client) -> None:
+def test_completion_chunks_have_openais_type_except_open_reasons(client: httpx.Client) -> None:
     """OpenAI's document has the field required and not null, and its server sends null until a choice ends."""
-    found = events(client.post("/v1/completions", json=COMPLETION | {"stream": True}))
-    is_open = [json.loads(text)["choices"][0]["finish_reason"] is None for text in found]
+    texts = events(client.post("/v1/completions", json=COMPLETION | {"stream": True}))
+    is_open = [json.loads(text)["choices"][0]["finish_reason"] is None for text in texts]
     assert any(is_open)
-    read(Completion, *(text for text, open_end in zip(found, is_open, strict=True) if not open_end))
-    for text in (text for text, open_end in zip(found, is_open, strict=True) if open_end):
+    read(Completion, *(text for text, open_end in zip(texts, is_open, strict=True) if not open_end))
+    for text in (text for text, open_end in zip(texts, is_open, strict=True) if open_end):
         with pytest.raises(ValidationError) as caught:
             read(Completion, text)
         assert [error["loc"] for error in caught.value.errors()] == [("choices", 0, "finish_reason")]
@@ -185,9 +185,9 @@ def test_a_response_and_its_events_are_of_the_types_of_open_responses(
     client: httpx.Client, types: Any, name: str
 ) -> None:
     read(types.ResponseResource, client.post("/v1/responses", json=RESPONSES[name]).text)
-    found = events(client.post("/v1/responses", json=RESPONSES[name] | {"stream": True}))
-    assert json.loads(found[-1])["type"] == "response.completed"
-    for text in found:
+    texts = events(client.post("/v1/responses", json=RESPONSES[name] | {"stream": True}))
+    assert json.loads(texts[-1])["type"] == "response.completed"
+    for text in texts:
         # OpenAI, and so we, have another name for events of raw reasoning.
         as_named = text.replace('"response.reasoning_text.', '"response.reasoning.')
         read(event_type(types, json.loads(as_named)["type"]), as_named)

@@ -180,7 +180,7 @@ def test_an_error_of_a_stream_is_an_event_without_done(before: list[Any]) -> Non
 
 
 @pytest.mark.parametrize("num_waits", [0, 2])
-def test_a_quick_reply_is_an_ordinary_response_and_a_slow_one_is_json_behind_blanks(num_waits: int) -> None:
+def test_a_slow_reply_is_json_after_blanks(num_waits: int) -> None:
     sent = whole(Prepared(*[None] * num_waits, *HELLO))
     headers = dict(sent.messages[0]["headers"])
     assert headers.get(b"content-length") == (None if num_waits else str(len(sent.body)).encode())
@@ -191,7 +191,7 @@ def test_a_quick_reply_is_an_ordinary_response_and_a_slow_one_is_json_behind_bla
     assert sent.is_whole
 
 
-def test_a_late_error_of_a_whole_reply_breaks_the_body_off_and_the_log_says_whose(
+def test_a_late_error_breaks_off_the_body_and_is_logged_with_its_key(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A client takes that for a failure of the connection, and never for a reply."""
@@ -203,7 +203,7 @@ def test_a_late_error_of_a_whole_reply_breaks_the_body_off_and_the_log_says_whos
     assert f"{sent.context.request_id} of alice" in caplog.text
 
 
-def test_a_client_that_leaves_as_its_response_is_ready_has_its_generation_closed() -> None:
+def test_a_client_leaving_at_a_ready_response_closes_the_generation() -> None:
     script = Prepared(ClientDisconnect())
 
     async def respond(scope: Scope, _receive: Receive, send: Send) -> None:
@@ -280,7 +280,7 @@ def taken(events: list[Event | None], num_puts: int | None = None) -> list[Event
     return asyncio.run(run())
 
 
-def test_waiting_texts_of_one_choice_are_joined_and_keep_their_order_among_the_others() -> None:
+def test_waiting_texts_of_a_choice_are_joined_in_order() -> None:
     a, b = TokenLogprob(1, b"a", -1.0), TokenLogprob(2, b"b", -2.0)
     events: list[Event | None] = [
         TextEvent(0, "a", (1,), (a,)),
@@ -300,7 +300,7 @@ def test_waiting_texts_of_one_choice_are_joined_and_keep_their_order_among_the_o
     ]
 
 
-def test_what_does_not_fit_becomes_an_error_and_nothing_follows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_event_that_does_not_fit_becomes_the_last_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation, "MAX_WAITING_BYTES", 10_000)
     text = "x" * (1000 - sys.getsizeof("") - generation._BYTES_PER_EVENT)
     *texts, last = taken([TextEvent(0, text, ())] * 12 + [done()], num_puts=10)
@@ -330,7 +330,7 @@ def test_putting_copies_nothing_of_what_waits_already(monkeypatch: pytest.Monkey
     assert taken(events, num_puts=NUM_PUTS) == [TextEvent(0, "x" * NUM_PUTS, tuple(range(NUM_PUTS)))]
 
 
-def test_what_was_taken_makes_room() -> None:
+def test_taken_events_make_room() -> None:
     async def run() -> None:
         buffer = EventBuffer(asyncio.get_running_loop())
         text = TextEvent(0, "x" * (generation.MAX_WAITING_BYTES // 2 + 1), ())
@@ -366,7 +366,7 @@ def many_texts(_request: GenerateRequest, emit: Emit, _is_cancelled: Callable[[]
     emit(done())
 
 
-def test_a_client_that_reads_late_gets_the_whole_text_in_fewer_chunks_and_nobody_waits_for_it(chat_model: Path) -> None:
+def test_a_slow_reader_gets_all_text_in_fewer_chunks(chat_model: Path) -> None:
     emitted = threading.Event()
 
     def talk(*request: Any) -> None:

@@ -9,16 +9,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
+from msgspec.structs import replace
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.changes import NewNode
 from diskprefix.store.codec.codec import decode_piece, piece_seed
 from diskprefix.store.ghosts import newest_first
 from diskprefix.store.pieces import PayloadLayout, split_payload
-from diskprefix.store.schema import EntryRecord, Kind, RootRecord, node_name, piece_key
+from diskprefix.store.schema import EntryRecord, NodeKind, RootRecord, node_name, piece_key
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.verify import verify_index, verify_payloads
@@ -87,7 +89,7 @@ def new_node(
     prompt: TokenIds,
     start: int,
     end: int,
-    kind: Kind,
+    kind: NodeKind,
     layout: str,
     *,
     replaces: bool = False,
@@ -96,7 +98,7 @@ def new_node(
     token_ids = prompt[start:end]
     name = node_name(secret, parent, token_ids, kind)
     pieces = PayloadLayout.parse(layout).pieces(len(token_ids), kind)
-    seen = prompt[:end] if kind == Kind.CHECKPOINT else token_ids
+    seen = prompt[:end] if kind == NodeKind.CHECKPOINT else token_ids
     payload = payload_of(seen, sum(piece.num_bytes for piece in pieces))
     return NewNode(
         name,
@@ -120,7 +122,7 @@ def publication(
     layout: str = "",
     checkpoints: Collection[int] = (),
     replaces: bool = False,
-    end_kind: Kind = Kind.TAIL,
+    end_kind: NodeKind = NodeKind.TAIL,
 ) -> Publication:
     """The whole prompt: its full blocks, its tail, its entry and its place in the history.
 
@@ -132,18 +134,18 @@ def publication(
     parent, end = root, len(token_ids)
     rest = end - end % BLOCK
 
-    def add(start: int, end: int, kind: Kind) -> bytes:
+    def add(start: int, end: int, kind: NodeKind) -> bytes:
         nodes.append(new_node(store.secret, parent, token_ids, start, end, kind, layout, replaces=replaces))
         return nodes[-1].name
 
     for start in range(0, rest + 1, BLOCK):
         for point in sorted(set(checkpoints) & set(range(start, start + BLOCK))):
-            add(start, point, Kind.CHECKPOINT)
+            add(start, point, NodeKind.CHECKPOINT)
         if start < rest:
-            parent = add(start, start + BLOCK, Kind.BLOCK)
-    last_node = add(rest, end, end_kind) if end_kind != Kind.BLOCK or rest < end else parent
+            parent = add(start, start + BLOCK, NodeKind.BLOCK)
+    last_node = add(rest, end, end_kind) if end_kind != NodeKind.BLOCK or rest < end else parent
     return Publication(
-        epoch=store.epoch,
+        epoch=store.epochs.of(""),
         root=root,
         root_record=RootRecord(model="tiny", block_size=BLOCK, layout=layout, created_at=0.0),
         nodes=tuple(nodes),
@@ -151,6 +153,11 @@ def publication(
         entry=EntryRecord(root=root, num_tokens=len(token_ids), scope="full", preview="hello", created_at=1.0),
         prompt=TokenPath(store.secret, root, token_ids, BLOCK),
     )
+
+
+def of_root(pub: Publication, record: RootRecord, **changes: Any) -> Publication:
+    """Returns a publication of the tenant of a root's record."""
+    return replace(pub, epoch=pub.epoch._replace(tenant=record.tenant), root_record=record, **changes)
 
 
 def recent_prompts(snapshot: Snapshot, root: bytes, limit: int) -> list[tuple[bytes, TokenIds]]:
@@ -176,7 +183,7 @@ def damage(store: Store, name: bytes) -> None:
     with store.changes() as changes:
         piece = bytearray(changes.piece(name, 0) or b"")
         piece[-1] ^= 64
-        changes._put("payloads", piece_key(name, 0), bytes(piece))
+        changes._put_record("payloads", piece_key(name, 0), bytes(piece))
 
 
 def change_format(path: Path, version: int) -> None:

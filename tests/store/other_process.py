@@ -70,7 +70,7 @@ def save_on(ready: Path, folder: Path) -> None:
     writer = Writer(store, buffer_bytes=64 << 20)
     for seed in count(1000):
         pub = publication(store, prompt(seed, 3 * BLOCK))
-        writer.add(Save(pub.epoch), pub, is_last=True)
+        writer.queue_publication(Save(pub.epoch), pub, is_last=True)
         writer.flush(60)
         ready.touch()
 

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from diskprefix.store.changes import NewNode
 from diskprefix.store.codec.codec import Codec, decode_piece, piece_seed
 from diskprefix.store.compact import copy_store
+from diskprefix.store.epochs import of_tenants, purges_of
 from diskprefix.store.note_record import ENCODED_TEXT, NoteKind
 from diskprefix.store.notes import Notes
 from diskprefix.store.pieces import PayloadLayout, split_payload
@@ -65,8 +66,10 @@ def write(folder: Path) -> None:
     for kind in NoteKind:
         content = f"a note of kind {kind.value}".encode()
         record = RootRecord(model="tiny", block_size=BLOCK, layout=LAYOUT, created_at=0.0)
-        notes.put(store.epoch, ROOT, record, kind, "id", content, 1e9)
+        notes.put(store.epochs.of(""), ROOT, record, kind, "id", content, 1e9)
     notes.write()
+    with store.changes() as changes:
+        changes.record_purge(of_tenants(["somebody"]))
     store.close()
 
 
@@ -75,6 +78,7 @@ def contents(store: Store) -> dict[str, str]:
     notes = Notes(store, lambda: None)
     with store.snapshot() as snapshot:
         found = {f"node {name.hex()}": node_text(snapshot, name) for name in snapshot.keys("usage")}
+        found["purges"] = str(purges_of(snapshot).ids)
         for name, entry in snapshot.entries():
             values = (entry.root.hex(), entry.num_tokens, entry.scope, entry.preview, entry.created_at)
             found[f"entry {name.hex()}"] = str(values)
@@ -84,7 +88,7 @@ def contents(store: Store) -> dict[str, str]:
             found[f"prompts {root.hex()}"] = str(prompts)
             # A store that was written before a kind came has no notes of it.
             for kind in [*NoteKind, ENCODED_TEXT]:
-                if (note := notes.get(root, kind, "id")) is not None:
+                if (note := notes.get(root, record.tenant, kind, "id")) is not None:
                     found[f"note {root.hex()} {int(kind)}"] = str(note)
     return {key: hashlib.sha256(text.encode()).hexdigest()[:32] for key, text in found.items()}
 

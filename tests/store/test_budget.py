@@ -6,7 +6,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from diskprefix.cache.resources import open_store
+from diskprefix.cache.tiered_store import open_store
 from diskprefix.settings import Settings
 from diskprefix.store.eviction import usable_bytes
 from diskprefix.store.housekeeping import Housekeeping

@@ -13,9 +13,9 @@ from msgspec.structs import replace
 
 from diskprefix.errors import CacheError, PrefixGone
 from diskprefix.store.changes import Use
-from diskprefix.store.ghosts import forget, newest_first
+from diskprefix.store.ghosts import forget_prompts, newest_first
 from diskprefix.store.purge import PurgeFilter, purge
-from diskprefix.store.schema import Kind, encode_node
+from diskprefix.store.schema import NodeKind, encode_node
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.tree import PrefixTree, list_entries
 from diskprefix.store.verify import remove_damaged, verify_index
@@ -53,7 +53,7 @@ def saved(store: Store) -> Publication:
 
 
 def blocks_of(pub: Publication) -> list[bytes]:
-    return [node.name for node in pub.nodes if node.kind == Kind.BLOCK]
+    return [node.name for node in pub.nodes if node.kind == NodeKind.BLOCK]
 
 
 def close_circle(store: Store, pub: Publication, *, bare: bool) -> None:
@@ -65,9 +65,9 @@ def close_circle(store: Store, pub: Publication, *, bare: bool) -> None:
         assert node is not None
         position = 5 * BLOCK if not bare else node.position
         changed = replace(node, parent=fifth, position=position, token_ids=node.token_ids[: 0 if bare else None])
-        changes._put("nodes", second, encode_node(second, changed))
+        changes._put_record("nodes", second, encode_node(second, changed))
         for key in [key for key in changes.keys("children") if key.endswith(second)]:
-            changes._put("children", fifth + key[16:], b"")
+            changes._put_record("children", fifth + key[16:], b"")
 
 
 def walk_newest_first(store: Store, _: Publication) -> None:
@@ -77,7 +77,7 @@ def walk_newest_first(store: Store, _: Publication) -> None:
 
 def walk_forget(store: Store, _: Publication) -> None:
     with store.changes() as changes:
-        forget(changes, list(changes.keys_under("seen", ROOT)))
+        forget_prompts(changes, list(changes.keys_under("seen", ROOT)))
         assert not changes.has_under("seen", ROOT)
 
 
@@ -95,7 +95,7 @@ def walk_touch(store: Store, pub: Publication) -> None:
 def walk_superseded(store: Store, _: Publication) -> None:
     """Saving the next turn looks for the checkpoints that it supersedes."""
     last = publication(store, PROMPT, checkpoints=(6 * BLOCK + 2,), payload_bytes=2000).nodes[-2]
-    assert last.kind == Kind.CHECKPOINT
+    assert last.kind == NodeKind.CHECKPOINT
     with store.changes() as changes:
         changes.remove_superseded(last, store.secret, (), ttl_s=0, pinned=(), has_entry=True)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import closing
@@ -67,3 +70,27 @@ def test_a_store_that_is_not_closed_in_time_can_be_used_again(tmp_path: Path) ->
         pub = publication(store, prompt(1, 2 * BLOCK))
         store.publish(pub)
         assert is_whole(store, pub)
+
+
+HOLD = (
+    "import fcntl, os, sys; fd = os.open(sys.argv[1], os.O_RDWR); fcntl.lockf(fd, fcntl.LOCK_EX, 1, int(sys.argv[2]))"
+)
+"""Locks a byte of a file, says so, and waits for its standard input to end. LMDB locks the byte with the number of its
+pid, so this stands for a process of another pid namespace with the pid of the test."""
+
+
+def test_a_process_of_another_container_with_the_same_pid_is_named_as_the_cause(tmp_path: Path) -> None:
+    open_store(tmp_path).close()
+    script = f"{HOLD}; print(flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", script, str(tmp_path / "lock.mdb"), str(os.getpid())]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(StoreUnavailable) as refused, closing(open_store(tmp_path)) as store, store.snapshot():
+            pass
+        other.communicate()
+    message = str(refused.value)
+    assert f"--kv-cache-dir {tmp_path}: a process of another container" in message
+    assert f"the same pid ({os.getpid()})" in message
+    assert "let the containers share a pid namespace, or use two folders" in message
+    assert "Resource temporarily unavailable" not in message

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
-from msgspec.structs import replace
 
 from diskprefix.errors import StoreFull
 from diskprefix.store import evictor
@@ -26,11 +25,11 @@ from diskprefix.store.eviction import (
     recorded_ttl,
     usable_bytes,
 )
-from diskprefix.store.savings import SavingsLog, Tally, total_savings
 from diskprefix.store.schema import USAGE_DTYPE, UsageRecord, node_root
+from diskprefix.store.statistics.savings import SavingsLog, Tally, total_savings
 from diskprefix.store.store import Publication, Store
 from diskprefix.tokens import root_hash
-from tests.store.building import BLOCK, Clock, is_clean, is_whole, open_store, prompt, publication
+from tests.store.building import BLOCK, Clock, is_clean, is_whole, of_root, open_store, prompt, publication
 
 NOW = 1_000_000.0
 DAY_S = 86_400.0
@@ -320,11 +319,11 @@ def test_roots_without_blocks_are_evicted_and_their_counts_stay_in_the_sum(store
         identity = f"{number:04000}"
         pub = publication(store, prompt(number, BLOCK + 1), payload_bytes=100_000, root=root_hash(identity))
         record = structs.replace(pub.root_record, identity=identity, tenant=f"{number:032x}")
-        store.publish(replace(pub, root_record=record))
-        log.record(store.epoch, pub.root, record, Tally(requests=1))
+        store.publish(of_root(pub, record))
+        log.record_request(store.epochs.of(record.tenant), pub.root, record, Tally(requests=1))
         store.write_from(log.writing)
     with store.snapshot() as snapshot:
-        with_nodes = {node_root(snapshot.record("nodes", name)) for name in snapshot.keys("usage")}
+        with_nodes = {node_root(snapshot.get_record("nodes", name)) for name in snapshot.keys("usage")}
         roots = set(snapshot.keys("roots"))
         assert with_nodes < roots, "the others still have recent prompts and counts"
         bare = len(roots - with_nodes)

@@ -237,6 +237,16 @@ def test_a_lock_that_another_user_can_have_holds_up_nobody(place: Path, monkeypa
             action(folder)
 
 
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def refuse(_fd: int, _operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(StoreUnavailable, match=f"{os.strerror(number)}; repair it or choose another folder"):
+        write(place / "home/kv")
+
+
 def test_whoever_locks_a_file_of_the_store_needs_the_right_of_its_owner(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

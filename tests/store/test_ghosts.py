@@ -91,7 +91,7 @@ def test_of_a_damaged_root_all_is_forgotten_until_the_damage_is_removed(store: S
     token_ids = prompt(1, 3 * BLOCK)
     see(store, token_ids)
     with store.changes() as changes:
-        changes._put("nodes", chain(store.secret, ROOT, token_ids, BLOCK)[2], b"damaged" * 20)
+        changes._put_record("nodes", chain(store.secret, ROOT, token_ids, BLOCK)[2], b"damaged" * 20)
     assert seen(store) == [], "it is left out"
     longer = publication(store, np.concatenate([token_ids, prompt(2, BLOCK)]))
     see(store, np.concatenate([token_ids, prompt(2, BLOCK)]))

@@ -50,7 +50,8 @@ def openings(source: str) -> set[int]:
 def test_one_function_opens_every_environment_of_the_package() -> None:
     files = [*(ROOT / "diskprefix").rglob("*.py"), *(ROOT / "tools").rglob("*.py")]
     found = {file.relative_to(ROOT).as_posix() for file in files if openings(file.read_text(encoding="utf-8"))}
-    assert found == {"diskprefix/store/lmdb_engine.py"}
+    # The program that shows the idea uses nothing of the package.
+    assert found == {"diskprefix/store/lmdb_engine.py", "tools/idea.py"}
     assert openings("import lmdb\nlmdb.open(1)\nlmdb.Environment(1)\nfrom lmdb import open\n") == {2, 3, 4}
 
 

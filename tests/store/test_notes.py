@@ -13,13 +13,13 @@ from msgspec.structs import replace
 from diskprefix.errors import StoreFull, StoreUnavailable
 from diskprefix.store import notes as notes_module
 from diskprefix.store.changes import Changes
-from diskprefix.store.ghosts import forget
+from diskprefix.store.ghosts import forget_prompts
 from diskprefix.store.note_record import NoteKind, note_key, note_limit, root_limit, total_limit
 from diskprefix.store.notes import Notes, TenantNotes
 from diskprefix.store.reads import Patience
-from diskprefix.store.savings import SavingsLog, Tally, total_savings
 from diskprefix.store.schema import RootRecord
 from diskprefix.store.snapshot import Snapshot
+from diskprefix.store.statistics.savings import SavingsLog, Tally, total_savings
 from diskprefix.store.store import Store
 from diskprefix.store.verify import verify_index
 from diskprefix.store.writer import Writer
@@ -33,7 +33,7 @@ DAY = 86400.0
 
 
 def of(notes: Notes, root: bytes = ALICE, ttl_s: float = DAY) -> TenantNotes:
-    return TenantNotes(notes, notes._store.epoch, root, RECORD, ttl_s)
+    return TenantNotes(notes, notes._store.epochs.of(""), root, RECORD, ttl_s)
 
 
 def new_notes(store: Store) -> Notes:
@@ -103,7 +103,7 @@ def test_a_deletion_is_settled_once_it_is_in_the_store(store: Store) -> None:
 def test_the_record_of_a_root_stays_while_something_is_stored_under_it(store: Store, left: str) -> None:
     notes, pub = new_notes(store), publication(store, prompt(1, BLOCK))
     store.publish(pub)
-    of_pub = TenantNotes(notes, store.epoch, pub.root, pub.root_record, DAY)
+    of_pub = TenantNotes(notes, store.epochs.of(""), pub.root, pub.root_record, DAY)
     of_pub.put(RESPONSE, "resp_1", b"content")
     of_pub.put(RESPONSE, "resp_2", b"content")
     notes.write()
@@ -115,7 +115,7 @@ def test_the_record_of_a_root_stays_while_something_is_stored_under_it(store: St
             for name, parent in nodes[::-1]:
                 changes.delete_node(name, parent)
         if left != "a recent prompt":
-            forget(changes, prompts)
+            forget_prompts(changes, prompts)
     assert of_pub.delete(RESPONSE, "resp_1")
     if left != "another note":
         assert of_pub.delete(RESPONSE, "resp_2")
@@ -358,7 +358,7 @@ def test_counts_of_many_roots_keep_the_share_of_notes_and_none_is_lost(tmp_path:
     notes, log, num_roots, num_hits = new_notes(store), SavingsLog(store), 1500, 40
     for number in range(1, num_roots + 1):
         for _ in range(num_hits):
-            log.record(store.epoch, number.to_bytes(16, "big"), RECORD, Tally(requests=1))
+            log.record_request(store.epochs.of(""), number.to_bytes(16, "big"), RECORD, Tally(requests=1))
         if number % 500 == 0:
             store.write_from(log.writing)
             notes.make_fit()

@@ -18,9 +18,9 @@ from diskprefix.store.changes import Changes
 from diskprefix.store.ghosts import newest_first
 from diskprefix.store.notes import Notes
 from diskprefix.store.purge import PurgeFilter, plan_purge, purge
-from diskprefix.store.savings import total_savings
-from diskprefix.store.schema import Kind, NodeRecord, decode_node
+from diskprefix.store.schema import NodeKind, NodeRecord, decode_node
 from diskprefix.store.snapshot import Snapshot
+from diskprefix.store.statistics.savings import total_savings
 from diskprefix.store.store import Store
 from diskprefix.store.tree import list_entries
 from diskprefix.store.verify import RecordCheck, remove_damaged, verify_index
@@ -53,7 +53,7 @@ class Live:
         self.now = self.most = self.decoded = 0
 
     def watch(self, node: NodeRecord) -> None:
-        if node.kind == Kind.GHOST:
+        if node.kind == NodeKind.GHOST:
             self.decoded += 1
             self.now += 1
             self.most = max(self.most, self.now)
@@ -109,7 +109,7 @@ PASSES: dict[str, Callable[[Store], object]] = {
     "entries": in_snapshot(list_entries),
     "history": in_snapshot(read_whole_history),
     "expire": lambda store: store.evictor.expire(1.0),
-    "evict": lambda store: store.evictor.make_room(store.budget_bytes * 3 // 4, frozenset()),
+    "evict": lambda store: store.evictor.evict_for(store.budget_bytes * 3 // 4, frozenset()),
     "notes": lambda store: Notes(store, lambda: None).make_fit(),
     "savings": in_snapshot(total_savings),
     "backup": in_snapshot(lambda snapshot: sum(1 for _ in compact._records(snapshot))),

@@ -10,7 +10,7 @@ import pytest
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.codec.codec import PIECE_BYTES, Element
 from diskprefix.store.pieces import PayloadLayout
-from diskprefix.store.schema import Kind
+from diskprefix.store.schema import NodeKind
 from tests.extras.exchange.exported import HYBRID, LAYOUT
 from tests.store.building import BLOCK
 
@@ -18,39 +18,39 @@ TOKEN_BYTES, STATE_BYTES, LOGITS_BYTES = 60, 392, 100
 DENSE, WITH_STATES = PayloadLayout.parse(LAYOUT), PayloadLayout.parse(HYBRID)
 
 
-def elements(layout: PayloadLayout, num_tokens: int, kind: Kind) -> list[Element]:
+def elements(layout: PayloadLayout, num_tokens: int, kind: NodeKind) -> list[Element]:
     return [piece.element for piece in layout.pieces(num_tokens, kind)]
 
 
 def test_a_block_holds_tokens_a_checkpoint_states_and_a_tail_both_and_the_logits() -> None:
     tokens, states, logits = [Element.BF16, Element.FP32], [Element.BF16, Element.FP32], [Element.FP32]
-    assert elements(WITH_STATES, BLOCK, Kind.BLOCK) == tokens
-    assert elements(WITH_STATES, 0, Kind.CHECKPOINT) == states
-    assert elements(WITH_STATES, 5, Kind.TAIL) == tokens + states + logits
-    assert elements(WITH_STATES, 0, Kind.TAIL) == states + logits
-    assert WITH_STATES.payload_bytes(BLOCK, Kind.BLOCK) == TOKEN_BYTES * BLOCK
-    assert WITH_STATES.payload_bytes(0, Kind.CHECKPOINT) == STATE_BYTES
-    assert WITH_STATES.payload_bytes(5, Kind.TAIL) == 5 * TOKEN_BYTES + STATE_BYTES + LOGITS_BYTES
+    assert elements(WITH_STATES, BLOCK, NodeKind.BLOCK) == tokens
+    assert elements(WITH_STATES, 0, NodeKind.CHECKPOINT) == states
+    assert elements(WITH_STATES, 5, NodeKind.TAIL) == tokens + states + logits
+    assert elements(WITH_STATES, 0, NodeKind.TAIL) == states + logits
+    assert WITH_STATES.payload_bytes(BLOCK, NodeKind.BLOCK) == TOKEN_BYTES * BLOCK
+    assert WITH_STATES.payload_bytes(0, NodeKind.CHECKPOINT) == STATE_BYTES
+    assert WITH_STATES.payload_bytes(5, NodeKind.TAIL) == 5 * TOKEN_BYTES + STATE_BYTES + LOGITS_BYTES
 
 
 def test_without_states_a_checkpoint_holds_nothing_and_a_tail_no_more_than_before() -> None:
-    assert DENSE.pieces(0, Kind.CHECKPOINT) == ()
-    assert DENSE.payload_bytes(5, Kind.TAIL) == 5 * TOKEN_BYTES + LOGITS_BYTES
+    assert DENSE.pieces(0, NodeKind.CHECKPOINT) == ()
+    assert DENSE.payload_bytes(5, NodeKind.TAIL) == 5 * TOKEN_BYTES + LOGITS_BYTES
 
 
 def test_groups_are_counted_through() -> None:
-    cuts = WITH_STATES.cuts(5, Kind.TAIL)
-    assert [cut.group for cut in cuts] == [0, 1, 2, 3, 4]
+    pieces = WITH_STATES.pieces(5, NodeKind.TAIL)
+    assert [piece.group for piece in pieces] == [0, 1, 2, 3, 4]
     assert WITH_STATES.logits_group == 4
-    assert [cut.group for cut in WITH_STATES.cuts(0, Kind.CHECKPOINT)] == [2, 3]
+    assert [piece.group for piece in WITH_STATES.pieces(0, NodeKind.CHECKPOINT)] == [2, 3]
 
 
 def test_large_states_are_cut_between_their_rows() -> None:
     state = {"shape": [6, PIECE_BYTES // 16], "rows": 6, "dtype": "float32", "tensors": ["0.conv0", "1.conv0"]}
     layout = PayloadLayout.parse(json.dumps(json.loads(LAYOUT) | {"states": [state]}))
-    cuts = layout.cuts(0, Kind.CHECKPOINT)
+    pieces = layout.pieces(0, NodeKind.CHECKPOINT)
     # A row is a quarter of a piece; twelve rows are three pieces.
-    assert [(cut.first_row, cut.piece.num_rows) for cut in cuts] == [(0, 4), (4, 4), (8, 4)]
+    assert [(piece.first_row, piece.num_rows) for piece in pieces] == [(0, 4), (4, 4), (8, 4)]
 
 
 @pytest.mark.parametrize(
@@ -71,15 +71,15 @@ def paged(**change: Any) -> PayloadLayout:
 
 
 def test_a_layer_in_pages_is_one_row_whatever_the_order_inside_a_page() -> None:
-    assert [(piece.num_rows, piece.row_bytes) for piece in paged().pieces(8, Kind.BLOCK)] == [(3, 8 * 2 * 8 * 2)]
+    assert [(piece.num_rows, piece.row_bytes) for piece in paged().pieces(8, NodeKind.BLOCK)] == [(3, 8 * 2 * 8 * 2)]
     assert paged(axes=["page", "token", "head", "dim"]).groups == paged().groups
     in_tokens = paged(axes=["head", "token", "dim"], page=1)
-    assert [(piece.num_rows, piece.row_bytes) for piece in in_tokens.pieces(8, Kind.BLOCK)] == [(6, 8 * 8 * 2)]
+    assert [(piece.num_rows, piece.row_bytes) for piece in in_tokens.pieces(8, NodeKind.BLOCK)] == [(6, 8 * 8 * 2)]
 
 
 def test_pieces_follow_the_layers_so_that_a_load_can_go_layer_by_layer() -> None:
-    cuts = paged(head_dim=PIECE_BYTES // 64).cuts(16, Kind.BLOCK)
-    assert [(cut.first_row, cut.piece.num_rows) for cut in cuts] == [(0, 1), (1, 1), (2, 1)]
+    pieces = paged(head_dim=PIECE_BYTES // 64).pieces(16, NodeKind.BLOCK)
+    assert [(piece.first_row, piece.num_rows) for piece in pieces] == [(0, 1), (1, 1), (2, 1)]
 
 
 @pytest.mark.parametrize(

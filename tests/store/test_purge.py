@@ -17,12 +17,12 @@ from diskprefix.store import purge as purging
 from diskprefix.store.changes import NewNode, Use, touches
 from diskprefix.store.codec.codec import Codec
 from diskprefix.store.compact import compact_folder
-from diskprefix.store.lost_tokens import LostTokens
 from diskprefix.store.note_record import ENCODED_TEXT, NoteKind
 from diskprefix.store.notes import Notes, TenantNotes
 from diskprefix.store.purge import Purged, PurgeFilter, PurgePlan, plan_purge, purge
-from diskprefix.store.savings import SavingsLog, Tally, read_savings
-from diskprefix.store.schema import EntryRecord, Kind, ModelRecord, RootRecord
+from diskprefix.store.schema import EntryRecord, ModelRecord, NodeKind, RootRecord
+from diskprefix.store.statistics.lost_tokens import LostTokens
+from diskprefix.store.statistics.savings import SavingsLog, Tally, read_savings
 from diskprefix.store.store import Publication, Store
 from diskprefix.tokens import LEAST_TOKENS, TokenIds, root_hash
 from diskprefix.values import SHARED, Tenant
@@ -54,7 +54,7 @@ def saved(
         model=model, block_size=BLOCK, layout=pub.root_record.layout, created_at=0.0, tenant=str(tenant or "")
     )
     entry = EntryRecord(root=root, num_tokens=len(token_ids), scope="full", preview=preview, created_at=1.0)
-    pub = replace(pub, root_record=record, entry=entry)
+    pub = replace(pub, epoch=store.epochs.of(record.tenant), root_record=record, entry=entry)
     store.publish(pub)
     return pub
 
@@ -122,7 +122,9 @@ def test_what_no_other_prompt_needs_goes_with_a_saved_one_and_nothing_else(
             """The path of an entry, and the checkpoints on it that hold nothing but its tokens."""
             on = path(name)
             token_ids = np.concatenate([new[n].token_ids for n in sorted(on, key=lambda n: new[n].position)])
-            points = {n: node for n, node in new.items() if node.kind == Kind.CHECKPOINT and node.end <= len(token_ids)}
+            points = {
+                n: node for n, node in new.items() if node.kind == NodeKind.CHECKPOINT and node.end <= len(token_ids)
+            }
             return on | {
                 n
                 for n, node in points.items()
@@ -140,7 +142,7 @@ def test_what_no_other_prompt_needs_goes_with_a_saved_one_and_nothing_else(
         gone = {
             n
             for n in free
-            if new[n].kind != Kind.CHECKPOINT or new[n].parent in free or (len(new[n].token_ids) and n not in left)
+            if new[n].kind != NodeKind.CHECKPOINT or new[n].parent in free or (len(new[n].token_ids) and n not in left)
         }
         plan = plan_of(store, PurgeFilter(entries=names))
         assert plan.kept_blocks == len(wanted - gone)
@@ -288,7 +290,7 @@ def test_a_stop_in_the_middle_leaves_a_store_in_order(store: Store, monkeypatch:
 
 
 def noted(store: Store, pub: Publication, *ids: str) -> TenantNotes:
-    notes = TenantNotes(Notes(store, lambda: None), store.epoch, pub.root, pub.root_record, 1000.0)
+    notes = TenantNotes(Notes(store, lambda: None), pub.epoch, pub.root, pub.root_record, 1000.0)
     for id_ in ids:
         notes.put(NoteKind.RESPONSE, id_, b"content")
         notes.notes.write()
@@ -383,7 +385,7 @@ def test_a_recent_prompt_that_a_saved_one_begins_with_stays_with_that_one(store:
 def test_a_purge_forgets_the_lines_because_of_which_tokens_were_computed_again(store: Store) -> None:
     gone, kept = saved(store, prompt(1, 2 * BLOCK)), saved(store, prompt(2, 2 * BLOCK))
     log, lost = SavingsLog(store), [LostTokens(hour=1, cause="diverged", line=line, tokens=1) for line in ("", "x")]
-    log.record(store.epoch, kept.root, kept.root_record, Tally(requests=2), lost)
+    log.record_request(store.epochs.of(""), kept.root, kept.root_record, Tally(requests=2), lost)
     store.write_from(log.writing)
     purge_now(store, PurgeFilter(entries=frozenset({last_node(gone)})))
     with store.snapshot() as snapshot:
@@ -395,10 +397,10 @@ def test_by_age_a_root_goes_with_its_last_note_or_prompt_and_stays_for_a_young_n
     root, layout, notes = root_hash("x"), layout_of(1000), Notes(store, lambda: None)
     store.publish(publication(store, prompt(1, BLOCK)).without_nodes())
     record = RootRecord(model="tiny", block_size=BLOCK, layout=layout, created_at=0.0)
-    notes.put(store.epoch, root, record, NoteKind.RESPONSE, "old", b"content", 1000.0)
+    notes.put(store.epochs.of(""), root, record, NoteKind.RESPONSE, "old", b"content", 1000.0)
     notes.write()
     clock.now += 100
-    notes.put(store.epoch, root, record, NoteKind.RESPONSE, "young", b"content", 1000.0)
+    notes.put(store.epochs.of(""), root, record, NoteKind.RESPONSE, "young", b"content", 1000.0)
     notes.write()
     older = PurgeFilter(older_than_s=50.0)
     purged = purge_now(store, older, clock.now)
@@ -423,7 +425,7 @@ def test_daemons_drop_memories_unless_the_purge_can_have_matched_none(
     """What a tenant could not save is in the memory of daemons alone."""
     purge_now(store, purge_filter, now=1.0)
     with store.snapshot() as snapshot:
-        assert (snapshot.meta("purged_at") is not None) == is_told
+        assert (snapshot.meta("purges") is not None) == is_told
 
 
 @pytest.mark.parametrize("database", ["roots", "usage", "nodes"])

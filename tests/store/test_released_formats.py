@@ -18,8 +18,8 @@ from tests.store.released_format import FORMATS, contents
 
 RELEASED = sorted(FORMATS.glob("*.mdb.gz"))
 DIGESTS = {
-    "10.json": "eb12b291ab8c925f07de412f24b30914776265c490be675c815ece48906d6fce",
-    "10.mdb.gz": "bb7ab827d1e55cda411709e1a0e1f02bd4eccd3a8f3d03b3c0546f12f381f385",
+    "11.json": "ed74a656d32067649ddf40d9bcb9d102a12be8bbea28da555c8a165f7d8529b5",
+    "11.mdb.gz": "ba0d248cd6a0c1b5519922e61b4966b5b8a2902855221396bc4e35ee4e32438a",
 }
 
 

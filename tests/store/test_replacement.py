@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from diskprefix.store.changes import Use, touches
 from diskprefix.store.eviction import RECENT_CHECKPOINTS, recorded_ttl
 from diskprefix.store.purge import PurgeFilter, purge
-from diskprefix.store.schema import Kind
+from diskprefix.store.schema import NodeKind
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.verify import verify_index
 from diskprefix.tokens import TokenIds
@@ -22,7 +22,7 @@ TOKENS = prompt(1, 5 * BLOCK)
 def save(
     store: Store,
     num_tokens: int,
-    end_kind: Kind = Kind.BLOCK,
+    end_kind: NodeKind = NodeKind.BLOCK,
     *,
     tokens: TokenIds = TOKENS,
     ttl_s: float | None = None,
@@ -48,11 +48,11 @@ def entries(store: Store) -> list[int]:
         return sorted(entry.num_tokens for _, entry in snapshot.entries())
 
 
-@pytest.mark.parametrize("first", [Kind.BLOCK, Kind.TAIL])
-@pytest.mark.parametrize("second", [Kind.BLOCK, Kind.TAIL])
+@pytest.mark.parametrize("first", [NodeKind.BLOCK, NodeKind.TAIL])
+@pytest.mark.parametrize("second", [NodeKind.BLOCK, NodeKind.TAIL])
 @pytest.mark.parametrize("num_tokens", [2 * BLOCK + 4, 3 * BLOCK - 1, 3 * BLOCK, 4 * BLOCK + 2])
 def test_a_longer_node_takes_the_place_of_a_shorter_one_with_its_entry(
-    store: Store, first: Kind, second: Kind, num_tokens: int
+    store: Store, first: NodeKind, second: NodeKind, num_tokens: int
 ) -> None:
     save(store, 2 * BLOCK + 3, first)
     pub = save(store, num_tokens, second)
@@ -63,11 +63,11 @@ def test_a_longer_node_takes_the_place_of_a_shorter_one_with_its_entry(
 
 @pytest.mark.parametrize(
     ("longer", "longer_kind"),
-    [*((end, Kind.BLOCK) for end in (2 * BLOCK + 9, 3 * BLOCK, 4 * BLOCK + 1)), (2 * BLOCK + 3, Kind.TAIL)],
+    [*((end, NodeKind.BLOCK) for end in (2 * BLOCK + 9, 3 * BLOCK, 4 * BLOCK + 1)), (2 * BLOCK + 3, NodeKind.TAIL)],
 )
-@pytest.mark.parametrize("kind", [Kind.BLOCK, Kind.TAIL])
+@pytest.mark.parametrize("kind", [NodeKind.BLOCK, NodeKind.TAIL])
 def test_a_shorter_node_that_comes_later_is_not_stored_nor_a_block_beside_its_tail(
-    store: Store, clock: Clock, longer: int, longer_kind: Kind, kind: Kind
+    store: Store, clock: Clock, longer: int, longer_kind: NodeKind, kind: NodeKind
 ) -> None:
     whole = save(store, longer, longer_kind)
     clock.now += 100
@@ -99,10 +99,10 @@ def test_a_damaged_longer_node_holds_nothing(store: Store) -> None:
     longer = save(store, 2 * BLOCK + 9)
     assert longer.last_node is not None
     with store.changes() as changes:
-        record = bytearray(changes.record("nodes", longer.last_node))
+        record = bytearray(changes.get_record("nodes", longer.last_node))
         record[-1] ^= 1
-        changes._put("nodes", longer.last_node, bytes(record))
-    shorter = publication(store, TOKENS[: 2 * BLOCK + 3], replaces=True, end_kind=Kind.BLOCK)
+        changes._put_record("nodes", longer.last_node, bytes(record))
+    shorter = publication(store, TOKENS[: 2 * BLOCK + 3], replaces=True, end_kind=NodeKind.BLOCK)
     store.publish(shorter)
     assert is_whole(store, shorter)
 
@@ -121,7 +121,7 @@ def turn(
     anchors: tuple[int, ...] = (SYSTEM,),
     ttl_s: float | None = None,
     daemon_ttl_s: float = 0.0,
-    end_kind: Kind = Kind.CHECKPOINT,
+    end_kind: NodeKind = NodeKind.CHECKPOINT,
 ) -> Publication:
     """A turn of a conversation, with checkpoints at the end of its system message and at its own end."""
     pub = publication(store, tokens[:num_tokens], layout=HYBRID, checkpoints=(SYSTEM,), end_kind=end_kind)
@@ -135,7 +135,7 @@ def checkpoints(store: Store, *, tokens: TokenIds = TOKENS) -> list[int]:
         nodes = [node for name in snapshot.keys("usage") if (node := snapshot.node(name)) is not None]
     assert verify_index(store).problems == ()
     of_prompt = (node for node in nodes if np.array_equal(node.token_ids, tokens[node.position : node.end]))
-    return sorted(node.end for node in of_prompt if node.kind != Kind.BLOCK)
+    return sorted(node.end for node in of_prompt if node.kind != NodeKind.BLOCK)
 
 
 def test_the_last_checkpoints_of_a_conversation_and_its_anchors_stay(store: Store) -> None:
@@ -168,14 +168,14 @@ def test_a_checkpoint_that_another_conversation_goes_on_from_stays_while_it_is_o
 
 def test_the_end_of_a_whole_prompt_counts_as_a_checkpoint(store: Store) -> None:
     for end in TURNS:
-        store.publish(turn(store, end, end_kind=Kind.TAIL))
+        store.publish(turn(store, end, end_kind=NodeKind.TAIL))
     assert checkpoints(store) == [SYSTEM, *TURNS[-RECENT_CHECKPOINTS:]]
     assert entries(store) == TURNS[-RECENT_CHECKPOINTS:], "each can be restored as a whole prompt"
 
 
 def test_the_end_of_a_prompt_stays_listed_beside_its_reply(store: Store) -> None:
     """It holds tokens and logits of the prompt, and nothing else is listed with it: no deletion would find it."""
-    asked, replied = turn(store, TURNS[3], end_kind=Kind.TAIL), turn(store, TURNS[4])
+    asked, replied = turn(store, TURNS[3], end_kind=NodeKind.TAIL), turn(store, TURNS[4])
     for pub in (asked, replied):
         store.publish(pub)
     assert entries(store) == TURNS[3:5]

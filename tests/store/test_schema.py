@@ -12,7 +12,7 @@ from diskprefix.errors import StoreCorrupt
 from diskprefix.store.schema import (
     USAGE_DTYPE,
     EntryRecord,
-    Kind,
+    NodeKind,
     NodeRecord,
     PromptRecord,
     RootRecord,
@@ -33,7 +33,7 @@ from diskprefix.tokens import block_hash, checksum
 NAME = b"n" * 16
 
 
-def record(num_tokens: int = 3, kind: Kind = Kind.TAIL) -> NodeRecord:
+def record(num_tokens: int = 3, kind: NodeKind = NodeKind.TAIL) -> NodeRecord:
     tokens = np.arange(num_tokens, dtype=np.int32)
     return NodeRecord(b"p" * 16, b"r" * 16, 512, tokens, kind, 5, 1000, 800)
 
@@ -61,9 +61,9 @@ def test_an_unknown_kind_under_a_good_checksum_is_refused() -> None:
 
 def test_tails_and_checkpoints_have_names_of_their_own() -> None:
     ids = np.arange(16, dtype=np.int32)
-    assert len({node_name(7, NAME, ids, kind) for kind in Kind}) == 3
-    assert node_name(7, NAME, ids, Kind.BLOCK) == block_hash(7, NAME, ids)
-    assert node_name(7, NAME, b"", Kind.CHECKPOINT) != node_name(7, NAME, b"", Kind.TAIL)
+    assert len({node_name(7, NAME, ids, kind) for kind in NodeKind}) == 3
+    assert node_name(7, NAME, ids, NodeKind.BLOCK) == block_hash(7, NAME, ids)
+    assert node_name(7, NAME, b"", NodeKind.CHECKPOINT) != node_name(7, NAME, b"", NodeKind.TAIL)
 
 
 @given(st.integers(0, 8 * 84 - 1))
@@ -76,13 +76,13 @@ def test_one_wrong_bit_in_a_node_record_is_noticed(bit: int) -> None:
 
 def test_a_node_is_told_from_any_other_by_parent_place_kind_and_tokens() -> None:
     value, ids = memoryview(encode_node(NAME, record())), np.arange(3, dtype="<i4")
-    assert is_node(value, b"p" * 16, 512, Kind.TAIL, ids.tobytes())
-    assert not is_node(value, b"q" * 16, 512, Kind.TAIL, ids.tobytes())
-    assert not is_node(value, b"p" * 16, 511, Kind.TAIL, ids.tobytes())
-    assert not is_node(value, b"p" * 16, 512, Kind.BLOCK, ids.tobytes())
-    assert not is_node(value, b"p" * 16, 512, Kind.TAIL, (ids + 1).tobytes())
-    assert not is_node(value, b"p" * 16, 512, Kind.TAIL, ids[:2].tobytes())
-    assert not is_node(value[:40], b"p" * 16, 512, Kind.TAIL, b"")
+    assert is_node(value, b"p" * 16, 512, NodeKind.TAIL, ids.tobytes())
+    assert not is_node(value, b"q" * 16, 512, NodeKind.TAIL, ids.tobytes())
+    assert not is_node(value, b"p" * 16, 511, NodeKind.TAIL, ids.tobytes())
+    assert not is_node(value, b"p" * 16, 512, NodeKind.BLOCK, ids.tobytes())
+    assert not is_node(value, b"p" * 16, 512, NodeKind.TAIL, (ids + 1).tobytes())
+    assert not is_node(value, b"p" * 16, 512, NodeKind.TAIL, ids[:2].tobytes())
+    assert not is_node(value[:40], b"p" * 16, 512, NodeKind.TAIL, b"")
 
 
 def test_a_payload_key_sorts_by_node_then_by_piece_and_belongs_to_one_node() -> None:
@@ -124,12 +124,14 @@ def test_usage_records_round_trip(usage: UsageRecord) -> None:
     assert all(row[name] == getattr(usage, name) for name in USAGE_DTYPE.names or ())
 
 
-@pytest.mark.parametrize("kind", [Kind.BLOCK, Kind.TAIL])
-def test_the_shorter_names_are_those_of_the_nodes_that_a_node_replaces(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [NodeKind.BLOCK, NodeKind.TAIL])
+def test_the_shorter_names_are_those_of_the_nodes_that_a_node_replaces(kind: NodeKind) -> None:
     token_ids = np.arange(5, dtype=np.int32)
-    expected = {node_name(7, NAME, token_ids[:end], each) for end in range(5) for each in (Kind.BLOCK, Kind.TAIL)}
-    if kind == Kind.TAIL:
-        expected.add(node_name(7, NAME, token_ids, Kind.BLOCK))
+    expected = {
+        node_name(7, NAME, token_ids[:end], each) for end in range(5) for each in (NodeKind.BLOCK, NodeKind.TAIL)
+    }
+    if kind == NodeKind.TAIL:
+        expected.add(node_name(7, NAME, token_ids, NodeKind.BLOCK))
     names = shorter_names(7, NAME, token_ids.tobytes(), kind)
     assert (set(names), len(names)) == (expected, len(expected))
-    assert shorter_names(7, NAME, b"", Kind.BLOCK) == []
+    assert shorter_names(7, NAME, b"", NodeKind.BLOCK) == []

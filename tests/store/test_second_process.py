@@ -9,20 +9,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from diskprefix.errors import PrefixGone
 from diskprefix.store import writer as writer_module
 from diskprefix.store.compact import rewrite_folder
 from diskprefix.store.environment import Environment
-from diskprefix.store.lost_tokens import LostTokens
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import TenantNotes
 from diskprefix.store.purge import PurgeFilter, purge
 from diskprefix.store.save import Save
-from diskprefix.store.savings import Tally, read_savings
+from diskprefix.store.statistics.lost_tokens import LostTokens
+from diskprefix.store.statistics.savings import SavingsLog, Tally, read_savings
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.writer import Writer
-from tests.store.building import BLOCK, is_clean, is_whole, prompt, publication, read_payload
+from diskprefix.tokens import root_hash
+from diskprefix.values import SHARED
+from tests.store.building import BLOCK, is_clean, is_whole, of_root, prompt, publication, read_payload
 from tests.store.other_process import beside
 from tests.waiting import wait_for
 
@@ -42,7 +45,7 @@ def writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Writer]:
 
 def submit(writer: Writer, *publications: Publication) -> None:
     for one in publications:
-        writer.add(Save(one.epoch), one, is_last=True)
+        writer.queue_publication(Save(one.epoch), one, is_last=True)
 
 
 def diskprefix(writer: Writer, *arguments: str) -> None:
@@ -65,7 +68,7 @@ def test_what_waits_while_another_process_purges_is_neither_stored_nor_found_any
     assert writer.flush(30)
     assert set(store.counts().values()) - {store.counts()[size] for size in ("used_bytes", "file_bytes")} == {0}
     assert writer.dropped == 2
-    assert len([record for record in caplog.records if "something was purged" in record.message]) == 2
+    assert len([record for record in caplog.records if "of its tenant was purged" in record.message]) == 2
     assert writer.error is None
     again = publication(store, prompt(1, 3 * BLOCK))
     submit(writer, again)
@@ -73,11 +76,43 @@ def test_what_waits_while_another_process_purges_is_neither_stored_nor_found_any
     assert is_whole(store, again)
 
 
+def test_what_waits_of_other_tenants_is_stored_after_another_process_has_purged_one(writer: Writer) -> None:
+    """Their notes, counts and recent turns stay as well."""
+    store, log = writer._store, SavingsLog(writer._store)
+    tenants = [str(SHARED.with_salt(salt)) for salt in ("alice", "bob", "carol")]
+    made, notes = dict[str, Publication](), dict[str, TenantNotes]()
+
+    def published(number: int, tenant: str) -> Publication:
+        pub = publication(store, prompt(number, 3 * BLOCK), root=root_hash(tenant))
+        return of_root(pub, structs.replace(pub.root_record, tenant=tenant))
+
+    store.publish(published(9, tenants[0]))
+    writer.pause_writing()
+    for number, tenant in enumerate(tenants):
+        pub = made[tenant] = published(number, tenant)
+        submit(writer, pub)
+        notes[tenant] = TenantNotes(writer.notes, pub.epoch, pub.root, pub.root_record, 1000.0)
+        assert notes[tenant].put(NoteKind.TURN, "id", tenant.encode())
+        log.record_request(pub.epoch, pub.root, pub.root_record, Tally(requests=1))
+    diskprefix(writer, "purge", "--salt", "alice", "--yes")
+    wait_for(lambda: writer.dropped)
+    assert writer.pending.keys() == {node.name for tenant in tenants[1:] for node in made[tenant].nodes}
+    is_kept = [False, True, True]
+    assert [notes[tenant].recent(NoteKind.TURN, "id")[0] for tenant in tenants] == is_kept
+    assert writer.flush(30)
+    store.write_from(log.writing)
+    assert [is_whole(store, made[tenant]) for tenant in tenants] == is_kept
+    assert [notes[tenant].get(NoteKind.TURN, "id") is not None for tenant in tenants] == is_kept
+    with store.snapshot() as snapshot:
+        assert {*map(root_hash, tenants[1:])} == {*read_savings(snapshot)} == {*snapshot.keys("roots")}
+    assert (writer.dropped, writer.error) == (1, None)
+
+
 def test_a_transaction_that_begins_after_a_purge_stores_nothing_of_before(writer: Writer) -> None:
     """Also where the writer has not looked for purges yet."""
     store = writer._store
     begun = publication(store, prompt(1, 3 * BLOCK))
-    epoch, root, record = store.epoch, begun.root, begun.root_record
+    epoch, root, record = store.epochs.of(""), begun.root, begun.root_record
     assert writer.close(30)
     diskprefix(writer, "purge", "--all", "--yes")
     with pytest.raises(PrefixGone):
@@ -85,35 +120,38 @@ def test_a_transaction_that_begins_after_a_purge_stores_nothing_of_before(writer
     notes = TenantNotes(writer.notes, epoch, root, record, 1000.0)
     for kind in NoteKind:
         assert notes.put(kind, "id", b"content", prompt(1, 3 * BLOCK))
-    writer.savings.record(epoch, root, record, Tally(requests=1))
-    for source in (writer.notes.writing, writer.savings.writing):
+    log = SavingsLog(store)
+    log.record_request(epoch, root, record, Tally(requests=1))
+    for source in (writer.notes.writing, log.writing):
         store.write_from(source)
     with store.snapshot() as snapshot:
         assert not any(list(snapshot.keys(database)) for database in ("roots", "nodes", "seen", "notes"))
         assert read_savings(snapshot) == {}
-    assert store.read_epoch() != epoch
+    assert store.read_epochs().is_over(epoch)
     assert not notes.put(NoteKind.RESPONSE, "id", b"content")
 
 
 def test_tokens_that_are_counted_after_a_purge_keep_no_line(store: Store) -> None:
-    kept, epoch = publication(store, prompt(1, BLOCK)), store.epoch
-    store.publish(kept)
-    writer = Writer(store, buffer_bytes=1 << 20)
-    assert writer.close(30)
-    purge(store, PurgeFilter(salt="nobody"), 0.0)
+    kept, epoch = publication(store, prompt(1, BLOCK)), store.epochs.of("")
+    other = publication(store, prompt(2, BLOCK))
+    for pub in (kept, other):
+        store.publish(pub)
+    log = SavingsLog(store)
+    assert other.last_node is not None
+    purge(store, PurgeFilter(entries=frozenset({other.last_node})), 0.0)
     lost = [LostTokens(hour=1, cause="diverged", line="x", tokens=1)]
-    writer.savings.record(epoch, kept.root, kept.root_record, Tally(requests=1), lost)
-    store.write_from(writer.savings.writing)
+    log.record_request(epoch, kept.root, kept.root_record, Tally(requests=1), lost)
+    store.write_from(log.writing)
     with store.snapshot() as snapshot:
         [found] = read_savings(snapshot).values()
     assert (found.total.requests, found.lost) == (1, [])
 
 
 def test_two_purges_at_one_time_are_two(store: Store) -> None:
-    epochs = {store.epoch}
+    epochs = {store.epochs.of("")}
     for _ in range(3):
         purge(store, PurgeFilter(), 0.0)
-        epochs.add(store.epoch)
+        epochs.add(store.epochs.of(""))
     assert len(epochs) == 4
 
 
@@ -181,7 +219,7 @@ def test_purge_with_erase_leaves_nothing_of_before_and_loses_nothing_of_after(wr
     file = (tmp_path / "data.mdb").stat().st_ino
     diskprefix(writer, "purge", "--all", "--yes", "--erase")
     # The writing thread may have looked between two rounds of the purge.
-    assert store.read_epoch().purged_at is not None
+    assert store.read_epochs().purges.ids
     after = publication(store, prompt(2, 2 * BLOCK))
     submit(writer, after)
     assert writer.flush(30)

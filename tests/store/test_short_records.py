@@ -13,12 +13,12 @@ import pytest
 from diskprefix.errors import CacheError, StoreCorrupt
 from diskprefix.store import evictor, note_record, notes
 from diskprefix.store.changes import Changes
-from diskprefix.store.ghosts import forget, newest_first
+from diskprefix.store.ghosts import forget_prompts, newest_first
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import Notes
-from diskprefix.store.savings import keep_counts
 from diskprefix.store.schema import DATABASES
 from diskprefix.store.snapshot import Snapshot
+from diskprefix.store.statistics.savings import keep_counts
 from diskprefix.store.store import Store
 from diskprefix.store.verify import remove_damaged, verify_index
 from tests.store.building import BLOCK, names_of_every_run, open_store, prompt, publication
@@ -45,7 +45,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for seed in (1, 2):
             seen = publication(store, prompt(10 * seed + number, 3 * BLOCK), root=root, payload_bytes=200)
             store.publish(seen.without_nodes())
-        held.put(store.epoch, root, saved.root_record, NoteKind.RESPONSE, "one", b"content", 1e6)
+        held.put(store.epochs.of(""), root, saved.root_record, NoteKind.RESPONSE, "one", b"content", 1e6)
     held.write()
     store.close()
     return folder
@@ -83,7 +83,7 @@ def removals(changes: Changes, database: str, key: bytes) -> list[Callable[[], o
         case "roots":
             return [lambda: keep_counts(changes, [key]), lambda: changes.delete_bare_roots({key})]
         case "seen":
-            return [lambda: forget(changes, [key]), lambda: changes.forget_seen(key[:16], "it is damaged")]
+            return [lambda: forget_prompts(changes, [key]), lambda: changes.forget_seen(key[:16], "it is damaged")]
         case "notes":
             return [lambda: changes.forget_notes([key]), lambda: changes.delete_bare_roots({key[:16]})]
     parent = changes.parent(name)
@@ -104,12 +104,12 @@ def test_removing_a_record_of_any_length_removes_nothing_of_another_root(store: 
     with store.snapshot() as snapshot:
         others = of_others(snapshot)
         own = [key for key in snapshot.keys(database) if owner(snapshot, database, key) == ROOTS[0]]
-        lengths = [(key, length) for key in own for length in cuts(len(snapshot.record(database, key)))]
+        lengths = [(key, length) for key in own for length in cuts(len(snapshot.get_record(database, key)))]
     for key, length in lengths:
         with suppress(Undone), store.changes() as changes:
-            value = bytes(changes.record(database, key))
+            value = bytes(changes.get_record(database, key))
             for number in range(len(removals(changes, database, key))):
-                changes._put(database, key, value[:length])
+                changes._put_record(database, key, value[:length])
                 removals(changes, database, key)[number]()
             gone = others - remaining(changes, others)
             assert not gone, f"{database}, {length} bytes: {gone}"
@@ -127,7 +127,7 @@ def test_removing_a_key_of_any_length_removes_nothing_of_another_root(store: Sto
             if changes.has_record(database, key):
                 raise Undone
             for number in range(len(removals(changes, database, key))):
-                changes._put(database, key, b"short")
+                changes._put_record(database, key, b"short")
                 removals(changes, database, key)[number]()
             gone = others - remaining(changes, others)
             assert not gone, f"{database}, {key.hex()}: {gone}"
@@ -145,7 +145,7 @@ def test_a_block_that_is_cut_short_forgets_the_prompts_of_its_own_root_with_thei
         own = [name for name in snapshot.keys("nodes") if owner(snapshot, "nodes", name) == ROOTS[0]]
         first = next(name for name in own if snapshot.is_ghost(name) and snapshot.parent(name) == ROOTS[0])
     with store.changes() as changes:
-        changes._put("nodes", first, b"short")
+        changes._put_record("nodes", first, b"short")
         changes.delete_node(first, ROOTS[0])
     assert seen(store) == [0, 3, 3]
     with store.snapshot() as snapshot:
@@ -162,7 +162,7 @@ def test_fixing_and_evicting_with_a_key_that_is_cut_short_leaves_the_other_roots
         # With 16 bytes or more, a seen prompt belongs to the root.
         if length < min(len(key), 16 if database == "seen" else 40):
             with store.changes() as changes:
-                changes._put(database, key[:length], b"short")
+                changes._put_record(database, key[:length], b"short")
             remove_damaged(store)
             with store.snapshot() as snapshot:
                 gone = others - remaining(snapshot, others)
@@ -172,7 +172,7 @@ def test_fixing_and_evicting_with_a_key_that_is_cut_short_leaves_the_other_roots
 
 def test_a_seen_prompt_with_a_short_key_does_not_keep_new_ones_from_being_saved(store: Store) -> None:
     with store.changes() as changes:
-        changes._put("seen", ROOTS[0] + b"\xff", b"short")
+        changes._put_record("seen", ROOTS[0] + b"\xff", b"short")
     store.publish(publication(store, prompt(50, 2 * BLOCK + 3), root=ROOTS[0], payload_bytes=200))
     assert seen(store) == [1, 3, 3]
     assert not verify_index(store).problems
@@ -182,7 +182,7 @@ def test_a_note_with_a_short_key_is_removed_with_those_beyond_the_share(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with store.changes() as changes:
-        changes._put("notes", b"\x07" * 9, b"short")
+        changes._put_record("notes", b"\x07" * 9, b"short")
     held = Notes(store, lambda: None)
     for module in (notes, note_record):
         monkeypatch.setattr(module, "total_limit", lambda _budget: 0)
@@ -196,9 +196,9 @@ def test_roots_with_short_keys_are_evicted_alone(store: Store) -> None:
         others = of_others(snapshot)
     with store.changes() as changes:
         for key in (b"\x01", b"\x02" * 15, b"\x03" * 8):
-            changes._put("roots", key, b"short")
+            changes._put_record("roots", key, b"short")
     with mock.patch.object(evictor, "_ROOTS_SHARE", 1 << 40), suppress(CacheError, StoreCorrupt):
-        store.evictor.make_room(store.budget_bytes // 2, frozenset())
+        store.evictor.evict_for(store.budget_bytes // 2, frozenset())
         store.evictor._drop_roots([b"\x01", b"\x02" * 15, b"\x03" * 8])
     with store.snapshot() as snapshot:
         assert others == remaining(snapshot, others)

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from diskprefix.errors import PrefixGone, StoreUnavailable
 from diskprefix.store import environment
 from diskprefix.store.changes import Use, touches
-from diskprefix.store.schema import Kind
+from diskprefix.store.schema import NodeKind
 from diskprefix.store.store import Publication, Store
 from tests import forked
 from tests.store import other_process
@@ -31,7 +31,7 @@ def test_the_longest_prompt_is_known_and_a_damaged_entry_is_none(store: Store) -
     assert store.longest_prompt() == 3 * BLOCK + 5
     with store.changes() as changes:
         for name in list(changes.keys("entries")):
-            changes._put("entries", name, b"damaged")
+            changes._put_record("entries", name, b"damaged")
     assert store.longest_prompt() == 0
 
 
@@ -190,7 +190,7 @@ def test_blocks_that_no_checkpoint_needs_make_room_first_whatever_else_is_stored
     clock.now += 60
     with store.changes() as changes:
         # What cannot be read is not the evicting one's business.
-        changes._put("roots", b"x" * 16, b"damaged")
+        changes._put_record("roots", b"x" * 16, b"damaged")
     new = publication(store, prompt(3, 12 * BLOCK), payload_bytes=400_000)
     assert store.publish(new) > 0
     assert is_whole(store, dense)
@@ -215,7 +215,7 @@ def test_a_checkpoint_that_is_published_again_is_not_evicted_to_make_room_for_it
     assert not is_whole(store, old)
     with store.snapshot() as snapshot:
         checkpoint = snapshot.usage(known.nodes[4].name)
-    assert known.nodes[4].kind == Kind.CHECKPOINT
+    assert known.nodes[4].kind == NodeKind.CHECKPOINT
     assert checkpoint is not None
     assert checkpoint.created_at == 1000.0
 

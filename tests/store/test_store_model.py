@@ -41,7 +41,7 @@ from diskprefix.store.environment import Environment
 from diskprefix.store.eviction import recorded_ttl
 from diskprefix.store.pieces import PayloadLayout, split_payload
 from diskprefix.store.purge import PurgeFilter, purge
-from diskprefix.store.schema import Kind, child_keys
+from diskprefix.store.schema import NodeKind, child_keys
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.verify import verify_index
@@ -135,19 +135,20 @@ def publication_of(store: Store, prompt: Prompt, first: int = 0, end: int | None
         layout=layout,
         checkpoints=points,
         replaces=prompt.root == TO_THE_TOKEN,
-        end_kind=Kind.BLOCK if prompt.root == TO_THE_TOKEN and not prompt.has_logits else Kind.TAIL,
+        end_kind=NodeKind.BLOCK if prompt.root == TO_THE_TOKEN and not prompt.has_logits else NodeKind.TAIL,
     )
     nodes = []
     for node in whole.nodes:
         prefix = token_ids[: node.position + len(node.token_ids)].tobytes() + bytes([node.kind])
         own = memoryview(payload(prompt.root, prefix, node.payload_bytes))
         nodes.append(replace(node, payload=split_payload(own, node.pieces), ttl_s=prompt.ttl_s))
-    if prompt.num_rest == 0 and nodes[-1].kind == Kind.TAIL:
+    if prompt.num_rest == 0 and nodes[-1].kind == NodeKind.TAIL:
         # As a boundary of the policy ends it: with a full block, which others may continue, or its checkpoint.
         nodes.pop()
     root_record = msgspec.structs.replace(whole.root_record, tenant=str(SHARED.with_salt(SALTS[prompt.root])))
     return replace(
         whole,
+        epoch=store.epochs.of(root_record.tenant),
         nodes=tuple(nodes[first:end]),
         last_node=nodes[-1].name if end is None else None,
         entry=whole.entry if end is None else None,
@@ -226,12 +227,12 @@ class Model:
         return path | {child for block in path for child in self.children(block) if self.is_checkpoint(child)}
 
     def is_checkpoint(self, name: bytes) -> bool:
-        return self.nodes[name].new.kind == Kind.CHECKPOINT
+        return self.nodes[name].new.kind == NodeKind.CHECKPOINT
 
     def is_bare(self, name: bytes) -> bool:
         """Tells whether it would be of no use if nothing continued it."""
         node = self.nodes[name]
-        return node.new.kind == Kind.BLOCK and has_states(node.root)
+        return node.new.kind == NodeKind.BLOCK and has_states(node.root)
 
     def subtree(self, name: bytes) -> set[bytes]:
         return {node for node in self.nodes if name in self.path(node)}
@@ -314,7 +315,7 @@ class Model:
 def is_part(node: NewNode, other: NewNode) -> bool:
     """Tells whether a node that continues the same node has all that `node` has, and more."""
     mine, others = node.token_ids.tolist(), other.token_ids.tolist()
-    is_longer = len(others) > len(mine) or (node.kind, other.kind) == (Kind.BLOCK, Kind.TAIL)
+    is_longer = len(others) > len(mine) or (node.kind, other.kind) == (NodeKind.BLOCK, NodeKind.TAIL)
     return others[: len(mine)] == mine and is_longer
 
 
@@ -340,7 +341,7 @@ class Written(NamedTuple):
 def write(store: Store, prompt: Prompt, first: int, codec: Codec, end: int | None = None) -> Written:
     store.codec = codec
     # The other process may have purged something.
-    store.read_epoch()
+    store.read_epochs()
     # What a publication does when LMDB is full begins with this.
     real = Environment.wait_for_readers
     with mock.patch.object(Environment, "wait_for_readers", autospec=True, side_effect=real) as waited:
@@ -512,7 +513,7 @@ class StoreMachine(RuleBasedStateMachine):
     def save_what_continues_a_prefix_that_is_gone(self, process: str, prompt: Prompt) -> None:
         nodes = publication_of(self.store, prompt).nodes
         first = self.model.stored_prefix(nodes) + 1
-        if first < len(nodes) and nodes[first - 1].kind != Kind.CHECKPOINT:
+        if first < len(nodes) and nodes[first - 1].kind != NodeKind.CHECKPOINT:
             # The refusal may come after room was made: what had to go for it is gone.
             protected = self.pinned(process)
             with suppress(PrefixGone):

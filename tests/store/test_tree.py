@@ -13,7 +13,7 @@ from diskprefix.errors import StoreCorrupt
 from diskprefix.store import schema
 from diskprefix.store.changes import NewNode
 from diskprefix.store.codec.codec import Codec
-from diskprefix.store.schema import Kind
+from diskprefix.store.schema import NodeKind
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.tree import PrefixTree
 from diskprefix.tokens import TokenIds, as_token_ids, common_prefix_length
@@ -42,16 +42,16 @@ def test_a_path_has_the_blocks_in_order_and_an_entry_also_the_checkpoints_behind
     with store.snapshot() as snapshot:
         tree = PrefixTree(snapshot, store.secret)
         path, entry = tree.path(end(pub)), tree.entry(end(pub))
-    assert list(path) == [node.name for node in pub.nodes if node.kind != Kind.CHECKPOINT]
+    assert list(path) == [node.name for node in pub.nodes if node.kind != NodeKind.CHECKPOINT]
     ends = [(node.end, node.kind) for node in entry.values()]
     assert ends == [
-        (BLOCK, Kind.BLOCK),
-        (2 * BLOCK, Kind.BLOCK),
-        (2 * BLOCK, Kind.CHECKPOINT),
-        (3 * BLOCK, Kind.BLOCK),
-        (4 * BLOCK, Kind.BLOCK),
-        (4 * BLOCK, Kind.CHECKPOINT),
-        (4 * BLOCK + 5, Kind.TAIL),
+        (BLOCK, NodeKind.BLOCK),
+        (2 * BLOCK, NodeKind.BLOCK),
+        (2 * BLOCK, NodeKind.CHECKPOINT),
+        (3 * BLOCK, NodeKind.BLOCK),
+        (4 * BLOCK, NodeKind.BLOCK),
+        (4 * BLOCK, NodeKind.CHECKPOINT),
+        (4 * BLOCK + 5, NodeKind.TAIL),
     ]
 
 
@@ -71,7 +71,7 @@ def test_a_path_with_a_missing_block_and_a_node_under_another_name_are_errors(st
     store.close()
     with damaged(tmp_path) as records:
         records.delete("nodes", pub.nodes[1].name)
-        records.change_node(other.nodes[0].name, kind=Kind.TAIL)
+        records.change_node(other.nodes[0].name, kind=NodeKind.TAIL)
     store = open_store(tmp_path)
     with store.snapshot() as snapshot:
         tree = PrefixTree(snapshot, store.secret)
@@ -85,7 +85,7 @@ def test_a_path_with_a_missing_block_and_a_node_under_another_name_are_errors(st
 def test_a_path_that_goes_round_in_a_circle_is_an_error(store: Store, tmp_path: Path) -> None:
     pub = saved(store)
     store.close()
-    blocks = [node for node in pub.nodes if node.kind == Kind.BLOCK]
+    blocks = [node for node in pub.nodes if node.kind == NodeKind.BLOCK]
     with damaged(tmp_path) as records:
         records.change_node(blocks[0].name, parent=blocks[1].name, position=2 * BLOCK)
     store = open_store(tmp_path)
@@ -102,7 +102,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def tail(store: Store, token_ids: TokenIds) -> NewNode:
-    return new_node(store.secret, ROOT, token_ids, 0, len(token_ids), Kind.TAIL, LAYOUT)
+    return new_node(store.secret, ROOT, token_ids, 0, len(token_ids), NodeKind.TAIL, LAYOUT)
 
 
 def put(store: Store, nodes: Sequence[NewNode]) -> None:

@@ -17,8 +17,8 @@ from diskprefix.store.changes import NewNode
 from diskprefix.store.note_record import NoteKind, NoteTimes, encode_note, note_key
 from diskprefix.store.notes import Notes
 from diskprefix.store.schema import (
-    Kind,
     ModelRecord,
+    NodeKind,
     NodeRecord,
     PromptRecord,
     RootRecord,
@@ -42,6 +42,7 @@ from tests.store.building import (
     is_whole,
     layout_of,
     names_of_every_run,
+    of_root,
     open_store,
     prompt,
     publication,
@@ -80,7 +81,7 @@ class Stored:
         """The name of a node of the first prompt."""
         return self.first.nodes[index].name
 
-    def node(self, kind: Kind, end: int) -> bytes:
+    def node(self, kind: NodeKind, end: int) -> bytes:
         """The name of a node of the prompt with states."""
         return next(node.name for node in self.hybrid.nodes if (node.kind, node_end(node)) == (kind, end))
 
@@ -95,7 +96,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Stored:
     first, second = (publication(store, tokens, layout=LAYOUT) for tokens in (one, two))
     second = replace(second, prompt_group=GROUP, ttl_s=3600.0)
     other = publication(store, prompt(2, 2 * BLOCK), root=OTHER_ROOT, layout=LAYOUT)
-    other = replace(other, root_record=structs.replace(other.root_record, identity=IDENTITY, tenant="a" * 32))
+    other = of_root(other, structs.replace(other.root_record, identity=IDENTITY, tenant="a" * 32))
     token_ids = prompt(3, 4 * BLOCK + 5)
     points = (2 * BLOCK, 4 * BLOCK)
     hybrid = publication(store, token_ids, root=HYBRID_ROOT, layout=HYBRID, checkpoints=points)
@@ -105,7 +106,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Stored:
     for pub in (*stored.publications, seen.without_nodes()):
         store.publish(pub)
     notes = Notes(store, lambda: None)
-    notes.put(store.epoch, HYBRID_ROOT, hybrid.root_record, NoteKind.RESPONSE, NOTE, b"content", 1000.0)
+    notes.put(store.epochs.of(""), HYBRID_ROOT, hybrid.root_record, NoteKind.RESPONSE, NOTE, b"content", 1000.0)
     notes.write()
     store.close()
     return stored
@@ -222,15 +223,15 @@ def put_model(records: Records, model: str) -> None:
 def continue_a_tail(records: Records, stored: Stored) -> None:
     """A block moved behind the tail of an empty rest, which ends where the block starts."""
     tail = stored.other.nodes[-1]
-    assert tail.kind == Kind.TAIL
+    assert tail.kind == NodeKind.TAIL
     assert not len(tail.token_ids)
-    records.change_node(tail.name, kind=Kind.BLOCK)
+    records.change_node(tail.name, kind=NodeKind.BLOCK)
 
 
 def move_a_checkpoint(records: Records, stored: Stored) -> None:
     """A checkpoint under the name that one of another block would have, its payload too."""
-    name, to = stored.node(Kind.CHECKPOINT, 2 * BLOCK), bytes(16)
-    record = replace(decode_node(name, records.get("nodes", name)), parent=stored.node(Kind.BLOCK, 3 * BLOCK))
+    name, to = stored.node(NodeKind.CHECKPOINT, 2 * BLOCK), bytes(16)
+    record = replace(decode_node(name, records.get("nodes", name)), parent=stored.node(NodeKind.BLOCK, 3 * BLOCK))
     records.delete("nodes", name)
     records.put("nodes", to, encode_node(to, replace(record, position=3 * BLOCK)))
     for index in range(record.num_pieces):
@@ -239,12 +240,12 @@ def move_a_checkpoint(records: Records, stored: Stored) -> None:
 
 def swap_checkpoints(records: Records, stored: Stored) -> None:
     """The states of two positions change places."""
-    first, second = stored.node(Kind.CHECKPOINT, 2 * BLOCK), stored.node(Kind.CHECKPOINT, 4 * BLOCK)
+    first, second = stored.node(NodeKind.CHECKPOINT, 2 * BLOCK), stored.node(NodeKind.CHECKPOINT, 4 * BLOCK)
     for index in range(decode_node(first, records.get("nodes", first)).num_pieces):
         swap(records, piece_key(first, index), piece_key(second, index))
 
 
-def renamed(kind: Kind, end: int, **changes: object) -> Damage:
+def renamed(kind: NodeKind, end: int, **changes: object) -> Damage:
     """A node of the prompt with states whose record says something else, under the name that goes with it."""
 
     def apply(records: Records, stored: Stored) -> None:
@@ -263,23 +264,23 @@ def renamed(kind: Kind, end: int, **changes: object) -> Damage:
 def checkpoint_without_states(records: Records, stored: Stored) -> None:
     """A checkpoint of no bytes under a root whose layout has no states."""
     block = stored.other.nodes[1]
-    name = node_name(records.secret, block.name, b"", Kind.CHECKPOINT)
+    name = node_name(records.secret, block.name, b"", NodeKind.CHECKPOINT)
     none = np.empty(0, np.int32)
-    record = NodeRecord(block.name, OTHER_ROOT, 2 * BLOCK, none, Kind.CHECKPOINT, 0, 0, 0)
+    record = NodeRecord(block.name, OTHER_ROOT, 2 * BLOCK, none, NodeKind.CHECKPOINT, 0, 0, 0)
     records.put("nodes", name, encode_node(name, record))
 
 
 def checkpoint_at_the_start(records: Records, stored: Stored) -> None:
-    name = node_name(records.secret, HYBRID_ROOT, b"", Kind.CHECKPOINT)
-    there = stored.node(Kind.CHECKPOINT, 2 * BLOCK)
+    name = node_name(records.secret, HYBRID_ROOT, b"", NodeKind.CHECKPOINT)
+    there = stored.node(NodeKind.CHECKPOINT, 2 * BLOCK)
     record = replace(decode_node(there, records.get("nodes", there)), parent=HYBRID_ROOT, position=0)
     records.put("nodes", name, encode_node(name, record))
 
 
 def add_a_child_to_a_checkpoint(records: Records, stored: Stored) -> None:
     """A tail of no tokens that continues a checkpoint, which ends where the tail starts."""
-    parent = stored.node(Kind.CHECKPOINT, 2 * BLOCK)
-    renamed(Kind.TAIL, 4 * BLOCK + 5, parent=parent, position=2 * BLOCK)(records, stored)
+    parent = stored.node(NodeKind.CHECKPOINT, 2 * BLOCK)
+    renamed(NodeKind.TAIL, 4 * BLOCK + 5, parent=parent, position=2 * BLOCK)(records, stored)
 
 
 def of_node(index: int, **changes: object) -> Damage:
@@ -291,7 +292,7 @@ def of_usage(**changes: object) -> Damage:
     return lambda records, stored: records.change_usage(stored.name(2), **changes)
 
 
-def of_state(state: Kind, end: int, **changes: object) -> Damage:
+def of_state(state: NodeKind, end: int, **changes: object) -> Damage:
     """The same in the record of a node of the prompt with states."""
     return lambda records, stored: records.change_node(stored.node(state, end), **changes)
 
@@ -305,7 +306,7 @@ OF_NODES: dict[str, Damage] = {
     "a wrong position": of_node(3, position=2 * BLOCK),
     "a first block elsewhere": of_node(0, position=BLOCK),
     "another root in a node": of_node(3, root=OTHER_ROOT),
-    "a block said to be a tail": of_node(0, kind=Kind.TAIL),
+    "a block said to be a tail": of_node(0, kind=NodeKind.TAIL),
     "a tail said to be a block": continue_a_tail,
     "wrong raw bytes": of_node(1, raw_bytes=7),
     "wrong stored bytes": of_node(1, stored_bytes=7),
@@ -324,14 +325,14 @@ OF_NODES: dict[str, Damage] = {
     "a block that is listed with other tokens": list_with_other_tokens,
     "a checkpoint under another name": move_a_checkpoint,
     "two checkpoints swapped": swap_checkpoints,
-    "a checkpoint whose block is gone": lambda r, s: r.delete("nodes", s.node(Kind.BLOCK, 2 * BLOCK)),
-    "a checkpoint said to be elsewhere": of_state(Kind.CHECKPOINT, 2 * BLOCK, position=3 * BLOCK),
-    "a checkpoint off the grid": of_state(Kind.CHECKPOINT, 2 * BLOCK, position=2 * BLOCK - 1),
+    "a checkpoint whose block is gone": lambda r, s: r.delete("nodes", s.node(NodeKind.BLOCK, 2 * BLOCK)),
+    "a checkpoint said to be elsewhere": of_state(NodeKind.CHECKPOINT, 2 * BLOCK, position=3 * BLOCK),
+    "a checkpoint off the grid": of_state(NodeKind.CHECKPOINT, 2 * BLOCK, position=2 * BLOCK - 1),
     "a checkpoint at the start": checkpoint_at_the_start,
     "a checkpoint of a layout without states": checkpoint_without_states,
-    "a checkpoint with tokens": of_state(Kind.BLOCK, BLOCK, kind=Kind.CHECKPOINT),
+    "a checkpoint with tokens": of_state(NodeKind.BLOCK, BLOCK, kind=NodeKind.CHECKPOINT),
     "a checkpoint that is continued": add_a_child_to_a_checkpoint,
-    "a checkpoint said to be a tail": of_state(Kind.CHECKPOINT, 2 * BLOCK, kind=Kind.TAIL),
+    "a checkpoint said to be a tail": of_state(NodeKind.CHECKPOINT, 2 * BLOCK, kind=NodeKind.TAIL),
 }
 OF_OTHERS: dict[str, tuple[Damage, str]] = {
     "a flipped bit in a root": (lambda r, _: r.flip("roots", ROOT, 12), "roots"),
@@ -358,8 +359,8 @@ OF_OTHERS: dict[str, tuple[Damage, str]] = {
     "a ghost with a payload": (lambda r, s: r.change_node(s.ghosts[1], raw_bytes=9), "nodes"),
     "a ghost that nothing continues": (lambda r, s: r.change_node(s.ghosts[1], seen_children=0), "seen"),
     "a ghost that is gone": (lambda r, s: r.delete("nodes", s.ghosts[1]), "seen"),
-    "a ghost said to be stored": (lambda r, s: r.change_node(s.ghosts[1], kind=Kind.BLOCK), "nodes"),
-    "a block said to be a ghost": (lambda r, s: r.change_node(s.name(1), kind=Kind.GHOST), "nodes"),
+    "a ghost said to be stored": (lambda r, s: r.change_node(s.ghosts[1], kind=NodeKind.BLOCK), "nodes"),
+    "a block said to be a ghost": (lambda r, s: r.change_node(s.name(1), kind=NodeKind.GHOST), "nodes"),
     "a note of an unknown kind": (lambda r, _: put_note(r, HYBRID_ROOT + b"\xff" * 17), "notes"),
     "a note under a root that is gone": (lambda r, _: put_note(r, note_key(GONE, NoteKind.TURN, "x")), "notes"),
     "a damaged record of a served model": (lambda r, _: r.put("meta", model_key("a"), b"x"), "meta"),
@@ -517,7 +518,7 @@ def test_only_a_reader_that_no_writer_sees_looks_again_and_a_while_later(
 ) -> None:
     store.environment.has_lock = has_lock
     with store.changes() as changes:
-        changes._put("usage", b"n" * 16, b"x")
+        changes._put_record("usage", b"n" * 16, b"x")
     slept = list[float]()
 
     def sleep(seconds: float) -> None:

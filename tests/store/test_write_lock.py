@@ -99,7 +99,7 @@ def test_a_daemon_is_degraded_and_names_the_suspended_process_and_saves_all_when
         caplog.clear()
         pub = publication(store, prompt(1, 3 * BLOCK))
         assert store.write_stall is None
-        writer.add(Save(pub.epoch), pub, is_last=True)
+        writer.queue_publication(Save(pub.epoch), pub, is_last=True)
         wait_for(lambda: store.write_stall is not None)
         assert re.fullmatch(waits_for(pid, folder), store.write_stall or "")
         wait_for(lambda: caplog.records)
@@ -145,7 +145,7 @@ def test_a_stop_does_not_wait_for_a_process_that_is_suspended(
     with beside(write_until_told, folder) as process:
         os.kill(process.pid or 0, signal.SIGSTOP)
         pub = publication(store, prompt(1, 3 * BLOCK))
-        writer.add(Save(pub.epoch), pub, is_last=True)
+        writer.queue_publication(Save(pub.epoch), pub, is_last=True)
         wait_for(lambda: store.write_stall is not None)
         # Would wait for minutes otherwise.
         ended: list[bool] = []

@@ -14,16 +14,17 @@ import pytest
 from msgspec.structs import replace
 
 from diskprefix.errors import StoreCorrupt, StoreFull, StoreUnavailable
-from diskprefix.store import environment, savings
+from diskprefix.store import environment
 from diskprefix.store import writer as writer_module
 from diskprefix.store.changes import Changes, SmallWrite
 from diskprefix.store.environment import Environment
 from diskprefix.store.folder import FolderUnavailable
 from diskprefix.store.note_record import NoteKind, note_key
-from diskprefix.store.save import Save, Waiting
-from diskprefix.store.savings import Tally, read_savings
-from diskprefix.store.schema import Kind, ModelRecord
+from diskprefix.store.save import Save
+from diskprefix.store.schema import ModelRecord, NodeKind
 from diskprefix.store.snapshot import Snapshot
+from diskprefix.store.statistics import savings
+from diskprefix.store.statistics.savings import Tally, read_savings
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.verify import remove_problems, verify_index
 from diskprefix.store.writer import Writer
@@ -51,7 +52,7 @@ class Gate:
 
 def submit(writer: Writer, pub: Publication) -> None:
     """One save of one publication."""
-    writer.add(Save(pub.epoch), pub, is_last=True)
+    writer.queue_publication(Save(pub.epoch), pub, is_last=True)
 
 
 class Pages:
@@ -67,10 +68,10 @@ class Pages:
         return self._frees
 
 
-def test_what_waits_is_visible_and_held_until_it_is_written(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_nodes_are_visible_and_held_until_written(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, pages = Gate(store, monkeypatch), Pages()
     pub, writer = publication(store, prompt(1, 2 * BLOCK)), Writer(store, buffer_bytes=10)
-    writer.add(Save(store.epoch), pub, [pages], is_last=True)
+    writer.queue_publication(Save(store.epochs.of("")), pub, [pages], is_last=True)
     assert set(writer.pending) == {node.name for node in pub.nodes}
     assert (writer.pending_bytes, writer.num_pending, pages.num_released) == (pub.payload_bytes, 1, 0)
     assert not is_whole(store, pub)
@@ -81,7 +82,7 @@ def test_what_waits_is_visible_and_held_until_it_is_written(store: Store, monkey
     assert (writer.pending_bytes, writer.num_pending, pages.num_released) == (0, 0, 1)
 
 
-def test_a_reservation_needs_room_and_a_release_makes_some_once(store: Store) -> None:
+def test_releasing_a_reservation_returns_its_bytes_once(store: Store) -> None:
     writer = Writer(store, buffer_bytes=100)
     first = writer.reserve(60)
     assert first is not None
@@ -103,16 +104,16 @@ def chained(store: Store, num_blocks: int) -> list[Publication]:
 
 
 def submit_all(writer: Writer, pubs: Sequence[Publication], holds: Sequence[Pages] = ()) -> Save:
-    """One save of several publications. `holds`: those of each."""
+    """One save of several publications. `holds` has the hold of each publication."""
     save = Save(pubs[0].epoch)
     for number, pub in enumerate(pubs):
-        writer.add(save, pub, holds[number : number + 1])
+        writer.queue_publication(save, pub, holds[number : number + 1])
     writer.finish(save)
     return save
 
 
 @pytest.mark.parametrize("why", ["", "its state is not finite"], ids=["no room", "not finite"])
-def test_once_a_publication_is_lost_what_continues_it_is_not_written_and_all_count_as_one(
+def test_losing_a_publication_fails_the_rest_of_its_save_and_counts_once(
     store: Store, writer: Writer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, why: str
 ) -> None:
     pubs = [with_values(pub, is_finite=not why or index not in (1, 3)) for index, pub in enumerate(chained(store, 4))]
@@ -130,7 +131,7 @@ def test_once_a_publication_is_lost_what_continues_it_is_not_written_and_all_cou
     assert writer.close(30)
     assert (writer.dropped, writer.pending_bytes, save.lost) == (1, 0, why)
     assert len([record for record in caplog.records if (why or "without saving") in record.message]) == 1
-    # Of the last one, that the prompt was seen is left.
+    # Of the last publication, only the seen prompt is left.
     assert [len(pub.nodes) for pub in written] == [1, 0]
     with store.snapshot() as snapshot:
         assert [snapshot.usage(pub.nodes[0].name) is not None for pub in pubs] == [True, *[False] * (len(pubs) - 1)]
@@ -138,12 +139,12 @@ def test_once_a_publication_is_lost_what_continues_it_is_not_written_and_all_cou
         assert snapshot.counts()["prompts"] == 1
 
 
-def test_what_waits_last_in_pages_that_nobody_else_needs_is_dropped_with_what_continues_it(
+def test_memory_pressure_drops_the_newest_publication_that_frees_pages(
     store: Store, writer: Writer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     gate = Gate(store, monkeypatch)
     pages = [Pages(frees=number < 3) for number in range(5)]
-    # Of what comes later, only other pages would be free.
+    # Later publications would free no pages that others need.
     save = submit_all(writer, chained(store, 5), pages)
     submit_all(writer, [publication(store, prompt(7, BLOCK))], [Pages(frees=False)])
     wait_for(lambda: writer._writing is not None)
@@ -165,7 +166,7 @@ def test_what_waits_last_in_pages_that_nobody_else_needs_is_dropped_with_what_co
     assert (counts["blocks"], counts["entries"], counts["prompts"]) == (3, 1, 2)
 
 
-def test_more_prompts_than_may_wait_are_refused_and_what_waits_is_written(
+def test_full_queue_refuses_prompts_and_writes_the_waiting_ones(
     store: Store, writer: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer_module, "_MAX_SAVES", 2)
@@ -180,12 +181,12 @@ def test_more_prompts_than_may_wait_are_refused_and_what_waits_is_written(
     assert pages.num_released == 3
 
 
-def test_a_save_pins_what_it_continues_and_then_what_it_has_written_until_it_ends(store: Store, writer: Writer) -> None:
+def test_save_pins_its_parent_and_then_its_last_written_node_until_it_ends(store: Store, writer: Writer) -> None:
     pubs = chained(store, 3)
     store.publish(pubs[0])
-    save = Save(store.epoch)
+    save = Save(store.epochs.of(""))
     writer.pause_writing()
-    writer.add(save, pubs[1])
+    writer.queue_publication(save, pubs[1])
     assert store.evictor.pinned() == {pubs[0].nodes[0].name}
     assert writer.flush(30)
     assert store.evictor.pinned() == {pubs[1].nodes[0].name}
@@ -197,7 +198,7 @@ def with_values(pub: Publication, *, is_finite: bool) -> Publication:
     """The publication with state that is checked. Only its last value may be NaN. Logits are NaN, and not checked."""
     nodes = []
     for node in pub.nodes:
-        num_checked = len(node.pieces) - (node.kind == Kind.TAIL)
+        num_checked = len(node.pieces) - (node.kind == NodeKind.TAIL)
         payload = [np.full(piece.num_bytes // 2, 0x7FC0, np.uint16) for piece in node.pieces]
         for values in payload[:num_checked]:
             values[: len(values) - (not is_finite)] = 0x3F80
@@ -207,12 +208,14 @@ def with_values(pub: Publication, *, is_finite: bool) -> Publication:
 
 
 @pytest.mark.parametrize("broken", ["none", "uses", "notes", "savings", "publication"])
-def test_what_waits_is_written_in_one_transaction_and_what_fails_keeps_nothing_back(
-    store: Store, writer: Writer, monkeypatch: pytest.MonkeyPatch, broken: str
+def test_waiting_records_share_one_transaction_and_a_failing_one_stops_no_other(
+    store: Store, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
+    log = savings.SavingsLog(store)
+    writer = Writer(store, buffer_bytes=1 << 30, also_writes=(log.writing,))
     first, second = (publication(store, prompt(seed, BLOCK)) for seed in (1, 2))
     store.publish(first)
-    # Its thread has ended, so what waits is for this one.
+    # The writer's thread has ended, so this thread writes the waiting records.
     assert writer.close(30)
     changes, commits = store.changes, list[int]()
 
@@ -226,20 +229,22 @@ def test_what_waits_is_written_in_one_transaction_and_what_fails_keeps_nothing_b
     assert second.last_node is not None
     assert first.last_node is not None
     writer.touch(first.last_node, 5000.0)
-    writer.notes.put(store.epoch, second.root, second.root_record, NoteKind.TURN, "turn", b"x", 3600.0)
-    writer.savings.record(store.epoch, second.root, second.root_record, Tally(requests=1))
+    writer.notes.put(store.epochs.of(""), second.root, second.root_record, NoteKind.TURN, "turn", b"x", 3600.0)
+    log.record_request(store.epochs.of(""), second.root, second.root_record, Tally(requests=1))
     methods = {"uses": "touch", "notes": "put_note", "publication": "put_node"}
     if broken == "savings":
         monkeypatch.setattr(savings, "put_savings", fail)
     elif broken != "none":
         monkeypatch.setattr(Changes, methods[broken], fail)
     monkeypatch.setattr(store, "changes", counted)
-    writer._write_all(Waiting(Save(store.epoch), second))
+    save = Save(store.epochs.of(""))
+    save.waiting.append(second)
+    writer._write_all(save)
     with store.snapshot() as snapshot:
         used = snapshot.usage(first.last_node)
         found = {
             "uses": used is not None and used.last_used == 5000.0,
-            "notes": snapshot.record("notes", note_key(second.root, NoteKind.TURN, "turn")) is not None,
+            "notes": snapshot.get_record("notes", note_key(second.root, NoteKind.TURN, "turn")) is not None,
             "savings": second.root in read_savings(snapshot),
             "publication": snapshot.usage(second.last_node) is not None,
         }
@@ -249,7 +254,7 @@ def test_what_waits_is_written_in_one_transaction_and_what_fails_keeps_nothing_b
     assert broken != "none" or len(commits) == 1
 
 
-def test_a_use_that_comes_while_others_are_written_is_counted_once(
+def test_use_recorded_during_a_write_is_counted_once(
     store: Store, writer: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pub = publication(store, prompt(1, BLOCK))
@@ -272,7 +277,7 @@ def test_a_use_that_comes_while_others_are_written_is_counted_once(
     assert (found.last_used, found.restores) == (6000.0, 2)
 
 
-def test_saving_has_recovered_when_a_whole_prompt_is_saved(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saving_recovers_when_a_whole_prompt_is_saved(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small publication may find room on a full disk, again and again."""
     gate = Gate(store, monkeypatch)
     gate.failure = StoreUnavailable("no space left")
@@ -282,19 +287,19 @@ def test_saving_has_recovered_when_a_whole_prompt_is_saved(store: Store, monkeyp
     assert writer.flush(30)
     gate.failure = None
     *beginning, last = chained(store, 3)
-    save = Save(store.epoch)
+    save = Save(store.epochs.of(""))
     for pub in beginning:
-        writer.add(save, pub)
+        writer.queue_publication(save, pub)
     submit(writer, replace(last, nodes=(), last_node=None, entry=None))
     assert writer.flush(30)
     assert writer.error is not None
-    writer.add(save, last, is_last=True)
+    writer.queue_publication(save, last, is_last=True)
     assert writer.flush(30)
     assert not writer.error
     assert writer.close(30)
 
 
-def test_a_use_of_what_waits_to_be_written_counts_once_it_is(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_use_of_a_waiting_node_counts_after_the_node_is_written(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     pubs = chained(store, 2)
     writer = Writer(store, buffer_bytes=1 << 30)
     gate = Gate(store, monkeypatch)
@@ -308,7 +313,7 @@ def test_a_use_of_what_waits_to_be_written_counts_once_it_is(store: Store, monke
 
 
 @pytest.mark.parametrize("failure", [StoreUnavailable("none left"), MemoryError("none left")], ids=repr)
-def test_a_failing_store_is_reported_once_a_bug_in_it_with_a_traceback_and_so_is_the_recovery(
+def test_store_failure_and_recovery_are_logged_once_and_a_bug_with_its_traceback(
     store: Store, writer: Writer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failure: Exception
 ) -> None:
     caplog.set_level("INFO", logger="diskprefix")
@@ -333,7 +338,7 @@ def test_a_failing_store_is_reported_once_a_bug_in_it_with_a_traceback_and_so_is
 
 
 @pytest.mark.parametrize("fate", ["written", "failed", "not finite", "cannot be read"])
-def test_payloads_are_released_once_whether_they_are_written_or_lost(
+def test_payloads_are_released_exactly_once(
     store: Store, writer: Writer, monkeypatch: pytest.MonkeyPatch, fate: str
 ) -> None:
     gate, pages = Gate(store, monkeypatch), [Pages() for _ in range(4)]
@@ -349,7 +354,7 @@ def test_payloads_are_released_once_whether_they_are_written_or_lost(
     assert (writer.dropped, writer.pending_bytes) == (fate != "written", 0)
 
 
-def test_what_comes_after_the_end_is_lost_and_released(store: Store) -> None:
+def test_closed_writer_loses_and_releases_new_publications(store: Store) -> None:
     writer, pages = Writer(store, buffer_bytes=1 << 30), Pages()
     assert writer.close(30)
     save = submit_all(writer, [publication(store, prompt(1, BLOCK))], [pages])
@@ -357,7 +362,7 @@ def test_what_comes_after_the_end_is_lost_and_released(store: Store) -> None:
     assert (writer.pending_bytes, writer.num_pending, len(writer.pending)) == (0, 0, 0)
 
 
-def test_closing_gives_up_when_time_runs_out_and_counts_what_is_lost(
+def test_closing_stops_at_the_time_limit_and_counts_unwritten_saves(
     store: Store, writer: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, pages = Gate(store, monkeypatch), [Pages() for _ in range(3)]
@@ -372,7 +377,7 @@ def test_closing_gives_up_when_time_runs_out_and_counts_what_is_lost(
     assert (writer.pending_bytes, len(writer.pending)) == (0, 0)
 
 
-def test_a_damaged_node_goes_before_what_is_submitted_after_it(store: Store, writer: Writer) -> None:
+def test_damaged_node_is_removed_before_later_publications(store: Store, writer: Writer) -> None:
     pub = publication(store, prompt(1, 3 * BLOCK))
     store.publish(pub)
     writer.quarantine(pub.nodes[1].name, pub.nodes[1].parent)
@@ -382,7 +387,7 @@ def test_a_damaged_node_goes_before_what_is_submitted_after_it(store: Store, wri
     assert is_whole(store, pub)
 
 
-def test_uses_together_are_counted_and_ask_for_the_longest_time_of_them(store: Store, writer: Writer) -> None:
+def test_joined_uses_are_counted_and_keep_the_longest_time_to_live(store: Store, writer: Writer) -> None:
     pubs = [replace(publication(store, prompt(seed, BLOCK)), ttl_s=10.0) for seed in range(2)]
     pubs = [replace(pub, nodes=tuple(replace(node, ttl_s=10.0) for node in pub.nodes)) for pub in pubs]
     for pub in pubs:
@@ -400,7 +405,7 @@ def test_uses_together_are_counted_and_ask_for_the_longest_time_of_them(store: S
     assert found == [(3600, 2, 3000.0)] * 2 + [(-3600, 3, 3000.0)] * 2
 
 
-def test_what_has_a_time_of_its_own_expires_without_a_daemons_time_also_after_a_restart(
+def test_node_with_its_own_ttl_expires_without_a_daemon_ttl_after_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer_module, "_TOUCH_INTERVAL_S", 0.01)
@@ -422,16 +427,16 @@ def test_what_has_a_time_of_its_own_expires_without_a_daemons_time_also_after_a_
 
 
 @pytest.mark.parametrize(("own", "looks_after_s"), [(False, [3600.0, 3600.0]), (True, [30.0, 3600.0])])
-def test_a_store_without_times_of_its_own_is_hardly_ever_looked_through(
+def test_store_without_own_ttls_is_searched_once_an_hour(
     store: Store, writer: Writer, monkeypatch: pytest.MonkeyPatch, own: bool, looks_after_s: list[float]
 ) -> None:
-    """Times are the writer's own; the first look, soon after the start, tells what there is."""
+    """The first search, soon after the start, shows whether a record has its own time to live."""
     assert writer.close(30)
     now = [1000.0]
     looks: list[float] = []
 
     def expire(_ttl_s: float) -> int:
-        # What has a time of its own is there at the first look only.
+        # A record with its own time to live exists only at the first search.
         store.evictor.may_have_own_ttls = own and not looks
         looks.append(now[0])
         return 0
@@ -460,7 +465,7 @@ def order_of(store: Store) -> list[str]:
     return order
 
 
-def test_while_it_is_held_the_writer_does_all_but_writing_publications(store: Store, writer: Writer) -> None:
+def test_paused_writer_does_everything_except_publish(store: Store, writer: Writer) -> None:
     order = order_of(store)
     pub = publication(store, prompt(1, BLOCK))
     writer.pause_writing()
@@ -473,7 +478,7 @@ def test_while_it_is_held_the_writer_does_all_but_writing_publications(store: St
 
 
 @pytest.mark.parametrize("reason", ["flush", "close", "half of the buffer", "ten seconds"])
-def test_a_held_writer_writes_all_the_same(store: Store, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+def test_pauses_end_within_their_limits(store: Store, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
     pub = publication(store, prompt(1, BLOCK))
     monkeypatch.setattr(writer_module, "_PAUSE_S", 600.0)
     monkeypatch.setattr(writer_module, "_MAX_HELD_S", 0.1 if reason == "ten seconds" else 600.0)
@@ -488,9 +493,7 @@ def test_a_held_writer_writes_all_the_same(store: Store, monkeypatch: pytest.Mon
     assert is_whole(store, pub)
 
 
-def test_a_model_that_is_served_is_remembered_once_and_in_a_store_that_takes_its_place(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_served_models_are_recorded_once_and_again_in_a_new_file(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_module, "_TOUCH_INTERVAL_S", 0.01)
 
     def models() -> list[ModelRecord]:
@@ -510,7 +513,7 @@ def test_a_model_that_is_served_is_remembered_once_and_in_a_store_that_takes_its
     assert writer.close(30)
 
 
-def test_a_model_that_cannot_be_remembered_fails_no_prompt(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_model_record_fails_no_prompt(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_changes: Changes, _model: ModelRecord) -> None:
         raise StoreFull("no room")
 
@@ -525,8 +528,8 @@ def test_a_model_that_cannot_be_remembered_fails_no_prompt(store: Store, monkeyp
     assert writer.error is None
 
 
-def test_a_failure_that_passes_loses_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full queue must not be tried away in a moment."""
+def test_temporary_failure_loses_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retries must not drop a full queue at once."""
     monkeypatch.setattr(writer_module, "_RETRY_S", 0.01)
     gate = Gate(store, monkeypatch)
     gate.failure = FolderUnavailable(store.path, OSError(errno.ENOSPC, "full"))
@@ -544,10 +547,10 @@ def test_a_failure_that_passes_loses_nothing(store: Store, monkeypatch: pytest.M
     assert writer.close(30)
 
 
-def test_what_a_reader_keeps_from_being_written_waits_for_it_however_long_and_is_saved(
+def test_publications_wait_for_a_reader_without_limit_and_are_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One wait is for all, the next attempts end at once."""
+    """The first attempt waits for the reader; later attempts end at once."""
     monkeypatch.setattr(environment, "_READER_PATIENCE_S", 0.3)
     monkeypatch.setattr(writer_module, "_MAX_HELD_S", 0.1)
     monkeypatch.setattr(writer_module, "_RETRY_S", 0.01)
@@ -587,10 +590,10 @@ def test_what_a_reader_keeps_from_being_written_waits_for_it_however_long_and_is
 
 
 @pytest.mark.parametrize("num_blocks", [1, 40])
-def test_a_prompt_that_is_larger_than_the_store_is_refused_once_with_the_reason(
+def test_prompt_larger_than_the_store_is_refused_once_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, num_blocks: int
 ) -> None:
-    """In one publication, or together with what it continues."""
+    """In one publication, or together with the nodes that it continues."""
     monkeypatch.setattr(writer_module, "_MAX_HELD_S", 600.0)
     monkeypatch.setattr(writer_module, "_RETRY_S", 600.0)
     store = open_store(tmp_path, budget_bytes=16 << 20)
@@ -603,17 +606,15 @@ def test_a_prompt_that_is_larger_than_the_store_is_refused_once_with_the_reason(
     wait_for(lambda: not writer.num_pending)
     assert is_whole(store, small)
     assert (writer.dropped, writer.error) == (1, None)
-    [told] = [record.message for record in caplog.records]
-    assert "not saved" in told
-    assert "do not fit --kv-cache-budget 16.0 MiB; raise it" in told
+    [warning] = [record.message for record in caplog.records]
+    assert "not saved" in warning
+    assert "do not fit --kv-cache-budget 16.0 MiB; raise it" in warning
     assert save.lost
-    assert save.lost in told
+    assert save.lost in warning
     assert writer.close(30)
 
 
-def test_a_flush_returns_when_the_records_are_gone_that_made_writing_fail(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flush_waits_until_damaged_records_are_removed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_module, "_TOUCH_INTERVAL_S", 0.01)
     store.publish(publication(store, prompt(1, 4 * BLOCK)))
     may_remove = threading.Event()
@@ -625,7 +626,7 @@ def test_a_flush_returns_when_the_records_are_gone_that_made_writing_fail(
     monkeypatch.setattr("diskprefix.store.housekeeping.remove_problems", late)
     with store.changes() as changes:
         for name in list(changes.keys("usage")):
-            changes._put("usage", name, b"x")
+            changes._put_record("usage", name, b"x")
     writer, more = Writer(store, buffer_bytes=1 << 30), publication(store, prompt(1, 6 * BLOCK))
     submit(writer, more)
     assert not writer.flush(0.3)
@@ -640,7 +641,7 @@ def test_a_flush_returns_when_the_records_are_gone_that_made_writing_fail(
 
 
 @pytest.mark.parametrize("why", ["time", "room", "pages that others need"])
-def test_a_failure_is_waited_out_within_bounds(store: Store, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+def test_retries_end_within_their_limits(store: Store, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     monkeypatch.setattr(writer_module, "_MAX_HELD_S", 0.05 if why == "time" else 600.0)
     gate = Gate(store, monkeypatch)
     gate.failure = StoreUnavailable("gone for good")
@@ -657,7 +658,7 @@ def test_a_failure_is_waited_out_within_bounds(store: Store, monkeypatch: pytest
     assert writer.close(30)
 
 
-def test_a_pause_that_no_step_renews_ends_and_the_next_prompt_can_pause_again(
+def test_cancelled_prompt_leaves_the_writer_unpaused_for_the_next_pause(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer_module, "_PAUSE_S", 0.05)
@@ -673,9 +674,7 @@ def test_a_pause_that_no_step_renews_ends_and_the_next_prompt_can_pause_again(
     assert writer.close(30)
 
 
-def test_saving_goes_on_while_a_file_with_a_damaged_node_is_checked(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_saving_continues_while_a_damaged_file_is_checked(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     is_read = threading.Event()
 
     def read(_: Environment) -> None:
@@ -683,7 +682,7 @@ def test_saving_goes_on_while_a_file_with_a_damaged_node_is_checked(
         raise StoreCorrupt("the file is damaged")
 
     monkeypatch.setattr(Environment, "require_survivable", read)
-    # As after a start that found it checked already.
+    # As after a start that needed no check of the file.
     store.environment.is_checked = False
     monkeypatch.setattr(writer_module, "_TOUCH_INTERVAL_S", 0.01)
     first, second = (publication(store, prompt(seed, 2 * BLOCK)) for seed in range(2))
@@ -700,9 +699,7 @@ def test_saving_goes_on_while_a_file_with_a_damaged_node_is_checked(
     assert writer.close(30)
 
 
-def test_removing_a_damaged_node_reads_no_more_of_the_index_than_what_continues_it(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_quarantine_reads_only_the_index_of_the_descendants(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     long, other = publication(store, prompt(1, 70 * BLOCK)), publication(store, prompt(2, 3 * BLOCK))
     bare = publication(store, prompt(1, 60 * BLOCK))
     for pub in (long, bare, other):

@@ -49,7 +49,7 @@ def test_pages_on_the_disk_are_counted_and_all_processes_add_to_one_record(
         pub = publication(store, prompt(number, 4 * BLOCK), payload_bytes=400_000)
         writer = Writer(store, buffer_bytes=1 << 30)
         old = pages(tmp_path / "store")
-        writer.add(Save(pub.epoch), pub, is_last=True)
+        writer.queue_publication(Save(pub.epoch), pub, is_last=True)
         assert writer.close(30)
         changed_bytes = 4096 * len(pages(tmp_path / "store") - old)
         total = store.written().total

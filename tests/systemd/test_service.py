@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from diskprefix.cli import main
-from diskprefix.extras.front import worker_program, workers
+from diskprefix.extras.router import worker_program, workers
 from tests import forked
 from tests.server.daemon_process import CHAT, clean_environment, serve_flags, wait_until
 from tests.server.test_auth import bearer, write_keys
@@ -152,7 +152,7 @@ def _hang_once(flag: Path) -> None:
 
 @pytest.fixture(params=["one model", "several models"])
 def manager(request: pytest.FixtureRequest, chat_model: Path, tmp_path: Path) -> Iterator[Manager]:
-    """Several models have a front: the watchdog's messages come from it, whatever a worker does."""
+    """Several models have a router: the watchdog's messages come from it, whatever a worker does."""
     keys = write_keys(tmp_path / "keys", f"admin {OLD}")
     served: list[str | Path] = ["--model", chat_model]
     if request.param == "several models":
@@ -172,12 +172,12 @@ def list_models(folder: Path, model: Path, *names: str) -> Path:
 def test_a_service_waits_with_its_port_reloads_hangs_recovers_and_stops(
     manager: Manager, request: pytest.FixtureRequest, chat_model: Path, tmp_path: Path
 ) -> None:
-    url, is_front = manager.url, "several models" in request.node.name
+    url, is_router = manager.url, "several models" in request.node.name
 
     def post(key: str, model: str = "ash") -> httpx.Response:
         said = "Name three rivers and tell me where each begins. " * 3
         body = {"messages": [{"role": "user", "content": said}], "max_tokens": 4, "temperature": 0}
-        body |= {"model": model} if is_front else {}
+        body |= {"model": model} if is_router else {}
         return httpx.post(url + CHAT, json=body, headers=bearer(key), timeout=60)
 
     with ThreadPoolExecutor(1) as clients:
@@ -186,7 +186,7 @@ def test_a_service_waits_with_its_port_reloads_hangs_recovers_and_stops(
     assert first.status_code == 200
     assert manager.said("READY") == ["1"]
     [ready] = [message["STATUS"] for message in manager.messages if "READY" in message]
-    if is_front:
+    if is_router:
         assert ready == manager.said("STATUS")[0] == "serving ash"
         assert post(OLD, "birch").status_code == 404
     else:
@@ -206,9 +206,9 @@ def test_a_service_waits_with_its_port_reloads_hangs_recovers_and_stops(
     assert post(NEW, "birch").status_code == 200
 
     manager.hang()
-    if is_front:
+    if is_router:
         assert post(NEW).status_code == 503
-        wait_until(lambda: "the worker gave no sign of life" in manager.log, "the front kills the worker")
+        wait_until(lambda: "the worker gave no sign of life" in manager.log, "the router kills the worker")
     else:
         with pytest.raises(httpx.TransportError):
             post(NEW)
@@ -218,9 +218,9 @@ def test_a_service_waits_with_its_port_reloads_hangs_recovers_and_stops(
     again = post(NEW)
     assert (again.status_code, again.json()["prefix_cache"]["source"]) == (200, "disk")
     assert again.json()["choices"] == first.json()["choices"]
-    assert manager.exit_codes == ([] if is_front else [-signal.SIGABRT])
+    assert manager.exit_codes == ([] if is_router else [-signal.SIGABRT])
 
     assert manager.stop() == 0
     assert manager.said("STOPPING") == ["1"]
-    assert manager.said("STATUS")[-1] == ("stopping" if is_front else "stopping: writing what is not on disk yet")
+    assert manager.said("STATUS")[-1] == ("stopping" if is_router else "stopping: writing what is not on disk yet")
     assert (tmp_path / "kv" / "data.mdb").exists()

@@ -7,17 +7,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
 
 from diskprefix.model.gguf.known_families import NAMES
 from diskprefix.model.gguf.recurrent_families import RECURRENT
+from tests import forked
 from tests.closing import needs
-from tests.model import tiny
+from tests.model import small_thinker, tiny
+from tests.model.load.test_gguf_models import TOKENS, require_equal
 from tools.__main__ import TOOLS, main
-from tools.benchmarks import pictures
+from tools.benchmarks import llama_cpp_worker, pictures
 from tools.benchmarks.file_models import CASES
+from tools.measuring.environments import llama_cpp_libraries
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,7 +59,9 @@ def test_the_cost_of_pictures_is_measured(tmp_path: Path) -> None:
 
 
 def test_each_architecture_of_files_has_a_model() -> None:
-    assert {name.partition("/")[0] for name in CASES} == NAMES
+    """But Ling 2.0 and SmallThinker, of which transformers has no class to make one: `tests/model/gguf_files.py` and
+    `tests/model/small_thinker.py` write their files."""
+    assert {name.partition("/")[0] for name in CASES} == NAMES - {"bailingmoe2", "smallthinker"}
 
 
 @pytest.mark.slow
@@ -82,10 +88,39 @@ def test_the_time_of_a_step_is_told_by_operator_and_outside(tmp_path: Path) -> N
     ran = CliRunner().invoke(main, ["step", "--model", str(folder), "--rounds", "2", "--json"])
     assert ran.exit_code == 0, ran.stderr
     found = json.loads(ran.stdout)
-    assert found["calls"].items() >= {"Attend": tiny.LAYERS, "Heads": 3 * tiny.LAYERS, "Angles": 1}.items()
+    assert found["calls"].items() >= {"Attend": tiny.LAYERS, "NormRotateStore": 3 * tiny.LAYERS, "Angles": 1}.items()
     parts = {*found["calls"], "all in one call", "Python outside"}
     assert [(name, {*of}) for name, of in found["microseconds"].items()] == [("prefill", parts), ("decode", parts)]
     assert all(of["all in one call"] > of["Attend"] > 0 for of in found["microseconds"].values())
     folder = tiny.write_folder(tmp_path / "other", hidden_act="mish")
     without = CliRunner().invoke(main, ["step", "--model", str(folder)])
     assert (without.exit_code, "no plan has the activation mish" in without.stderr) == (1, True)
+
+
+def write_logits(file: Path, folder: Path) -> None:
+    """Writes what llama.cpp's library computes, which ends its process where it finds fault."""
+    library = llama_cpp_worker.loaded(llama_cpp_libraries(print))
+    worker = llama_cpp_worker.Worker(
+        *(library, str(file), len(TOKENS), str(folder)),
+        flash_attention=False,
+        cache_type=llama_cpp_worker.FLOAT32,
+        sequences=1,
+    )
+    worker.decode([(token, i, 0, True) for i, token in enumerate(TOKENS.tolist())])
+    np.save(folder / "logits.npy", np.stack([worker.logits(i).copy() for i in range(len(TOKENS))]))
+
+
+@pytest.mark.slow
+@needs("npm")
+@pytest.mark.parametrize("is_sigmoid", [True, False])
+@pytest.mark.parametrize("has_windows", [True, False])
+def test_the_equations_of_small_thinker_are_those_of_llama_cpp(
+    has_windows: bool, is_sigmoid: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # llama.cpp has this window, whatever the file says.
+    monkeypatch.setattr(small_thinker, "WINDOW", 4096)
+    options = {"has_windows": has_windows, "is_sigmoid": is_sigmoid}
+    file = small_thinker.write(tmp_path / "tiny.gguf", **options)
+    assert forked.run(write_logits, file, tmp_path) == 0
+    expected = small_thinker.logits(torch.from_numpy(TOKENS), **options)
+    require_equal(torch.from_numpy(np.load(tmp_path / "logits.npy")), expected)

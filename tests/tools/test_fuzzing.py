@@ -60,7 +60,7 @@ def test_the_operators_pass_the_corpus(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_what_reads_strange_bytes_passes_the_corpus_and_damaged_inputs(name: str, tmp_path: Path) -> None:
+def test_readers_of_foreign_bytes_pass_the_corpus_and_damaged_inputs(name: str, tmp_path: Path) -> None:
     check, choose = TARGETS[name].opened(tmp_path), random.Random(1)
     inputs = [*corpus.inputs_of(name).values(), *TARGETS[name].seeds(tmp_path)]
     for data in inputs:

@@ -22,7 +22,6 @@ from tools.releasing.release import (
     give_address,
     oldest_system,
     released_version,
-    small_requirements,
     symbol,
 )
 
@@ -96,16 +95,6 @@ def sources(tmp_path: Path) -> Path:
     for name, text in READY.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     return tmp_path
-
-
-def test_a_small_installation_has_all_but_the_framework_in_versions_that_were_tested_together(tmp_path: Path) -> None:
-    (tmp_path / "tools").mkdir()
-    (tmp_path / "pyproject.toml").write_text('[project]\ndependencies = ["torch>=2", "jinja2>=3", "a-b"]\n')
-    (tmp_path / "tools/constraints.txt").write_text("# tested\na_b==1.2\nJinja2==3.1.6\ntorch==2.10\nother==1\n")
-    assert small_requirements(tmp_path) == "a_b==1.2\nJinja2==3.1.6\n"
-    lines = small_requirements(Path(__file__).parents[2]).splitlines()
-    assert {"click", "numpy", "tokenizers"} <= {line.partition("==")[0] for line in lines}
-    assert all("==" in line for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -147,9 +147,7 @@ def test_a_setup_that_was_killed_or_whose_python_is_gone_is_made_anew(project: P
         ("no-venv-module", "has no venv module"),
     ],
 )
-def test_what_stands_in_the_way_is_said_in_the_last_line_and_it_goes_on_from_there_later(
-    project: Path, file: str, words: str
-) -> None:
+def test_setup_prints_the_obstacle_last_and_resumes_there(project: Path, file: str, words: str) -> None:
     (project / file).touch()
     refused = setup(project)
     assert refused.returncode == 1

@@ -1,1 +1,1 @@
-"""`tools/bench`: programs that serve a model (engines), what is measured of them (scenarios), and one report."""
+"""`tools/bench`: programs that serve a model (engines), measurements of them (scenarios), and one report."""

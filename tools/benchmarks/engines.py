@@ -1,5 +1,5 @@
-"""Programs that serve a model: how each is started, with the settings that its makers recommend for a processor, asked,
-killed and started again."""
+"""Programs that serve a model. Each is started, with the settings that its makers recommend for a CPU, asked, killed
+and started again."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ class Engine(Protocol):
         """Returns the seconds from the process's start until it can answer. Raises `LiveServerError`."""
 
     def kill(self) -> None:
-        """Sends SIGKILL after all is written."""
+        """Waits until everything is written, then sends SIGKILL."""
 
     def ask(self, prompts: Sequence[str], max_tokens: int) -> list[Answer]:
         """Sends all prompts at once; returns their replies. Raises `LiveServerError`."""
 
 
 class HttpEngine:
-    """A server of OpenAI's API that says at `/health` when it is ready. `fields` are sent with each request;
-    `without_cache`, if there are any, with those that may restore nothing. `settle` waits until all is on disk.
-    `tokens` is the folder in which the daemon keeps the token for its owner."""
+    """A server of OpenAI's API that says at `/health` when it is ready. `fields` are sent with each request,
+    `without_cache` also with requests that must restore nothing; None if the server has no such fields. `settle` waits
+    until everything is on disk. `tokens` is the folder in which the daemon keeps the token for its owner."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class HttpEngine:
 
     def first_token_s(self, prompt: str) -> float | None:
         """Kills the daemon, starts it, and sends a prompt as soon as its port is open. Returns the seconds from the
-        start to the first token, or None for servers of others, which refuse prompts until they are ready."""
+        start to the first token, or None for other servers, which refuse prompts until they are ready."""
         if self._tokens is None:
             return None
         self.kill()
@@ -108,7 +108,7 @@ class HttpEngine:
         self._settle(self)
 
     def cache_stats(self) -> dict[str, Any]:
-        """Returns what the daemon says of its cache to its owner."""
+        """Returns the daemon's counts of its cache, as its owner sees them."""
         assert self._tokens is not None, "it is the daemon"
         file = next(self._tokens.glob(f"*_{self._client.base_url.port}"))
         token = file.read_text(encoding="ascii").split()[-1]
@@ -145,8 +145,8 @@ class HttpEngine:
 class WorkerEngine:
     """A program of this folder that runs in an engine's environment and imports nothing of this project.
 
-    It says `{}` on a line when it can answer. Then it reads questions, a line of JSON each, `{"prompts": [text, ...],
-    "max_tokens": N}`, and answers each with a line, a list of `{"prompt_tokens": N, "at_s": [...]}`.
+    It prints the line `{}` when it is ready. Then it reads questions, each one line of JSON, `{"prompts": [text, ...],
+    "max_tokens": N}`, and answers each with one line, a list of `{"prompt_tokens": N, "at_s": [...]}`.
     """
 
     def __init__(self, process: Process) -> None:
@@ -178,8 +178,10 @@ class WorkerEngine:
         popen.stdin.write(json.dumps({"prompts": list(prompts), "max_tokens": max_tokens}) + "\n")
         popen.stdin.flush()
         return [
-            Answer(prompt_tokens=one["prompt_tokens"], completion_tokens=len(one["at_s"]), at_s=tuple(one["at_s"]))
-            for one in self._line()
+            Answer(
+                prompt_tokens=reply["prompt_tokens"], completion_tokens=len(reply["at_s"]), at_s=tuple(reply["at_s"])
+            )
+            for reply in self._line()
         ]
 
 
@@ -188,11 +190,11 @@ def _diskprefix(model: Model, workspace: Path, report: Report, more: Sequence[st
     port = free_port()
     command = [sys.executable, "-P", "-m", "diskprefix", "serve", "--port", str(port), "--model", str(model.file)]
     command += ["--kv-cache-dir", str(workspace / "kv"), "--disk-prefix-cache", "full", *more]
-    # What it makes of a model is made again, so that the first start is one.
-    kept = workspace / "kept"
-    environment = {"XDG_CACHE_HOME": str(kept), "PYTHONPATH": ROOT}
+    # A cache folder of its own: files that an earlier run converted would shorten the first start.
+    cache_home = workspace / "kept"
+    environment = {"XDG_CACHE_HOME": str(cache_home), "PYTHONPATH": ROOT}
     process = Process(command, workspace / "engine.log", environment)
-    off, tokens = {"prefix_cache": {"scope": "off"}}, kept / "diskprefix" / "daemons"
+    off, tokens = {"prefix_cache": {"scope": "off"}}, cache_home / "diskprefix" / "daemons"
     return HttpEngine(process, port, {}, without_cache=off, settle=_wait_until_saved, tokens=tokens)
 
 
@@ -203,7 +205,7 @@ def _wait_until_saved(engine: HttpEngine) -> None:
 
 
 def _wait_until_grown(store: Path, _engine: HttpEngine) -> None:
-    """Waits until what is saved no longer grows on the disk."""
+    """Waits until the saved files no longer grow on the disk."""
     deadline, last = time.monotonic() + _SAVE_DEADLINE_S, -1
     while (now := disk_bytes(store)) != last and time.monotonic() < deadline:
         last = now
@@ -241,7 +243,7 @@ def _vllm(
     command += ["--kv-transfer-config", json.dumps(settings | {"kv_connector_extra_config": extra})]
     # The connector saves what the first step of a prompt computes, so a step must hold a prompt.
     command += ["--max-num-batched-tokens", str(model.context), *more]
-    # By itself it leaves a core to its other processes, and another one to a connector.
+    # By default it leaves a core to its other processes, and another one to a connector.
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     environment = {"PYTHONPATH": ROOT, "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": cores}
     fields = {"model": "model", "ignore_eos": True}

@@ -16,17 +16,17 @@ State: TypeAlias = dict[str, torch.Tensor]
 HIDDEN, HEADS, LAYERS, EXPERT_SIZE, WINDOW = 256, 4, 4, 256, 16
 """Rows of 256 numbers, which K-quants need."""
 VOCAB = 395
-"""Of the tokenizer of the tests' chat model."""
+"""The vocabulary size of the tests' chat model."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model of the configuration class `kind` of transformers; `sizes` are beside those of `DENSE`.
+    """A model of the configuration class `kind` of transformers; `sizes` override the values in `DENSE`.
 
-    `hub` is what `config.json` has on the hub in place of what transformers writes; None removes a key. With it, the
-    converter reads the file instead of asking transformers. `change` makes the hub's tensors of those that are saved.
-    `options` are the converter's. `vision` is the part for images of a model that has one. Layers of a `slow` model
-    remember for thousands of tokens (`tests/slow_decays.py`), and it is compared in float32 alone, with llama.cpp too.
+    `hub` overrides the keys of the `config.json` that transformers writes, as on the hub; None removes a key. With it,
+    the converter reads the file instead of asking transformers. `change` turns the saved tensors into the hub's.
+    `options` are the converter's. `vision` has the values of a model's vision tower. Layers of a model with `is_slow`
+    remember for thousands of tokens (`tests/slow_decays.py`); it is compared in float32 only, with llama.cpp too.
     """
 
     kind: str
@@ -50,14 +50,14 @@ def rope(theta: float = 250_000.0, **more: Any) -> Values:
 
 
 def yarn(**more: Any) -> Values:
-    """Returns a scaling that shows within a few tokens."""
+    """Returns a scaling whose effect appears within a few tokens."""
     return (
         rope(rope_type="yarn", factor=8.0, original_max_position_embeddings=512, beta_fast=32.0, beta_slow=1.0) | more
     )
 
 
 def _with_block(state: State, at: str, joining: str, norms: tuple[str, ...]) -> State:
-    """Returns a state with a block that predicts a further token, below `at`: a copy of the last layer, and more."""
+    """Adds a block for multi-token prediction under the name `at`: a copy of the last layer, a projection and norms."""
     own, width = f"layers.{_num_layers(state) - 1}.", len(state["model.norm.weight"])
     block = {at + name.partition(own)[2]: tensor.clone() for name, tensor in state.items() if own in name}
     block |= {f"{name}.weight": torch.randn(width).bfloat16().float() for name in norms}
@@ -65,7 +65,7 @@ def _with_block(state: State, at: str, joining: str, norms: tuple[str, ...]) -> 
 
 
 def _num_layers(state: State) -> int:
-    return 1 + max(int(found[1]) for name in state if (found := re.match(r"model\.layers\.(\d+)\.", name)))
+    return 1 + max(int(match[1]) for name in state if (match := re.match(r"model\.layers\.(\d+)\.", name)))
 
 
 def qwen_predictor(state: State) -> State:
@@ -75,24 +75,27 @@ def qwen_predictor(state: State) -> State:
 
 
 def further_layer(state: State) -> State:
-    """As DeepSeek and GLM have it."""
+    """Adds a layer for multi-token prediction, as in DeepSeek and GLM."""
     at = f"model.layers.{_num_layers(state)}."
     return _with_block(state, at, f"{at}eh_proj", (f"{at}enorm", f"{at}hnorm", f"{at}shared_head.norm"))
 
 
-def turned_experts(state: State) -> State:
-    """The hub has them as [experts, columns, rows]. transformers turns them when it loads, and not when it saves."""
+def transposed_experts(state: State) -> State:
+    """Transposes the experts' matrices: the hub has [experts, columns, rows]. transformers transposes them when it
+    loads, but not when it saves."""
     return {name: tensor.transpose(1, 2) if "mlp.experts." in name else tensor for name, tensor in state.items()}
 
 
 def with_unread(state: State) -> State:
-    """Layers of Gemma 3n that share keys and values have their own on the hub, too, and nothing reads them."""
+    """Adds the weights that nothing reads: on the hub, Gemma 3n's layers that share keys and values have their own
+    too."""
     own = {name: tensor for name, tensor in state.items() if re.search(r"layers\.0\.self_attn\.[kv]_", name)}
     return state | {name.replace(".0.", f".{i}."): own[name].clone() for i in range(10, 20) for name in own}
 
 
 def mimo_predictors(state: State) -> State:
-    """Three blocks, with windows and without experts. Sinks have another name on the hub."""
+    """Adds three blocks for multi-token prediction, with windows and without experts. Renames the sinks as on the
+    hub."""
     state = {name.replace(".sinks", ".attention_sink_bias"): tensor for name, tensor in state.items()}
     parts, norms = ("model.layers.1.self_attn.", "model.layers.0.mlp."), ("input_layernorm", "pre_mlp_layernorm")
     width = len(state["model.norm.weight"])
@@ -103,19 +106,25 @@ def mimo_predictors(state: State) -> State:
     return state
 
 
+def bitnet_names(state: State) -> State:
+    """As the older models have them whose files llama.cpp reads."""
+    names = {"self_attn.attn_sub_norm": "self_attn.inner_attn_ln", "mlp.ffn_sub_norm": "mlp.ffn_layernorm"}
+    return {re.sub("|".join(names), lambda match: names[match[0]], name): state[name] for name in state}
+
+
 def kimi_names(state: State) -> State:
     return {re.sub(r"block_sparse_moe\.((gate|up|down)_proj)", r"mlp.\1", name): state[name] for name in state}
 
 
 def hy_names(state: State) -> State:
-    """What the hub calls otherwise than transformers."""
-    found = {
+    """Renames tensors as on the hub."""
+    renamed = {
         name.replace(".mlp.gate.weight", ".mlp.router.gate.weight")
         .replace("mlp.e_score_correction_bias", "mlp.expert_bias")
         .replace("mlp.shared_experts.", "mlp.shared_mlp."): tensor
         for name, tensor in state.items()
     }
-    return {name.replace(".shared_head.norm.", ".final_layernorm."): tensor for name, tensor in found.items()}
+    return {name.replace(".shared_head.norm.", ".final_layernorm."): tensor for name, tensor in renamed.items()}
 
 
 def laguna_names(state: State) -> State:
@@ -204,11 +213,34 @@ _KIMI_ATTENTION = _KIMI_LAYERS | {"head_dim": 32, "num_heads": HEADS, "short_con
 LLAMA_3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 HUNYUAN_ROPE = rope(10000.0, rope_type="dynamic", alpha=1000.0, factor=1.0)
 _HUNYUAN_EACH = {"moe_intermediate_size": EXPERT_SIZE, "moe_topk": 3, "num_shared_expert": 1}
+COHERE_2_MOE = TIED | {
+    "num_hidden_layers": 5, "head_dim": 64, "sliding_window": WINDOW, "logit_scale": 0.25, "num_shared_experts": 1,
+    "layer_types": [*SLIDING_FIRST_FULL, "full_attention"], "mlp_layer_types": ["dense"] + ["sparse"] * 4,
+    "prefix_dense_intermediate_size": 512, "intermediate_size": EXPERT_SIZE, "num_experts": 8,
+    "num_experts_per_tok": 3, "expert_selection_fn": "sigmoid", "rope_theta": 250000.0,
+}  # fmt: skip
+MINICPM_3 = _LATENT_HEADS | {"num_key_value_heads": HEADS, "q_lora_rank": 64, "v_head_dim": 64, "scale_emb": 12.0,
+    "dim_model_base": 256, "scale_depth": 1.4}  # fmt: skip
+NEOX = {"layer_norm_eps": 3e-6, "rope_parameters": rope(10000.0, partial_rotary_factor=0.25)}
 LONG = {"short_factor": [1.0 + 0.1 * i for i in range(24)], "long_factor": [1.0 + 3.0 * i for i in range(24)]}
 
 CASES: dict[str, Case] = {
+    "afmoe": Case("afmoe", EXPERTS | {"num_hidden_layers": 5, "head_dim": 64, "sliding_window": WINDOW,
+        "global_attn_every_n_layers": 4, "num_dense_layers": 1, "num_shared_experts": 1, "route_scale": 2.5,
+        "mup_enabled": True}, hub={"route_norm": True, "score_func": "sigmoid"}),
+    "apertus": Case("apertus", {"rope_parameters": rope(12e6, rope_type="llama3") | LLAMA_3 | {"factor": 8.0}}),
+    "arcee": Case("arcee", {"head_dim": 64}),
+    # The converter makes its weights -1, 0 and 1, times a number.
+    "bitnet": Case("bitnet", TIED | {"hidden_act": "silu"}, change=bitnet_names),
+    "chatglm": Case("glm", {"head_dim": 64, "attention_bias": True,
+        "rope_parameters": rope(10000.0, partial_rotary_factor=0.5)},
+        hub={"layernorm_epsilon": 3e-6, "seq_length": 4096}),
     "cohere2": Case("cohere2", SLIDING | TIED | {"layer_norm_eps": 3e-6, "logit_scale": 0.25},
         hub={"rotary_pct": 1.0, "rope_theta": 250000.0}),
+    "cohere2moe": Case("cohere2_moe", COHERE_2_MOE | {"rms_norm_eps": None, "layer_norm_eps": 3e-6},
+        hub={"first_k_dense_replace": 1, "rope_theta": 250000.0}),
+    "cohere2moe/rms": Case("cohere2_moe", COHERE_2_MOE | {"num_shared_experts": 0},
+        hub={"first_k_dense_replace": 1, "rope_theta": 250000.0, "layer_norm_eps": None}),
     "command-r": Case("cohere", TIED | {"layer_norm_eps": 3e-6, "logit_scale": 0.25, "use_qk_norm": False}),
     "deepseek2/v2-lite": Case("deepseek_v2", LATENT | {"q_lora_rank": None, "topk_method": "greedy",
         "rope_parameters": yarn(mscale=0.707, mscale_all_dim=0.707)},
@@ -227,11 +259,14 @@ CASES: dict[str, Case] = {
         "intermediate_size": 4 * EXPERT_SIZE, "moe_intermediate_size": EXPERT_SIZE, "moe_layer_start_index": 1,
         "moe_layer_end_index": 3}, hub={}),
     "exaone4": Case("exaone4", SLIDING | {"head_dim": 64}),
+    "exaone-moe": Case("exaone_moe", SLIDING | EXPERTS | {"head_dim": 64, "num_shared_experts": 1,
+        "first_k_dense_replace": 1, "routed_scaling_factor": 2.5}, hub={"scoring_func": "sigmoid"}),
     # The converter multiplies its factors into the weights, which are rounded unless these are powers of two.
     "falcon-h1": Case("falcon_h1", MAMBA | {"mamba_n_groups": 1, "mamba_d_ssm": 512, "head_dim": 64,
         "embedding_multiplier": 2.0, "lm_head_multiplier": 0.5, "key_multiplier": 0.5, "attention_in_multiplier": 2.0,
         "attention_out_multiplier": 0.5, "ssm_in_multiplier": 2.0, "ssm_out_multiplier": 0.5,
         "mlp_multipliers": [2.0, 0.5], "ssm_multipliers": [2.0, 0.5, 0.25, 4.0, 1.0]}, hub={"rope_theta": 250000.0}),
+    "gemma": Case("gemma", TIED | {"head_dim": 256, "rope_parameters": rope(10000.0)}),
     "gemma2": Case("gemma2", TIED | {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": WINDOW,
         "rope_parameters": rope(10000.0)}),
     "gemma3": Case("gemma3_text", TIED | {"num_hidden_layers": 6, "head_dim": 256, "query_pre_attn_scalar": 256,
@@ -249,11 +284,17 @@ CASES: dict[str, Case] = {
         "rope_parameters": rope(partial_rotary_factor=0.5), "num_nextn_predict_layers": 1}, change=further_layer),
     "gpt-oss": Case("gpt_oss", LOCAL | {"head_dim": 64, "sliding_window": WINDOW,
         "rope_parameters": yarn(rope_theta=150000.0, truncate=False)}),
+    "gptneox": Case("gpt_neox", NEOX, hub={"rotary_pct": 0.25}),
+    "gptneox/serial": Case("gpt_neox", NEOX | {"use_parallel_residual": False}, hub={"rotary_pct": 0.25}),
     "granite": Case("granite", FACTORS | TIED),
     "granitehybrid": Case("granitemoehybrid", FACTORS | MAMBA | LOCAL | GRANITE_HYBRID | TIED, hub=GRANITE_HUB),
     "granitehybrid/dense": Case("granitemoehybrid", FACTORS | MAMBA | GRANITE_HYBRID | TIED | {"num_local_experts": 0,
         "num_experts_per_tok": 0}, hub=GRANITE_HUB),
     "granitemoe": Case("granitemoe", FACTORS | LOCAL | TIED),
+    "granite_swa": Case("granite_swa", FACTORS | TIED | {"num_hidden_layers": 5, "sliding_window": WINDOW,
+        "layer_rope_theta": [0.0, 250000.0, 250000.0, 250000.0, 0.0]}, hub={"no_rope_layers": [0, 1, 1, 1, 0]}),
+    "granite_swa/moe": Case("granitemoe_swa", FACTORS | LOCAL | {"num_hidden_layers": 5, "sliding_window": WINDOW,
+        "shared_intermediate_size": 256}),
     "hunyuan-dense": Case("hunyuan_v1_dense", TIED | {"head_dim": 64, "max_position_embeddings": 262144,
         "rope_parameters": HUNYUAN_ROPE}),
     "hunyuan-moe": Case("hunyuan_v1_moe", TIED | WIDE | {"num_attention_heads": 2, "num_key_value_heads": 1,
@@ -265,6 +306,7 @@ CASES: dict[str, Case] = {
     "hy_v3/further": Case("hy_v3", WIDE | EXPERTS | {"num_shared_experts": 2, "router_scaling_factor": 1.5,
         "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}, hub={"num_nextn_predict_layers": 1},
         change=lambda state: hy_names(further_layer(state))),
+    "jais2": Case("jais2", {"head_dim": 64, "layer_norm_eps": 3e-6}),
     "kimi-linear": Case("kimi_linear", _LATENT_HEADS | {"num_key_value_heads": HEADS,
         "moe_intermediate_size": EXPERT_SIZE, "num_experts": 8, "num_experts_per_token": 3, "num_shared_experts": 1,
         "linear_head_dim": 32, "linear_num_heads": HEADS, "layer_types": HYBRID,
@@ -300,7 +342,7 @@ CASES: dict[str, Case] = {
         "rope_parameters": rope(500000.0)}),
     "mamba2": Case("mamba2", {"num_heads": 8, "head_dim": 64, "state_size": 32, "n_groups": 2, "expand": 2,
         "chunk_size": 16, "layer_norm_epsilon": 3e-6}, hub={"intermediate_size": None}),
-    # The base of layers with a window is another one than that of llama.cpp, which takes that of all layers.
+    # Layers with a window have a RoPE base of their own; llama.cpp uses one base for all layers.
     "mellum": Case("mellum", WIDE | SLIDING | {"num_local_experts": 8, "num_experts_per_tok": 3,
         "moe_intermediate_size": EXPERT_SIZE, "rope_parameters": {"full_attention": yarn(),
         "sliding_attention": rope(10000.0)}}),
@@ -308,6 +350,10 @@ CASES: dict[str, Case] = {
         "moe_intermediate_size": EXPERT_SIZE, "rope_parameters": {"full_attention": yarn(
         attention_factor=0.1 * math.log(8) + 1), "sliding_attention": rope()}}),
     "mimo2": Case("mimo_v2_flash", MIMO_2 | ROUTED, hub=MIMO_2_HUB, change=mimo_predictors),
+    "minicpm3": Case("minicpm3", MINICPM_3 | {"rope_parameters": rope(10000.0)}),
+    "minicpm3/longrope": Case("minicpm3", MINICPM_3 | {"rope_parameters": rope(10000.0, rope_type="longrope",
+        original_max_position_embeddings=4096, short_factor=[1.0 + 0.1 * i for i in range(16)],
+        long_factor=[1.0 + 3.0 * i for i in range(16)])}),
     "minimax-m2": Case("minimax_m2", WIDE | LOCAL | {"rope_parameters": rope(partial_rotary_factor=0.5)},
         hub={"rotary_dim": 64, "scoring_func": "sigmoid", "use_routing_bias": True, "rope_theta": 250000.0}),
     "mistral3": Case("ministral3", WIDE | {"rope_parameters": yarn(mscale=1.0, mscale_all_dim=1.0,
@@ -315,6 +361,8 @@ CASES: dict[str, Case] = {
     "mistral4": Case("mistral3", LATENT | {"model_type": "mistral4", "q_lora_rank": 64, "n_group": 1, "topk_group": 1,
         "first_k_dense_replace": 0, "norm_topk_prob": True, "rope_parameters": yarn(mscale=1.0, mscale_all_dim=1.0,
         llama_4_scaling_beta=0.1, partial_rotary_factor=0.5, original_max_position_embeddings=16)}, vision=PIXTRAL),
+    "nemotron": Case("nemotron", {"head_dim": 64, "norm_eps": 3e-6,
+        "rope_parameters": rope(10000.0, partial_rotary_factor=0.5)}),
     "nemotron_h": Case("nemotron_h",
         NEMOTRON | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
         hub=NEMOTRON_HUB | {"hybrid_override_pattern": "M-*-",
@@ -324,6 +372,10 @@ CASES: dict[str, Case] = {
         hub=NEMOTRON_HUB | {"hybrid_override_pattern": "ME*E"}),
     "olmo2": Case("olmo2", {}),
     "olmo2/olmo3": Case("olmo3", SLIDING),
+    "olmoe": Case("olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": EXPERT_SIZE,
+        "norm_topk_prob": False}),
+    "phi2": Case("phi", {"num_key_value_heads": HEADS, "intermediate_size": 4 * HIDDEN, "layer_norm_eps": 3e-6,
+        "rope_parameters": rope(10000.0, partial_rotary_factor=0.5)}),
     "phi3": Case("phi3", {"original_max_position_embeddings": 4096}),
     "phi3/longrope": Case("phi3", {"original_max_position_embeddings": 1024,
         "rope_parameters": rope(10000.0, rope_type="longrope", partial_rotary_factor=0.75,
@@ -341,23 +393,24 @@ CASES: dict[str, Case] = {
     "qwen3next": Case("qwen3_next", DELTA | EXPERTS | SHARED | {"norm_topk_prob": True,
         "rope_parameters": rope(partial_rotary_factor=0.25)}, change=qwen_predictor),
     "qwen3vl": Case("qwen3_vl", WIDE | QWEN_VL, vision=VISION),
-    "qwen3vlmoe": Case("qwen3_vl_moe", WIDE | EXPERTS | QWEN_VL, vision=VISION, change=turned_experts),
+    "qwen3vlmoe": Case("qwen3_vl_moe", WIDE | EXPERTS | QWEN_VL, vision=VISION, change=transposed_experts),
     "seed_oss": Case("seed_oss", WIDE | {"attention_bias": True, "attention_out_bias": False}),
     "smollm3": Case("smollm3", {"no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0]}),
     "stablelm": Case("stablelm", {"layer_norm_eps": 3e-6, "use_qkv_bias": True,
         "rope_parameters": rope(10000.0, partial_rotary_factor=0.25)}),
     "starcoder2": Case("starcoder2", TIED | {"norm_epsilon": 3e-6, "sliding_window": None, "use_bias": True}),
 }  # fmt: skip
-"""An architecture of `diskprefix.model.gguf.known_families`, or one and a variant behind a slash."""
+"""The cases by name: an architecture of `diskprefix.model.gguf.known_families`, or architecture/variant."""
 RECURRENT = """
     falcon-h1 granitehybrid granitehybrid/dense kimi-linear lfm2 lfm2moe mamba2 nemotron_h nemotron_h_moe
     nemotron_h_moe/super qwen35 qwen35moe qwen3next
 """
-"""Those with layers that keep a state, of which there are slow ones too."""
+"""The cases with recurrent layers. Each also has a slow variant."""
 
 
 def slow(case: Case) -> Case:
-    """Returns a slow one, whose tokens have all experts: in 2,000 tokens, roundings would choose others for some."""
+    """Returns the slow variant. Each of its tokens uses all experts: among 2,000 tokens, rounding would choose other
+    experts for some."""
     chosen = {name: 8 for name, count in case.sizes.items() if name.startswith("num_experts_per_tok") and count}
     return replace(case, sizes=case.sizes | chosen, is_slow=True)
 

@@ -1,7 +1,7 @@
 """llama.cpp through the functions of its library: sequences that decode together, state in a file.
 
-A file has the state of a prompt that was computed alone. It is used for a prompt that begins as it does, as llama.cpp's
-own server does with a slot that was saved by hand.
+A file has the state of a prompt that was computed alone. A prompt with a common prefix restores it, as in llama.cpp's
+own server with a slot that was saved by hand.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ContextSettings(Structure):
 
 
 class QuantizeSettings(Structure):
-    """`llama_model_quantize_params`: the first members, and room for the others."""
+    """`llama_model_quantize_params`: its first members, and space for the rest."""
 
     _fields_ = (("nthread", c_int32), ("ftype", c_int32), ("as_they_are", ctypes.c_uint64 * 10))
 
@@ -99,7 +99,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
         (c_void_p, c_char_p, c_int32, POINTER(c_int32), c_size_t, POINTER(c_size_t)),
     ),
 }
-"""What each function returns and takes."""
+"""The types of each function's result and arguments."""
 
 
 def loaded(folder: Path, form: str = "") -> CDLL:
@@ -126,10 +126,10 @@ def quantise(library: CDLL, source: Path, file: Path, file_type: int) -> None:
         raise RuntimeError("llama_model_quantize failed")
 
 
-def common(one: list[int], other: list[int]) -> int:
-    """Returns how many tokens two prompts begin with together."""
-    differ = (at for at, (first, second) in enumerate(zip(one, other, strict=False)) if first != second)
-    return next(differ, min(len(one), len(other)))
+def common(ids: list[int], other: list[int]) -> int:
+    """Returns the length of the common prefix of two prompts."""
+    differ = (at for at, (first, second) in enumerate(zip(ids, other, strict=False)) if first != second)
+    return next(differ, min(len(ids), len(other)))
 
 
 class Worker:
@@ -154,7 +154,7 @@ class Worker:
         settings.n_ctx = sequences * context
         settings.n_batch = settings.n_ubatch = BATCH
         settings.n_seq_max = sequences
-        # Each sequence has memory of its own: five of them are several times faster so.
+        # With separate memory for each sequence, five sequences are several times faster.
         settings.kv_unified = False
         if not flash_attention:
             settings.flash_attn_type = WITHOUT_FLASH_ATTENTION
@@ -185,14 +185,14 @@ class Worker:
             raise RuntimeError("llama_decode failed")
 
     def logits(self, row: int) -> NDArray[np.float32]:
-        """Returns the logits of a row of the last `decode`, [vocab], in memory that the next one writes."""
+        """Returns the logits of a row of the last `decode`, [vocab], in memory that the next `decode` overwrites."""
         return np.ctypeslib.as_array(self.llama.llama_get_logits_ith(self.context, row), (self.num_words,))
 
     def best(self, row: int) -> int:
         return int(self.logits(row).argmax())
 
     def restored(self, ids: list[int]) -> int:
-        """Loads the state of the file that begins most as the prompt does; returns how many tokens are used of it."""
+        """Loads the state of the file with the longest common prefix. Returns how many of its tokens are used."""
         states = {path: json.loads(path.with_suffix(".json").read_text()) for path in self.folder.glob("*.state")}
         shared = {path: common(ids[:-1], known) for path, known in states.items()}
         path = max(shared, key=shared.__getitem__, default=None)
@@ -240,7 +240,7 @@ class Worker:
         if len(prompts) == 1 and 2 * begin < len(all_ids[0]):
             paused = time.perf_counter()
             self.save(all_ids[0])
-            # Writing is not counted: a server would do it behind the reply.
+            # Writing is not counted: a server would do it after the reply.
             began += time.perf_counter() - paused
         for step in range(max_tokens - 1):
             rows = [(latest[i], len(ids) + step, i, True) for i, ids in enumerate(all_ids)]

@@ -1,4 +1,4 @@
-"""What pictures cost: a conversation of screenshots, killed after each turn; other pictures.
+"""Measures the cost of pictures: a conversation of screenshots, killed after each turn; other pictures.
 
     tools/bench pictures
     tools/bench pictures --model vision --rounds 1 --cold 1 --cold 5
@@ -29,9 +29,9 @@ from tools.measuring.prompts import prompt_text
 _TINY, _SIZE = "tiny", (1920, 1080)
 _FIRST_TOKENS, _ROOM = 4, 32_768
 _TEXT = 64
-"""Words."""
+"""The number of words of a question."""
 _LINE, _WORDS = 14, 44
-"""The height of a line of a screenshot, and its words."""
+"""The height of a line of a screenshot in pixels, and its number of words."""
 TITLES = {
     "cold_s": "cold: first token, s; turn",
     "restored_s": "after kill -9: first token, s; turn",
@@ -113,15 +113,21 @@ def _said(reply: Answer) -> tuple[str, Any]:
 
 
 @click.command()
-@click.option("--turns", default=10, show_default=True, help="Each has a picture more.")
-@click.option("--cold", multiple=True, default=(1, 2, 5, 10), show_default=True, help="Also with an empty store.")
+@click.option("--turns", default=10, show_default=True, help="The number of turns; each adds a picture.")
+@click.option(
+    "--cold",
+    multiple=True,
+    default=(1, 2, 5, 10),
+    show_default=True,
+    help="Turns that are also sent to an empty store.",
+)
 @plan_options(rounds=1, model=_TINY)
 def main(turns: int, cold: tuple[int, ...], **options: Any) -> None:
     """Measure what pictures cost, with `--model vision` or a tiny model, which is there if none is named.
 
-    Each turn of a conversation has a screenshot more, and the daemon is killed before it; then come a known picture
-    behind other text, and an unknown one. Turns of `--cold` are sent to an empty store, too. Ends with 1 if their log
-    probabilities are others.
+    Each turn of a conversation adds a screenshot, and the daemon is killed before it. Then follow a known picture after
+    other text, and an unknown picture. Turns of `--cold` are sent to an empty store, too. Exits with 1 if their log
+    probabilities differ.
     """
 
     def measured(engine: Engine, workspace: Path, round_: int) -> Iterator[Figure]:

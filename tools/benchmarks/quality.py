@@ -26,24 +26,24 @@ from tools.models import real
 FORMS = {"native": ("native", "auto"), "auto": ("auto", "auto"), "q8": ("auto", "q8")}
 """`--weights` and `--kv-type`."""
 LLAMA_CPP = {"llama.cpp": None, "llama.cpp q8_0": Q8_0}
-"""The type of its keys and values."""
+"""The type of llama.cpp's keys and values, by form; None is its default."""
 Logits = Callable[[list[int]], Iterator[np.ndarray]]
 """Yields the logits of tokens, part by part."""
 _SUFFIXES = {".txt", ".md", ".jsonl", ".json", ".py"}
 
 
 def texts_of(folder: Path, count: int, characters: int) -> list[str]:
-    """Returns pieces from the middle of text files, spread over the folder. Nothing of them is copied or kept."""
+    """Returns pieces from the middle of text files, spread over the folder. They are not copied or kept."""
     files = sorted(
         path for path in folder.rglob("*") if path.suffix in _SUFFIXES and path.stat().st_size > 2 * characters
     )
     chosen = [files[i * len(files) // count] for i in range(min(count, len(files)))]
-    found = []
+    pieces = []
     for path in chosen:
         with path.open("rb") as file:
             file.seek(path.stat().st_size // 2)
-            found.append(file.read(characters).decode(errors="ignore"))
-    return found
+            pieces.append(file.read(characters).decode(errors="ignore"))
+    return pieces
 
 
 def logits_of(model: LoadedModel) -> Logits:
@@ -79,14 +79,14 @@ def measured(logits_of_tokens: Logits, prompts: Sequence[list[int]]) -> tuple[fl
     losses, likely = list[float](), list[int]()
     for ids in prompts:
         following = [*ids[1:], ids[0]]
-        found = list[float]()
+        losses_of_text = list[float]()
         for logits in logits_of_tokens(ids):
             highest = logits.max(-1, keepdims=True)
             sums = highest[:, 0] + np.log(np.exp(logits - highest).sum(-1, dtype=np.float64))
-            at = len(found)
-            found += (sums - logits[np.arange(len(logits)), following[at : at + len(logits)]]).tolist()
+            at = len(losses_of_text)
+            losses_of_text += (sums - logits[np.arange(len(logits)), following[at : at + len(logits)]]).tolist()
             likely += logits.argmax(-1).tolist()
-        losses += found[:-1]
+        losses += losses_of_text[:-1]
     return math.exp(float(np.mean(losses))), likely
 
 
@@ -95,7 +95,7 @@ def compared(
 ) -> dict[str, dict[str, float]]:
     """Returns the figures of each form of a real model."""
     file = str(real.gguf_file(name, real.print_report))
-    found: dict[str, dict[str, float]] = {}
+    by_form: dict[str, dict[str, float]] = {}
     expected, prompts = list[int](), list[list[int]]()
     for form in forms:
         with step(console, f"{name}, {form}"):
@@ -107,20 +107,22 @@ def compared(
             perplexity, likely = measured(computed, prompts)
         expected = expected or likely
         agreement = sum(a == b for a, b in zip(likely, expected, strict=True)) / len(expected)
-        found[form] = {"perplexity": perplexity, "agreement": agreement}
-    return found
+        by_form[form] = {"perplexity": perplexity, "agreement": agreement}
+    return by_form
 
 
 def show(report: dict[str, Any], console: Console) -> None:
     for name, forms in report["models"].items():
         table = new_table(name, left=("form",), right=("perplexity", "agreement"))
-        for form, found in forms.items():
-            table.add_row(form, f"{found['perplexity']:.4f}", f"{found['agreement']:.1%}")
+        for form, figures in forms.items():
+            table.add_row(form, f"{figures['perplexity']:.4f}", f"{figures['agreement']:.1%}")
         console.print(table)
 
 
 @click.command()
-@click.option("--model", "names", multiple=True, type=click.Choice(real.NAMES), default=real.NAMES, help="Repeatable.")
+@click.option(
+    "--model", "names", multiple=True, type=click.Choice(real.NAMES), default=real.NAMES, help="The model; repeatable."
+)
 @click.option(
     "--form",
     "forms",
@@ -128,11 +130,16 @@ def show(report: dict[str, Any], console: Console) -> None:
     type=click.Choice([*FORMS, *LLAMA_CPP]),
     default=("native", "auto"),
     show_default=True,
-    help="Repeatable.",
+    help="The form to compare; repeatable.",
 )
-@click.option("--text", type=click.Path(path_type=Path, exists=True, file_okay=False), required=True, help="Texts.")
+@click.option(
+    "--text",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    required=True,
+    help="A folder with the texts.",
+)
 @click.option("--windows", default=12, show_default=True, help="The number of texts.")
-@click.option("--tokens", default=512, show_default=True, help="Tokens of each.")
+@click.option("--tokens", default=512, show_default=True, help="The tokens of each text.")
 @JSON
 def main(
     names: tuple[str, ...], forms: tuple[str, ...], text: Path, windows: int, tokens: int, *, as_json: bool

@@ -1,4 +1,4 @@
-"""What a restart costs: a prompt cold, and after `kill -9` the same again, the next turn and another question.
+"""Measures the cost of a restart: a cold prompt, then after `kill -9` this prompt, the next turn and another question.
 
     tools/bench restart
     tools/bench restart --model qwen2.5-coder-0.5b --engine diskprefix --engine llama.cpp --engine vllm
@@ -54,7 +54,7 @@ TITLES = {
 def measured(
     engine: Engine, workspace: Path, round_: int, sizes: Sequence[int], reply_tokens: int, *, checks: bool
 ) -> Iterator[Figure]:
-    """Yields the figures of one engine. Raises `LiveServerError`, also if a reply is another than it should be."""
+    """Yields the figures of one engine. Raises `LiveServerError`, also if a reply differs from the expected one."""
     with peak_of(partial(_highest_bytes, engine.process)) as memory:
         seconds = engine.start()
     yield Figure("first_start_s", seconds)
@@ -80,8 +80,8 @@ def measured(
 
 
 def _read_bandwidth() -> float:
-    """Returns how fast all threads read memory, GB/s, the best of seven times. A token of a dense model that is decoded
-    reads about what its file has."""
+    """Returns the read bandwidth of memory with all threads, in GB/s: the best of seven runs. Decoding a token of a
+    dense model reads about as many bytes as its file has."""
     memory, best_s = torch.ones(1 << 27, dtype=torch.int64), math.inf
     for _ in range(7):
         begun = time.perf_counter()
@@ -109,7 +109,8 @@ def _cold(engine: Engine, size: int, round_: int, reply_tokens: int, start_s: fl
 
 
 def _restarted(engine: Engine, size: int, round_: int, text: str, *, checks: bool) -> Iterator[Figure]:
-    """Kills and starts it for each of three prompts, as the others would find the first in memory."""
+    """Kills and starts the engine before each of three prompts: otherwise the later ones would find the first in
+    memory."""
     prompt = prompt_text(size, round_)
     started_s, reply = _after_kill(engine, prompt)
     if not text.startswith(reply.text):
@@ -117,8 +118,8 @@ def _restarted(engine: Engine, size: int, round_: int, text: str, *, checks: boo
     yield Figure("exact_s", reply.ttft_s, size)
     at_once_s = engine.first_token_s(prompt) if isinstance(engine, HttpEngine) else None
     yield Figure("recovery_s", at_once_s or started_s + reply.ttft_s, size)
-    kept = " ".join(prompt.split(" ")[:-NEW_TOKENS])
-    for case, other in (("next_s", extended(prompt)), ("other_s", extended(f"{kept} {WORDS[-1]}"))):
+    beginning = " ".join(prompt.split(" ")[:-NEW_TOKENS])
+    for case, other in (("next_s", extended(prompt)), ("other_s", extended(f"{beginning} {WORDS[-1]}"))):
         _, reply = _after_kill(engine, other)
         yield Figure(case, reply.ttft_s, size)
         if checks and isinstance(engine, HttpEngine) and engine.without_cache:

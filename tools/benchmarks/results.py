@@ -1,4 +1,4 @@
-"""What the benchmarks of engines share: options, engines in turn, figures in one file, a table with ratios."""
+"""The common parts of the benchmarks of engines: options, engines in turn, figures in one file, a table with ratios."""
 
 from __future__ import annotations
 
@@ -64,30 +64,30 @@ class Sample:
 
 @dataclass
 class Results:
-    """All samples, and why an engine has none. With a path, what earlier runs wrote there belongs to it."""
+    """All samples, and why an engine has none. With a path, the samples that earlier runs wrote there are included."""
 
     benchmark: str
     path: Path | None
     samples: list[Sample] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
-    """By model and engine, the last reason."""
+    """The last reason, by model and engine."""
 
     def read(self) -> None:
         """Raises `UnreadableResults`."""
         if self.path is None or not self.path.exists():
             return
         try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))
-            self.samples, self.left_out = [Sample(**one) for one in found["samples"]], found["left_out"]
+            report = json.loads(self.path.read_text(encoding="utf-8"))
+            self.samples, self.left_out = [Sample(**sample) for sample in report["samples"]], report["left_out"]
         except (ValueError, KeyError, TypeError) as error:
             raise UnreadableResults(f"{self.path} is not a file of results: {error!r}") from error
 
     def has(self, model: str, engine: str, round_: int) -> bool:
         wanted = (model, engine, round_)
-        return any((one.model, one.engine, one.round) == wanted for one in self.samples)
+        return any((sample.model, sample.engine, sample.round) == wanted for sample in self.samples)
 
     def add(self, model: str, engine: str, round_: int, figures: Iterable[Figure]) -> None:
-        self.samples += [Sample(model, engine, round_, one.case, one.size, one.value) for one in figures]
+        self.samples += [Sample(model, engine, round_, sample.case, sample.size, sample.value) for sample in figures]
         self.left_out.pop(f"{model}: {engine}", None)
         self.save()
 
@@ -99,21 +99,29 @@ class Results:
         if self.path is not None:
             work = self.path.with_name(f"{self.path.name}.partial")
             report = {"benchmark": self.benchmark, "machine": machine(), "left_out": self.left_out}
-            work.write_text(json.dumps(report | {"samples": [asdict(one) for one in self.samples]}, indent=1), "utf-8")
+            work.write_text(
+                json.dumps(report | {"samples": [asdict(sample) for sample in self.samples]}, indent=1), "utf-8"
+            )
             work.replace(self.path)
 
     def show(self, titles: Mapping[str, str], console: Console) -> None:
         """Prints a table for each model: medians, and how many times better the first engine is."""
-        for model in dict.fromkeys(one.model for one in self.samples):
-            of_model = [one for one in self.samples if one.model == model]
-            first, *others = dict.fromkeys(one.engine for one in of_model)
+        for model in dict.fromkeys(sample.model for sample in self.samples):
+            of_model = [sample for sample in self.samples if sample.model == model]
+            first, *others = dict.fromkeys(sample.engine for sample in of_model)
             columns = [first, *(column for other in others for column in (other, "×"))]
             table = new_table(f"{model}: medians; ×: how many times better {first} is", left=("",), right=columns)
-            for cell in sorted({one.cell for one in of_model}, key=lambda cell: (list(titles).index(cell[0]), cell[1])):
+            for cell in sorted(
+                {sample.cell for sample in of_model}, key=lambda cell: (list(titles).index(cell[0]), cell[1])
+            ):
                 medians = {
                     engine: statistics.median(values)
                     for engine in (first, *others)
-                    if (values := [one.value for one in of_model if (one.cell, one.engine) == (cell, engine)])
+                    if (
+                        values := [
+                            sample.value for sample in of_model if (sample.cell, sample.engine) == (cell, engine)
+                        ]
+                    )
                 }
                 row = [_shown(medians.get(first))]
                 for other in others:
@@ -179,16 +187,28 @@ def plan_options(*, rounds: int, model: str = real.DEFAULT) -> Callable[[Command
             help=f"A real model ({', '.join(real.NAMES)}), a shape with random numbers ({', '.join(SHAPES)}), a .gguf "
             "file or a folder; repeatable.",
         ),
-        click.option("--rounds", type=click.IntRange(min=0), default=rounds, show_default=True, help="0: only show."),
-        click.option("--limit", "limit_s", default=7200.0, show_default=True, help="Seconds for an engine in a round."),
         click.option(
-            "--scale", type=click.IntRange(min=1), default=1, show_default=True, help="Divides shapes' layers."
+            "--rounds",
+            type=click.IntRange(min=0),
+            default=rounds,
+            show_default=True,
+            help="The number of rounds; 0 only shows the results.",
+        ),
+        click.option(
+            "--limit", "limit_s", default=7200.0, show_default=True, help="The most seconds of an engine in a round."
+        ),
+        click.option(
+            "--scale",
+            type=click.IntRange(min=1),
+            default=1,
+            show_default=True,
+            help="Divide the layers of shapes by this number.",
         ),
         click.option(
             "--json",
             "results",
             type=click.Path(dir_okay=False, path_type=Path),
-            help="Write every sample to this file. What it has already is not measured again, and shown.",
+            help="Write every sample to this file. Samples that it has already are shown, and not measured again.",
         ),
         FOLDER,
     ]
@@ -226,7 +246,7 @@ def compare(
                         if model.file.is_file():
                             drop_cached(model.file)
                         with _limited(engine, plan.limit_s):
-                            figures = list(_told(measured(engine, Path(workspace), round_), note))
+                            figures = list(_reported(measured(engine, Path(workspace), round_), note))
                     except (LiveServerError, NotInstalled) as error:
                         results.leave_out(model.name, name, str(error))
                         note(f"left out: {error}")
@@ -274,7 +294,7 @@ def _limited(engine: Engine, seconds: float) -> Iterator[None]:
         engine.process.kill()
 
 
-def _told(figures: Iterable[Figure], note: Callable[[str], None]) -> Iterator[Figure]:
+def _reported(figures: Iterable[Figure], note: Callable[[str], None]) -> Iterator[Figure]:
     """Passes figures on, and says when each is there."""
     began = time.perf_counter()
     for figure in figures:

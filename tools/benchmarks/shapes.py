@@ -1,8 +1,8 @@
 """GGUF files of the shape of models that people run, with random numbers and a real tokenizer.
 
-transformers says what parameters a model has, llama.cpp's converter what its file says and how its tensors are called,
-and llama.cpp's library which type each of them gets. Both get zeros, which take no room on the disk; random numbers are
-put in their place.
+transformers gives the parameters of a model, llama.cpp's converter gives the metadata of its file and the names of its
+tensors, and llama.cpp's library gives each tensor its type. Both get zeros, which take no space on the disk; random
+numbers replace the zeros.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ Array = np.ndarray[Any, Any]
 _Q4_0, Q4_K_M, _MXFP4 = 2, 15, 38
 """`llama_ftype`."""
 _PLAIN_BYTES = 6
-"""So many bytes of float32, or more, become one."""
+"""At least this many bytes of float32 become one byte of the final file."""
 _BLOCKS = 1 << 15
-"""Tensors of one type and width are made of so many different blocks."""
+"""The number of different blocks from which tensors of one type and width are made."""
 _STD = 0.05
-"""Of norms and biases."""
+"""The standard deviation of norms and biases."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A model of the configuration class `kind` of transformers. `sizes` are those that differ from the class, which
-    has those of one of its models. `hub` is what `config.json` has besides."""
+    """A model of the configuration class `kind` of transformers. `sizes` are the values that differ from the class's
+    defaults. `hub` has further keys of `config.json`."""
 
     what: str
     kind: str
@@ -56,7 +56,7 @@ class Shape:
     query_scale: float = 1.0
     """Multiplies the norms of queries."""
     vision: dict[str, Any] | None = None
-    """Sizes of the part for pictures, for which there is a second file."""
+    """Sizes of the vision tower, which has a second file."""
 
     def scaled(self, scale: int) -> Shape:
         """Returns the shape with its layers divided by `scale`."""
@@ -69,8 +69,8 @@ class Shape:
 
 
 def write_gguf(shape: Shape, tokenizer: Path, file: Path, report: Report) -> Path:
-    """Writes a file of this shape with the tokenizer of the GGUF file `tokenizer`. Returns its path. One for pictures
-    lies beside it, with `mmproj-` before its name.
+    """Writes a file of this shape with the tokenizer of the GGUF file `tokenizer`. Returns its path. The file of the
+    vision tower lies beside it, with `mmproj-` before its name.
 
     Raises `ModelError` if the disk has no room for it, `NotInstalled`.
     """
@@ -81,7 +81,7 @@ def write_gguf(shape: Shape, tokenizer: Path, file: Path, report: Report) -> Pat
     code = converter()
     with (
         TemporaryDirectory(prefix=".partial-", dir=file.parent) as work,
-        # llama.cpp's code changes what transformers has, talks, and ends its process where it finds fault.
+        # llama.cpp's code patches transformers, prints, and ends its process at an error.
         ProcessPoolExecutor(1, get_context("spawn")) as pool,
     ):
         report(f"making {file.name}: {shape.what}")
@@ -107,7 +107,8 @@ def _made(shape: Shape, tokenizer: Path, libraries: Path, code: Path, work: Path
 
 
 def _write_zeros(shape: Shape, tokenizer: Path, folder: Path, file: Path) -> None:
-    """Writes a file in float32, one for pictures in float16. What would be computed of parameters is a hole in it."""
+    """Writes a file in float32, for a vision tower in float16. The values computed from parameters are a hole in the
+    file."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.core_model_loading import revert_weight_conversion
@@ -121,7 +122,7 @@ def _write_zeros(shape: Shape, tokenizer: Path, folder: Path, file: Path) -> Non
     config = AutoConfig.for_model(shape.kind, **sizes)
     with torch.device("meta"):
         model = kind.from_config(config)
-    saved = {name: one for name, one in model.state_dict().items() if name not in model.all_tied_weights_keys}
+    saved = {name: tensor for name, tensor in model.state_dict().items() if name not in model.all_tied_weights_keys}
     tensors = revert_weight_conversion(model, saved)
     hub = config.to_dict() | {"architectures": [type(model).__name__]} | shape.hub
     (folder / "config.json").write_text(json.dumps(hub), encoding="utf-8")
@@ -135,7 +136,9 @@ def _write_zeros(shape: Shape, tokenizer: Path, folder: Path, file: Path) -> Non
     base: Any = import_module("conversion.base")
 
     def index_tensors(model: Any, **_: Any) -> dict[str, Callable[[], Any]]:
-        named = ((name, lambda one=one: base.LazyTorchTensor.from_eager(one)) for name, one in tensors.items())
+        named = (
+            (name, lambda tensor=tensor: base.LazyTorchTensor.from_eager(tensor)) for name, tensor in tensors.items()
+        )
         return dict(filter(None, map(model.filter_tensors, named)))
 
     def skip(tensor: Any, file: Any) -> None:
@@ -143,7 +146,7 @@ def _write_zeros(shape: Shape, tokenizer: Path, folder: Path, file: Path) -> Non
         file.write(b"\0")
 
     base.ModelBase.index_tensors = index_tensors
-    # Files that people run lack the blocks that predict further tokens.
+    # Files that people run lack the blocks for multi-token prediction.
     base.ModelBase.no_mtp = True
     base.ModelBase.load_hparams = staticmethod(lambda *_, **__: hub)
     import_module("gguf").LazyNumpyTensor.tofile = skip
@@ -156,10 +159,10 @@ def _write_zeros(shape: Shape, tokenizer: Path, folder: Path, file: Path) -> Non
 
 
 def _add_tokens(tokenizer: Path, count: int) -> None:
-    """Makes a tokenizer have as many tokens as a model."""
+    """Pads a tokenizer to the vocabulary size of a model."""
     values = json.loads(tokenizer.read_bytes())
     known = values["model"]["vocab"]
-    # The converter counts the added tokens beside all others, and Gemma's leaves out rows behind so many.
+    # The converter counts the added tokens separately, and Gemma's converter drops the rows after that count.
     known |= {f"[PAD{i}]": i for i in range(len(known), count - len(values["added_tokens"]))}
     tokenizer.write_text(json.dumps(values), encoding="utf-8")
 
@@ -188,13 +191,14 @@ def _fill(file: Path, query_scale: float, quantise: Any) -> None:
 
 
 def _random_blocks(quantise: Any, kind: int, columns: int, choose: np.random.Generator) -> Array:
-    """Returns blocks of rows of so many columns as llama.cpp's library stores them, uint8 [_BLOCKS, bytes]."""
+    """Returns random blocks of rows with `columns` columns, quantised by llama.cpp's library: uint8 [_BLOCKS,
+    bytes]."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     numbers, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
     values = choose.normal(0, columns**-0.5, (_BLOCKS, numbers)).astype(np.float32)
     blocks = np.empty((_BLOCKS, num_bytes), np.uint8)
-    pointers = [ctypes.c_void_p(one.ctypes.data) for one in (values, blocks)]
+    pointers = [ctypes.c_void_p(array.ctypes.data) for array in (values, blocks)]
     quantise(kind, *pointers, *map(ctypes.c_int64, (0, _BLOCKS, numbers)), None)
     return blocks
 
@@ -278,7 +282,8 @@ SHAPES = {
             "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
             "final_logit_softcapping": 30.0,
         },
-        # It does not divide scores by the root of a head's width: random ones would each choose one token.
+        # The model does not divide scores by the root of a head's width: with random scores each query would attend to
+        # one token.
         query_scale=1 / 16,
     ),
     "mixture": Shape(

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: the operators of the plan, and the Python around the call that runs them."""
+"""Measures the time of a step by part: the operators of the plan, and the Python around the call that runs them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tools.measuring.report import machine, new_table, print_report, show_machin
 from tools.models import real
 
 _TOKENS = {"prefill": 256, "decode": 1}
-"""Those of a step. The second one goes on behind the first."""
+"""The number of tokens in each step. The second step continues the first."""
 _CALL, _EMPTY, _PYTHON = "all in one call", "a call of none", "Python outside"
 
 Run = Callable[[bytes, bytes], int]
@@ -57,23 +57,23 @@ def _one_by_one(run: Run, names: list[str], seconds: dict[str, float]) -> Run:
 def measured(model: str, rounds: int) -> dict[str, Any]:
     """Returns microseconds by step and part. Raises `ModelError`, and `ClickException` for a model without a plan."""
     loaded = load_model(Settings(model=model), real.print_report)
-    if (found := loaded.runtime) is None:
+    if (runtime := loaded.runtime) is None:
         raise click.ClickException(f"{model} has no plan: {loaded.reason}")
-    layout, operators = found.layout, found.plan._operators
+    layout, operators = runtime.layout, runtime.runner.operators
     pool = PagePool(layout, block_size=256)
-    names = [type(call).__name__.removesuffix("Call") for call, _ in found.plan.made_of]
+    names = [type(made.call).__name__.removesuffix("Call") for made in runtime.runner.plan.operations]
     samples: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in _TOKENS}
     for number in range(2 * rounds + 2):
         sequence, is_whole = KVSequence(pool), number % 2 == 0
         for name, num_tokens in _TOKENS.items():
             parts: dict[str, float] = defaultdict(float)
             run = _timed(operators.run, _CALL, parts) if is_whole else _one_by_one(operators.run, names, parts)
-            found.plan._operators = replace(operators, run=run)
+            runtime.runner.operators = replace(operators, run=run)
             begun = time.perf_counter()
-            found.run([Rows(sequence, np.random.default_rng(0).integers(0, layout.vocab_size, num_tokens))])
+            runtime.run([Rows(sequence, np.random.default_rng(0).integers(0, layout.vocab_size, num_tokens))])
             if is_whole:
                 parts[_PYTHON] = time.perf_counter() - begun - parts[_CALL]
-            # What a call itself takes is no operator's. The first two steps warm up.
+            # The time of a call itself belongs to no operator. The first two steps warm up.
             of_call = parts.pop(_EMPTY, 0.0) / len(names)
             for part, seconds in parts.items() if number > 1 else ():
                 samples[name][part].append(1e6 * max(0.0, seconds - of_call * names.count(part)))
@@ -84,23 +84,25 @@ def measured(model: str, rounds: int) -> dict[str, Any]:
 
 def show(report: dict[str, Any], console: Console) -> None:
     show_machine(report["machine"], console)
-    for name, found in report["microseconds"].items():
+    for name, microseconds in report["microseconds"].items():
         table = new_table(f"{name}, tokens: {_TOKENS[name]}", left=("",), right=("calls", "µs", "share"))
-        whole, of_calls = found[_CALL] + found[_PYTHON], report["calls"]
-        for part in (*sorted(of_calls, key=found.get, reverse=True), _CALL, _PYTHON):
-            table.add_row(part, str(of_calls.get(part, "")), f"{found[part]:,.0f}", f"{found[part] / whole:.1%}")
+        whole, of_calls = microseconds[_CALL] + microseconds[_PYTHON], report["calls"]
+        for part in (*sorted(of_calls, key=microseconds.get, reverse=True), _CALL, _PYTHON):
+            table.add_row(
+                part, str(of_calls.get(part, "")), f"{microseconds[part]:,.0f}", f"{microseconds[part] / whole:.1%}"
+            )
         console.print(table)
 
 
 @click.command()
 @click.option("--model", default=real.DEFAULT, show_default=True, help="A real model, or what `serve --model` takes.")
-@click.option("--rounds", default=20, show_default=True, type=click.IntRange(1), help="Steps that count.")
+@click.option("--rounds", default=20, show_default=True, type=click.IntRange(1), help="The number of measured steps.")
 @JSON
 def main(model: str, rounds: int, *, as_json: bool) -> None:
     """Show how many microseconds each operator takes in a prefill of 256 tokens and in a step of one token.
 
-    Figures are medians. Those of operators are of steps that call them one by one, without what a call itself takes;
-    all others are of steps as they are served, and shares are of these.
+    Figures are medians. An operator's figure comes from steps that call the operators one by one, less the time of a
+    call itself. All other figures come from steps as they are served, and shares refer to these.
     """
     file = str(real.gguf_file(model, real.print_report)) if model in real.NAMES else model
     print_report({"benchmark": "step", "model": model} | measured(file, rounds), as_json, show)

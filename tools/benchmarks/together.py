@@ -72,14 +72,15 @@ def _throughput(engine: Engine, round_: int) -> Iterator[Figure]:
     replies = engine.ask(prompts, _REPLY_TOKENS)
     yield Figure("together", _rate_together(replies), _CONTEXT)
     if isinstance(engine, HttpEngine) and engine.without_cache:
-        _require_equal(replies, [engine.reply(one, _REPLY_TOKENS) for one in prompts])
+        _require_equal(replies, [engine.reply(prompt, _REPLY_TOKENS) for prompt in prompts])
 
 
 def _rate_together(replies: Sequence[Answer]) -> float:
-    """Returns the tokens a second of all together, from where the last has its first token to where the first ends."""
+    """Returns the tokens per second of all replies together, from the first token of the last reply to the end of the
+    first reply."""
     begin, end = max(reply.at_s[0] for reply in replies), min(reply.at_s[-1] for reply in replies)
     if end <= begin:
-        # One after the other: from the first token of the first to the end of the last.
+        # The replies do not overlap: from the first token of the first reply to the end of the last.
         begin, end = min(reply.at_s[0] for reply in replies), max(reply.at_s[-1] for reply in replies)
         return sum(reply.completion_tokens - 1 for reply in replies) / (end - begin)
     inside = sum(
@@ -127,7 +128,7 @@ def _pacing(engine: Engine, round_: int) -> Iterator[Figure]:
 
 
 def _sharing(engine: Engine, round_: int) -> Iterator[Figure]:
-    """Asks for prompts that begin the same all at once, of a server that has not seen them. Memory is that of the
+    """Sends prompts with a common beginning at once to a server that has not seen them. The memory is that of the
     server's processes."""
     shared, pids = prompt_text(_LONG, f"shared-{round_}"), engine.process.pids()
     for pid in pids:
@@ -142,8 +143,8 @@ def _sharing(engine: Engine, round_: int) -> Iterator[Figure]:
 
 
 class Guessing:
-    """Edits of this project's files, whose replies repeat most of the file, and chat, whose replies repeat little. The
-    first engine's replies are those that the others must give."""
+    """Edits of this project's files, whose replies repeat most of the file, and chat, whose replies repeat little.
+    Other engines must give the first engine's replies."""
 
     def __init__(self) -> None:
         self._texts: dict[tuple[str, int], str] = {}
@@ -165,14 +166,14 @@ class Guessing:
 def _edits() -> list[str]:
     root = Path(__file__).parents[2] / "diskprefix"
     files = sorted(path for path in root.rglob("*.py") if len(path.read_text("utf-8").splitlines()) >= _MOST_LINES)
-    found = []
+    edits = []
     for number in range(_EDITS):
         path = files[number * len(files) // _EDITS]
         source = "\n".join(path.read_text("utf-8").splitlines()[:_MOST_LINES])
         names = [word for word in source.replace("(", " ").split() if word.isidentifier() and len(word) > 5]
         task = _TASKS[number % len(_TASKS)].format(name=max(names, key=names.count))
-        found.append(_EDIT.format(task=task, source=source))
-    return found
+        edits.append(_EDIT.format(task=task, source=source))
+    return edits
 
 
 def _server(engine: Engine) -> HttpEngine:
@@ -182,10 +183,10 @@ def _server(engine: Engine) -> HttpEngine:
 
 
 def _require_equal(replies: Sequence[Answer], alone: Sequence[Answer]) -> None:
-    """Raises `LiveServerError` if a reply is not that of the same request alone."""
-    for one, other in zip(replies, alone, strict=True):
-        if one.text != other.text:
-            raise LiveServerError(f"the reply is {one.text!r}, and {other.text!r} alone")
+    """Raises `LiveServerError` if a reply differs from the reply to the same request alone."""
+    for reply, other in zip(replies, alone, strict=True):
+        if reply.text != other.text:
+            raise LiveServerError(f"the reply is {reply.text!r}, and {other.text!r} alone")
 
 
 _PARTS: Mapping[str, Callable[[Engine, int], Iterator[Figure]]] = {
@@ -205,7 +206,7 @@ _PARTS: Mapping[str, Callable[[Engine, int], Iterator[Figure]]] = {
     type=click.Choice(list(_PARTS)),
     default=("throughput", "overtaking", "pacing"),
     show_default=True,
-    help="Repeatable.",
+    help="The part to measure; repeatable.",
 )
 @plan_options(rounds=3)
 def main(parts: tuple[str, ...], **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""Programs of others, as they are published, at fixed versions, ask a daemon.
+"""Published programs of other projects, at fixed versions, test a daemon.
 
 cache-pressure (PyPI) keeps more prompts than fit and counts what is restored, stops replies in their middle, and plays
 agents. The compliance tests of Open Responses are in its repository, and run with bun from npm.
@@ -26,7 +26,7 @@ from tools.measuring.workspace import measuring
 
 OPEN_RESPONSES, COMMIT = "https://github.com/openresponses/openresponses", "92c12d96d7b61d6d15e2214daa5e9c6000ab6e1c"
 _BUN, _ZOD = "@oven/bun-linux-x64", "zod@3.25.76"
-"""The only package that the tests import."""
+"""The runtime of the tests, and the only package that they import."""
 _BUN_VERSION = "1.4.4"
 PRESSURE = {
     # More prompts than there are places in memory; each must come from somewhere.

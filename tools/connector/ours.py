@@ -1,4 +1,4 @@
-"""A plugin for vLLM's own tests of connectors: in the place of theirs they get ours. Runs in vLLM's environment.
+"""A plugin for vLLM's own tests of connectors: it replaces vLLM's connector by ours. Runs in vLLM's environment.
 
 The tests make a scheduler with `create_scheduler`, and put a mock in the place of its connector to say what is stored.
 Here the mock hands everything else to the connector that the scheduler was made with.
@@ -54,7 +54,7 @@ def pytest_configure() -> None:
         return scheduler
 
     def create_mock_connector() -> Mock:
-        # What a test pretends to be stored is not: nothing is to be loaded.
+        # The blocks that a test pretends to be stored are not: there is nothing to load.
         return Mock(wraps=_made[-1], **{"update_state_after_alloc.return_value": None})
 
     utils.create_vllm_config = create_vllm_config

@@ -63,11 +63,11 @@ def _sources(report: Report) -> Path:
     report(f"fetching the sources of vLLM {VERSION}; this is done once")
     index = os.environ.get("PIP_INDEX_URL", "https://pypi.org/simple").rstrip("/")
     page = httpx.get(f"{index}/vllm/", follow_redirects=True, timeout=60)
-    found = re.search(rf'href="([^"#]*/vllm-{re.escape(VERSION)}\.tar\.gz)#sha256=([0-9a-f]+)"', page.text)
-    if found is None:
+    match = re.search(rf'href="([^"#]*/vllm-{re.escape(VERSION)}\.tar\.gz)#sha256=([0-9a-f]+)"', page.text)
+    if match is None:
         raise DiskPrefixError(f"{index} has no sources of vLLM {VERSION}")
-    archive = httpx.get(page.url.join(found[1]), follow_redirects=True, timeout=600).content
-    if hashlib.sha256(archive).hexdigest() != found[2]:
+    archive = httpx.get(page.url.join(match[1]), follow_redirects=True, timeout=600).content
+    if hashlib.sha256(archive).hexdigest() != match[2]:
         raise DiskPrefixError(f"the sources of vLLM {VERSION} do not have the digest that the index names")
     folder.mkdir(parents=True, exist_ok=True)
     packed = folder / "sources.tar.gz"

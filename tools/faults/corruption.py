@@ -2,10 +2,10 @@
 
 Each case copies a store, damages the copy, and lets a daemon's store and writer live on it twice, each time in a
 process of its own with a time limit: open, restore every node, read the history and the list of entries, save what is
-missing and something new, evict, close. LMDB may die of the file, or not come to an end, once; the next start must
-notice. A case fails if a byte is wrong, if a process errs, or dies or hangs a second time, if it does not start, if
-what was saved again is not there, if the last start has to throw the store away once more, or if a swap of two payloads
-is not noticed. A seed damages the same records in every run.
+missing and something new, evict, close. Once, LMDB may crash or hang on the file; the next start must notice. A case
+fails if a byte is wrong, if a process errs, or dies or hangs a second time, if it does not start, if a node that was
+saved again is missing, if the last start has to throw the store away once more, or if a swap of two payloads is not
+noticed. A seed damages the same records in every run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from diskprefix.store.codec.codec import Codec, populate
 from diskprefix.store.folder import DATA
 from diskprefix.store.opening import DAMAGED
 from diskprefix.store.save import Save
-from diskprefix.store.schema import Kind
+from diskprefix.store.schema import NodeKind
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.tree import list_entries
@@ -63,7 +63,7 @@ CASE_TIMEOUT_S, FIRST_TIMEOUT_S = 60.0, 10.0
 FLUSH_TIMEOUT_S = 30.0
 BUDGET_BYTES = 10 << 20
 BUILT_BYTES = BUDGET_BYTES - (1 << 20)
-"""The budget while the store is made: less, so that a daemon has nothing to evict when it starts."""
+"""The budget while the store is built: smaller, so that a daemon has nothing to evict when it starts."""
 NO_LIMIT = 1 << 30
 MOST_BLOCKS = 6
 """Tokens in a prompt."""
@@ -85,7 +85,7 @@ class Saved:
     layout: str
     root: bytes
     checkpoints: tuple[int, ...] = ()
-    end_kind: Kind = Kind.TAIL
+    end_kind: NodeKind = NodeKind.TAIL
 
     def publication(self, store: Store) -> Publication:
         return publication(
@@ -151,7 +151,7 @@ class Failure(Exception):
 
 def saved_prompts() -> list[Saved]:
     """Prompts of 3 to 6 blocks that share beginnings, under two roots, and two with large blocks. Before them two of a
-    model with states: the second shares checkpoints of the first and goes on otherwise."""
+    model with states: the second shares checkpoints of the first and continues differently."""
     shared = [prompt(seed, 2 * BLOCK) for seed in (1, 2)]
     prompts = [
         Saved(_join(shared[i % 2], prompt(10 + i, BLOCK + 5 + 9 * i)), SMALL, ROOT if i < 6 else OTHER_ROOT)
@@ -205,7 +205,7 @@ def _left_of(store: Store, saved: Saved) -> Saved | None:
         num_stored = sum(snapshot.usage(node.name) is not None for node in nodes)
     if num_stored in (0, len(nodes)):
         return saved if num_stored else None
-    return replace(saved, token_ids=saved.token_ids[: num_stored * BLOCK], end_kind=Kind.BLOCK)
+    return replace(saved, token_ids=saved.token_ids[: num_stored * BLOCK], end_kind=NodeKind.BLOCK)
 
 
 def live(folder: Path, original: Original, seed: int) -> str:
@@ -227,7 +227,7 @@ def _live(folder: Path, original: Original, seed: int) -> Life:
         _look_around(store, [*prompts, new, *fillers])
         _save(store, writer, [*prompts, new])
         evicted = writer.evicted
-        # A damaged node hides those behind it until it is stored again.
+        # A damaged node hides its descendants until it is stored again.
         tries = iter(range(MOST_BLOCKS))
         while (wrong := _unsaved(store, writer, [*prompts, new])) and next(tries, None) is not None:
             _save(store, writer, [*prompts, new])
@@ -299,7 +299,7 @@ def _is_stored(snapshot: Snapshot, writer: Writer, node: NewNode) -> bool:
 
 
 def _look_around(store: Store, prompts: list[Saved]) -> None:
-    """Reads the same as a daemon and `inspect`: the history, the counts and the entries."""
+    """Reads as a daemon and `inspect` do: the history, the counts and the entries."""
     known = {(saved.root, saved.token_ids.tobytes()) for saved in prompts}
     try:
         with store.snapshot() as snapshot:
@@ -320,7 +320,7 @@ def _look_around(store: Store, prompts: list[Saved]) -> None:
 def _save(store: Store, writer: Writer, prompts: list[Saved]) -> None:
     for saved in prompts:
         pub = saved.publication(store)
-        writer.add(Save(pub.epoch), pub, is_last=True)
+        writer.queue_publication(Save(pub.epoch), pub, is_last=True)
     if not writer.flush(FLUSH_TIMEOUT_S):
         raise Failure("hang", "the writer does not finish")
 
@@ -346,11 +346,11 @@ def run_case(folder: Path, original: Original, kind: str, seed: int) -> Case:
         aside = _moved_aside(folder)
         answer = run_isolated(starts, CASE_TIMEOUT_S)
         if not death and _has_died(answer):
-            # What the first start lived with ended this one. The next finds its mark.
+            # The damage that the first start survived ended this one. The next start finds its mark.
             death, answer = answer, run_isolated(starts, CASE_TIMEOUT_S)
         second = _outcome(answer, "second start")
         if second.store_id != first.store_id and aside in (0, _moved_aside(folder)):
-            # What the first start lived with was moved aside at its end, or by the second one.
+            # The file that the first start survived was moved aside at its end, or by the second start.
             first = second
             second = _outcome(run_isolated(starts, CASE_TIMEOUT_S), "third start")
     except Failure as failure:
@@ -417,15 +417,23 @@ def summary(results: list[Case]) -> Table:
 
 
 @click.command()
-@click.option("--cases", type=click.IntRange(min=1), default=3000, show_default=True, help="Damaged stores to try.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the first case; each has the next one.")
+@click.option(
+    "--cases", type=click.IntRange(min=1), default=3000, show_default=True, help="The number of damaged stores."
+)
+@click.option(
+    "--seed",
+    type=int,
+    default=0,
+    show_default=True,
+    help="The seed of the first case. Each later case has the next number.",
+)
 @FOLDER
 @JSON
 def main(cases: int, seed: int, folder: Path | None, as_json: bool) -> None:
     """Damage a store in many ways, and start a daemon's store on each until one lives, and once more.
 
     Exits with 1 if a byte was wrong, a process erred, a second one died or hung, or a last start found damage again.
-    --folder is best one in memory.
+    --folder should be in memory.
     """
     with tempfile.TemporaryDirectory(prefix="diskprefix-damage-", dir=folder) as workspace:
         results = run_matrix(Path(workspace), cases, seed, Console(stderr=True))

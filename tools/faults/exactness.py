@@ -2,10 +2,10 @@
 
 One process computes the answers cold and saves a prompt, and dies of SIGKILL. Another one, with the same weights,
 restores that prompt, one that continues it, one that branches off, and shorter ones. Next-token logits, greedy text and
-the logits after each of its tokens must be the same bits, and what can be restored must have been.
+the logits after each of its tokens must be the same bits, and everything that can be restored must be restored.
 
-With `--form several`, real daemons are asked over HTTP: one for each model alone, and a front with six of them of which
-one fits into memory at a time (`tests/exactness/forms.py`).
+With `--form several`, real daemons are asked over HTTP: one for each model alone, and one daemon with six models, of
+which one fits into memory at a time (`tests/exactness/forms.py`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ REAL: dict[str, tuple[tuple[str, ...], Lengths]] = {
 """The dtypes and the lengths of the prompts: the first has 8 192 positions."""
 Rows: TypeAlias = list[SeveralRow]
 _TOGETHER = 6
-"""Models behind one front."""
+"""The number of models in one daemon."""
 
 
 def tiny_jobs(names: list[str], dtypes: tuple[str, ...], folder: Path, reply: int) -> list[Job]:
@@ -75,7 +75,7 @@ def real_jobs(names: list[str], dtypes: tuple[str, ...], folder: Path, console: 
 
 
 def several_models(names: list[str], dtypes: Sequence[str], folder: Path, lanes: int, reply: int, tell: Tell) -> Rows:
-    """Returns a row for each architecture in each dtype. `lanes` fronts run at a time."""
+    """Returns a row for each architecture in each dtype. `lanes` routers run at a time."""
 
     def rows_of(dtype: str, chosen: list[str]) -> Rows:
         with tempfile.TemporaryDirectory(dir=folder) as workspace:
@@ -119,18 +119,18 @@ def verified_table(rows: list[Row]) -> dict[str, Any]:
     for row in rows:
         by_name.setdefault(row.architecture, []).append(row)
     return installed_versions() | {
-        "architectures": {name: _verified(found) for name, found in sorted(by_name.items()) if name in ARCHITECTURES},
-        "real_models": {name: _verified(found) for name, found in sorted(by_name.items()) if name in REAL},
+        "architectures": {name: _verified(named) for name, named in sorted(by_name.items()) if name in ARCHITECTURES},
+        "real_models": {name: _verified(named) for name, named in sorted(by_name.items()) if name in REAL},
     }
 
 
-def joined(earlier: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """Returns an earlier table with the rows that were found now. Raises `click.UsageError` if that is of other
-    versions."""
-    if any(earlier[name] != found[name] for name in installed_versions()):
+def joined(earlier: dict[str, Any], latest: dict[str, Any]) -> dict[str, Any]:
+    """Returns an earlier table, updated with the rows of the latest one. Raises `click.UsageError` if the earlier table
+    was written with other versions."""
+    if any(earlier[name] != latest[name] for name in installed_versions()):
         raise click.UsageError("--only: the table was written with other versions; write it whole")
     both = ("architectures", "real_models")
-    return found | {name: dict(sorted((earlier[name] | found[name]).items())) for name in both}
+    return latest | {name: dict(sorted((earlier[name] | latest[name]).items())) for name in both}
 
 
 def table_text(table: dict[str, Any]) -> str:
@@ -148,7 +148,7 @@ def table_text(table: dict[str, Any]) -> str:
 def _verified(rows: list[Row]) -> dict[str, Any]:
     first = rows[0]
     reasons = list(dict.fromkeys(row.reason or row.grid_reason for row in rows if row.reason or row.grid_reason))
-    found: dict[str, Any] = {
+    record: dict[str, Any] = {
         "model_class": first.model_class,
         "model_type": first.model_type,
         "layers": first.layers,
@@ -158,8 +158,8 @@ def _verified(rows: list[Row]) -> dict[str, Any]:
         "reason": "; ".join(reasons) or None,
     }
     if first.architecture in REAL:
-        found["prompt_tokens"] = REAL[first.architecture][1].prompt
-    return found
+        record["prompt_tokens"] = REAL[first.architecture][1].prompt
+    return record
 
 
 def show(rows: list[Row], seconds: float, console: Console) -> None:
@@ -214,7 +214,7 @@ def chosen_names(only: str | None, *, real: bool) -> tuple[list[str], list[str]]
     "--dtype",
     type=click.Choice([*SHORT_DTYPES, *DTYPES, "q8"]),
     multiple=True,
-    help="Repeatable. q8 is bfloat16 with keys and values in 8 bits.  [default: both of torch]",
+    help="The dtype; repeatable. q8 is bfloat16 with keys and values in 8 bits.  [default: both of torch]",
 )
 @click.option("--real", is_flag=True, help="The real models too, at real lengths: about fifteen minutes more.")
 @click.option("--reply", type=click.IntRange(min=1), default=64, show_default=True, help="Greedy tokens per prompt.")
@@ -264,10 +264,10 @@ def main(
                 with step(console, f"{title}: {len(chosen)} rows") as note:
                     rows += run_jobs(chosen, folder, lanes, note if console.is_terminal else _quiet)
     if write_table is not None:
-        found = verified_table(rows)
+        table = verified_table(rows)
         if only is not None:
-            found = joined(json.loads(write_table.read_text(encoding="utf-8")), found)
-        write_table.write_text(table_text(found), encoding="utf-8")
+            table = joined(json.loads(write_table.read_text(encoding="utf-8")), table)
+        write_table.write_text(table_text(table), encoding="utf-8")
     if as_json:
         click.echo(json.dumps([row.as_dict() for row in rows], indent=2, ensure_ascii=False))
     else:

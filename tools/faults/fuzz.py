@@ -33,7 +33,8 @@ OTHERS = "others"
 
 
 def routes_of(document: dict[str, Any], wanted: Sequence[str]) -> list[str]:
-    """Returns what runs by itself: each POST route, because their bodies differ so much, and all `others` together."""
+    """Returns the separate runs: one for each POST route, because their bodies differ so much, and one for all
+    `others`."""
     known = [path for path, methods in document["paths"].items() if "post" in methods] + [OTHERS]
     if unknown := sorted(set(wanted) - set(known)):
         raise click.BadParameter(f"{unknown[0]} is not one of {', '.join(known)}", param_hint="--route")
@@ -41,8 +42,8 @@ def routes_of(document: dict[str, Any], wanted: Sequence[str]) -> list[str]:
 
 
 def run(schemathesis: Path, url: str, route: str, seconds: int, seed: int, workspace: Path) -> bool:
-    """Runs schemathesis over a route; it shows what fails, with a command that sends the request again. Returns whether
-    nothing did."""
+    """Runs schemathesis over a route. It prints each failure, with a command that sends the request again. Returns
+    whether there was none."""
     others = ("--exclude-method", "POST")
     command = [str(schemathesis), "run", f"{url}/openapi.json", "--phases", "coverage,fuzzing", "--workers", "1"]
     command += others if route == OTHERS else ("--include-name", f"POST {route}")
@@ -65,8 +66,14 @@ def write_model(folder: Path) -> Path:
 
 
 @click.command()
-@click.option("--minutes", type=click.FloatRange(min=0.1), default=10.0, show_default=True, help="In all.")
-@click.option("--seed", type=int, default=1, show_default=True, help="Of the requests.")
+@click.option(
+    "--minutes",
+    type=click.FloatRange(min=0.1),
+    default=10.0,
+    show_default=True,
+    help="Minutes for all routes together.",
+)
+@click.option("--seed", type=int, default=1, show_default=True, help="The seed of the requests.")
 @click.option("--route", "routes", multiple=True, help="Only this POST route, or `others`; may be given several times.")
 @FOLDER
 def main(minutes: float, seed: int, routes: tuple[str, ...], folder: Path | None) -> None:

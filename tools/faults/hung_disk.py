@@ -2,8 +2,8 @@
 
 The cache folder lies on a file system in user space (`bindfs`, a Debian package), whose process is stopped: from then
 on every read, write and look at a file waits, as on a hung network mount or a failing drive. Eight clients hold
-conversations meanwhile, which are on the disk alone when it stops. The same conversations on a disk that answers are
-measured first, in the same run.
+conversations meanwhile, whose state is only on the disk when it stops. The same conversations on a disk that answers
+are measured first, in the same run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from tools.measuring.report import (
 from tools.measuring.workspace import measuring
 
 WAIT_GOAL_S = 10.0
-"""What a disk that does not answer may add to the longest wait of a request, beside computing what it has."""
+"""The seconds that a hung disk may add to the longest wait of a request, besides the time to compute its prompt."""
 WATCHDOG_S = 120.0
 """The limit of the service's watchdog (`WatchdogSec`)."""
 STOP_GOAL_S = 90.0
@@ -118,7 +118,7 @@ class Watchdog:
 
 @dataclass
 class Phase:
-    """What the clients saw. Times are in seconds, of the client, to the first token."""
+    """The observations of the clients. Times are the client's seconds to the first token."""
 
     waits_s: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -170,11 +170,11 @@ def hold_conversations(
     """Has all clients talk at once: each asks its n-th question while `goes_on(n)`."""
     phase = Phase()
 
-    def talk(one: Client) -> None:
+    def talk(caller: Client) -> None:
         turn = 0
         with httpx.Client(timeout=600.0) as client:
             while goes_on(turn):
-                one.turn(server, client, phase, scope)
+                caller.turn(server, client, phase, scope)
                 turn += 1
                 time.sleep(THINK_S)
 
@@ -185,7 +185,7 @@ def hold_conversations(
 
 @dataclass
 class Health:
-    """What `/health` said, each second."""
+    """The answers of `/health`, one each second."""
 
     said: list[tuple[float, int, str]] = field(default_factory=list)
 
@@ -227,7 +227,7 @@ def stopped_beside(server: LiveServer, disk: StoppableDisk) -> tuple[float, int 
     began, seconds = time.perf_counter(), 2 * STOP_GOAL_S
     os.kill(server.process_id, signal.SIGTERM)
     try:
-        while time.perf_counter() - began < 2 * STOP_GOAL_S:
+        while time.perf_counter() - began < seconds:
             if server.log_path.read_text(encoding="utf-8", errors="replace").rstrip().endswith(" stopped"):
                 seconds = time.perf_counter() - began
                 break
@@ -249,7 +249,7 @@ def run_phases(
     with polled(server):
         deadline = time.monotonic() + hung_s
         phases["the disk answers"] = hold_conversations(server, clients, lambda _: time.monotonic() < deadline)
-    # What the clients get that find nothing, because nothing can be read.
+    # For comparison: clients for which nothing is restored, as if nothing could be read.
     phases["nothing is restored"] = hold_conversations(server, clients, lambda turn: turn < 1, "off")
     restarted(server)
     with polled(server) as health:
@@ -287,7 +287,11 @@ def run_phases(
 @click.command()
 @click.option("--clients", type=click.IntRange(1, 64), default=8, show_default=True)
 @click.option(
-    "--seconds", type=click.FloatRange(20.0, 600.0), default=60.0, show_default=True, help="It hangs so long."
+    "--seconds",
+    type=click.FloatRange(20.0, 600.0),
+    default=60.0,
+    show_default=True,
+    help="Seconds for which the disk hangs.",
 )
 @click.option("--model", help="A model to serve in place of the embedded one.")
 @FOLDER

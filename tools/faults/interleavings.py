@@ -2,7 +2,7 @@
 
 Engine, cache, store, writer, evictor and the tier that machines share are the real ones. Threads, locks, queues and
 clocks are replaced, and the model by a hash of its tokens. A history fails if a reply is not the hash of its prompt, if
-something of another tenant or of before a purge is found, if a bound does not hold, if a request or a thread never
+state of another tenant or from before a purge is restored, if a bound does not hold, if a request or a thread never
 ends, or if something is left behind. With `--mutants`, each protection is taken away once: then a history must fail.
 """
 
@@ -38,7 +38,7 @@ from tools.measuring.options import FOLDER, JSON
 from tools.measuring.report import new_table
 
 AT_ONCE = 200
-"""The histories of one piece of work of a process."""
+"""The number of histories that a process runs as one task."""
 _COLLECT_EVERY = 50
 _HANG_S = 600
 """Of real time, as the machine may be busy. A history takes a thirtieth of a second."""
@@ -49,7 +49,7 @@ _INTERRUPTED = 128 + signal.SIGINT
 
 @dataclass
 class Result:
-    """What happened in some histories, and which of them failed: their seeds and why."""
+    """The events of some histories, and the failed ones: their seeds and reasons."""
 
     histories: int = 0
     switches: int = 0
@@ -152,15 +152,15 @@ def simulate(
     until: str | None = None,
     on_progress: Callable[[Result], None] = lambda _: None,
 ) -> Result:
-    """Runs `count` histories from seed `first` on in so many processes. `KeyboardInterrupt` ends it, with what is known
-    then in `is_cut_off`."""
+    """Runs `count` histories from seed `first` on, in `processes` processes. `KeyboardInterrupt` ends it; the result
+    then has `is_cut_off`."""
     whole = Result()
     work = partial(_share, first=first, count=count, folder=folder, without=without, until=until)
     gc.freeze()
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork")) as pool:
         try:
-            for found in pool.map(work, range(first, first + count, AT_ONCE)):
-                whole.add(found)
+            for part in pool.map(work, range(first, first + count, AT_ONCE)):
+                whole.add(part)
                 on_progress(whole)
                 if whole.bad or len(whole.failures) >= (_MOST_FAILURES if until is None else 1):
                     break
@@ -221,8 +221,8 @@ def main(
 ) -> None:
     """Simulate the whole daemon: one history for each seed, which decides all that happens.
 
-    Exits with 1 if a history is wrong, or with --mutants if none is. --folder is best one in memory (the default is
-    /dev/shm where there is one).
+    Exits with 1 if a history is wrong, or with --mutants if none is. --folder should be in memory (the default is
+    /dev/shm if it exists).
     """
     _with_fixed_hashes()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -245,14 +245,14 @@ def main(
                 are_found &= bool(result.failures) and not own
             sys.exit(0 if are_found else 1)
 
-        told: list[tuple[int, str]] = []
+        reported: list[tuple[int, str]] = []
 
         def tell(sofar: Result) -> None:
-            for number, failure in sofar.failures[len(told) :]:
+            for number, failure in sofar.failures[len(reported) :]:
                 say(f"seed {number}: {failure}")
-            told[:] = sofar.failures
+            reported[:] = sofar.failures
             if sofar.histories % (50 * AT_ONCE) < AT_ONCE:
-                say(f"{sofar.histories} histories, {len(told)} wrong, {sofar.cpu_s:.0f} s of processor time")
+                say(f"{sofar.histories} histories, {len(reported)} wrong, {sofar.cpu_s:.0f} s of processor time")
                 say(json.dumps(sofar.events))
 
         result = simulate(first, histories, Path(work), processes, without=without, on_progress=tell)

@@ -40,9 +40,9 @@ from tools.measuring.report import new_table
 
 IMAGE_TIMEOUT_S = 300.0
 NEAR, EVERY = 8, 10
-"""So many moments after a fault are looked at, and of those that follow one of so many."""
+"""The first `NEAR` moments after a fault are checked, and one in `EVERY` of the later ones."""
 MOST_FAILURES = 3
-"""Reported of one moment; the rest of its images are left out."""
+"""The most failures of one moment that are reported; the rest of its images are left out."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ FAULTS: tuple[Fault, ...] = (
 
 @dataclass
 class Result:
-    """The images of a part by kind, and what is wrong with some."""
+    """The images of a part by kind, and the faults in them."""
 
     records: int = 0
     moments: int = 0
@@ -113,7 +113,7 @@ class Result:
 
     @property
     def figures(self) -> tuple[str, str, str, str]:
-        """How many records, moments, images, and wrong ones."""
+        """Returns the numbers of records, moments, images and wrong images, as text."""
         return str(self.records), str(self.moments), str(self.kinds.total()), str(len(self.failures))
 
     def add(self, other: Result) -> None:
@@ -190,7 +190,7 @@ def record_part(part: Part, folder: Path) -> Recording:
 
 
 def record_faults(fault: Fault, folder: Path, step: int) -> list[Recording]:
-    """Lets one call after the other fail, or one of `step`. Returns what was written with each of them.
+    """Makes each call fail in turn, or one in `step`. Returns a recording for each failure.
 
     Raises `RuntimeError` if an error of the disk came through, or what failed could not be saved afterwards.
     """
@@ -211,22 +211,26 @@ def record_faults(fault: Fault, folder: Path, step: int) -> list[Recording]:
             sections[-1].append(replace(event, path=path, other=other))
     keeps = (False, True) if fault[0] == "sync" else (False,)
     recorded = Recorded("faulty")
-    return [Recording(FAULTY, recorded, Disk(fail_keeps=kept), tuple(events)) for events in sections for kept in keeps]
+    return [
+        Recording(FAULTY, recorded, Disk(fail_keeps=keeps_failed), tuple(events))
+        for events in sections
+        for keeps_failed in keeps
+    ]
 
 
 def run_faults(
     fault: Fault, folder: Path, samples: int, processes: int, known: set[bytes], step: int = 1, most: int = 10**9
 ) -> Result:
-    """Records a fault at every call in turn, or at one of `step`. Checks the moments after the fault, as `NEAR` and
+    """Records a fault at every call in turn, or at one in `step`. Checks the moments after the fault, as `NEAR` and
     `EVERY` say, at most `most` of a record, and none that equals a `known` one."""
     recordings = record_faults(fault, folder, step)
     chosen = [_near_and_far(recording.new_moments(known))[:most] for recording in recordings]
     work = partial(check_moments, folder=folder, samples=samples)
     result = Result()
     with _pool(processes) as pool:
-        for number, found in enumerate(pool.map(work, recordings, chosen)):
-            found.failures = [f"record {number}, {failure}" for failure in found.failures]
-            result.add(found)
+        for number, of_record in enumerate(pool.map(work, recordings, chosen)):
+            of_record.failures = [f"record {number}, {failure}" for failure in of_record.failures]
+            result.add(of_record)
     return result
 
 
@@ -239,7 +243,8 @@ def _pool(processes: int) -> ProcessPoolExecutor:
 
 
 def check_moment(recording: Recording, moment: Moment, marks: tuple[str, ...], root: Path, samples: int) -> Result:
-    """Checks the images of one moment, in processes of their own: one that dies is gone on from."""
+    """Checks the images of one moment in separate processes. If an image ends its process, the check continues with the
+    next image."""
     result, done = Result(moments=1), mmap.mmap(-1, mmap.PAGESIZE)
     work = partial(_check_images, recording, moment, marks, root, samples, done)
     begin = 0
@@ -249,8 +254,8 @@ def check_moment(recording: Recording, moment: Moment, marks: tuple[str, ...], r
             begin = int.from_bytes(done[:8], "little") + 1
             result.failures.append(f"image {begin - 1}: {answer[-1500:]}")
             continue
-        found = json.loads(answer)
-        result.add(Result(kinds=Counter(found["kinds"]), failures=found["failures"]))
+        record = json.loads(answer)
+        result.add(Result(kinds=Counter(record["kinds"]), failures=record["failures"]))
         break
     return result
 
@@ -295,9 +300,9 @@ def check_moments(
     for number, (moment, marks) in enumerate(recording.moments()):
         if number not in numbers:
             continue
-        found = check_moment(recording, moment, marks, folder / f"image{os.getpid()}", samples)
-        found.failures = [f"moment {number}, {failure}" for failure in found.failures]
-        result.add(found)
+        of_moment = check_moment(recording, moment, marks, folder / f"image{os.getpid()}", samples)
+        of_moment.failures = [f"moment {number}, {failure}" for failure in of_moment.failures]
+        result.add(of_moment)
         if until_red and result.failures:
             break
     return result
@@ -308,8 +313,10 @@ def run_part(part: Part, folder: Path, samples: int, processes: int, *, until_re
     recording, result = record_part(part, folder), Result()
     work = partial(check_moments, recording, folder=folder, samples=samples, until_red=until_red)
     with _pool(processes) as pool:
-        for found in pool.map(work, (range(share, len(recording.events) + 1, processes) for share in range(processes))):
-            result.add(found)
+        for of_share in pool.map(
+            work, (range(share, len(recording.events) + 1, processes) for share in range(processes))
+        ):
+            result.add(of_share)
     return replace(result, records=1)
 
 
@@ -326,7 +333,9 @@ def summary(results: Sequence[tuple[Part, Result]]) -> Table:
 
 
 @click.command()
-@click.option("--samples", type=click.IntRange(min=1), default=1000, show_default=True, help="Images of a moment.")
+@click.option(
+    "--samples", type=click.IntRange(min=1), default=1000, show_default=True, help="The most images of one moment."
+)
 @click.option("--only", help="One part, by the name of its deed; with --faults, by the call that fails.")
 @click.option("--mutants", is_flag=True, help="Take each protection away once: an image must fail.")
 @click.option("--faults", is_flag=True, help="Let every call fail in turn, and the power fail afterwards.")
@@ -338,8 +347,8 @@ def main(
 ) -> None:
     """Record what is written, and open every state in which a power failure may leave the disk.
 
-    Exits with 1 if an image is wrong, or with --mutants if none is. --folder is best one in memory (the default is
-    /dev/shm where there is one).
+    Exits with 1 if an image is wrong, or with --mutants if none is. --folder should be in memory (the default is
+    /dev/shm if it exists).
     """
     console = Console(stderr=True)
     shm = Path("/dev/shm")

@@ -1,1 +1,1 @@
-"""`tools/fuzz`: libFuzzer and Atheris over what reads bytes that others may have written, and over the operators."""
+"""`tools/fuzz`: libFuzzer and Atheris on the readers of foreign bytes, and on the operators."""

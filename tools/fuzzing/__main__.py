@@ -29,9 +29,14 @@ def show(report: dict[str, Any], console: Console) -> None:
     title = f"{len(report['targets'])} targets, {report['minutes']:g} minutes each"
     table = new_table(title, left=("target", ""), right=("executions", "edges", "inputs", "found"))
     for row in report["targets"]:
-        found = "1" if row["finding"] else "0"
+        num_findings = str(int(bool(row["finding"])))
         table.add_row(
-            row["target"], row["language"], f"{row['executions']:,}", f"{row['edges']:,}", f"{row['inputs']:,}", found
+            row["target"],
+            row["language"],
+            f"{row['executions']:,}",
+            f"{row['edges']:,}",
+            f"{row['inputs']:,}",
+            num_findings,
         )
     table.add_row(
         "all", "", f"{sum(row['executions'] for row in report['targets']):,}", "", "", str(len(report["findings"]))
@@ -48,25 +53,32 @@ def show(report: dict[str, Any], console: Console) -> None:
 def fuzzed(targets: list[Fuzzed], minutes: float, jobs: int, workspace: Path, progress: Console) -> list[Outcome]:
     """Runs each target for `minutes`, `jobs` of them side by side."""
 
-    def one(target: Fuzzed) -> Outcome:
+    def fuzz_target(target: Fuzzed) -> Outcome:
         outcome = running.run(target, 60 * minutes, workspace)
         said = outcome.finding or f"{outcome.executions:,} executions, {outcome.edges:,} edges"
         progress.print(f"{time.strftime('%H:%M:%S')} {target.name}: {said}", highlight=False, markup=False)
         return outcome
 
     with ThreadPoolExecutor(jobs) as pool:
-        return list(pool.map(one, targets))
+        return list(pool.map(fuzz_target, targets))
 
 
 @click.command()
 @click.argument("names", nargs=-1, metavar="[TARGET]...")
-@click.option("--minutes", type=click.FloatRange(min=0.01), default=1.0, show_default=True, help="For each target.")
-@click.option("--jobs", type=click.IntRange(min=1), default=_JOBS, show_default=True, help="Targets side by side.")
 @click.option(
-    "--input", "path", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Run one target on it once."
+    "--minutes", type=click.FloatRange(min=0.01), default=1.0, show_default=True, help="Minutes for each target."
 )
-@click.option("--races", is_flag=True, help="The operators alone, their parts in threads, under ThreadSanitizer.")
-@click.option("--keep", is_flag=True, help="Write the corpus in git anew, from what all runs have found.")
+@click.option(
+    "--jobs", type=click.IntRange(min=1), default=_JOBS, show_default=True, help="Targets that run at the same time."
+)
+@click.option(
+    "--input",
+    "path",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Run one target once with this input.",
+)
+@click.option("--races", is_flag=True, help="Only the operators, with their parts in threads, under ThreadSanitizer.")
+@click.option("--keep", is_flag=True, help="Rewrite the corpus in git from the inputs of all runs.")
 @JSON
 def main(
     names: tuple[str, ...],
@@ -77,7 +89,7 @@ def main(
     keep: bool,
     as_json: bool,
 ) -> None:
-    """Fuzz what reads bytes that others may have written, and the operators in C++, under ASan and UBSan.
+    """Fuzz the readers of foreign bytes, and the operators in C++, under ASan and UBSan.
 
     Needs a clang with libFuzzer (Debian: clang-19, libclang-rt-19-dev). Atheris is installed on first use. Exits with
     1 if something is found.

@@ -60,7 +60,7 @@ def compiled(cache: Path, sanitizers: str = MEMORY) -> Path:
 def build(cache: Path, compiler: Sequence[str], flags: Sequence[str], link: Sequence[str]) -> Path:
     """Compiles the operators and the targets. Returns the folder with the programs. Raises `CannotCompile`."""
     source, common = NATIVE / "source", [*compiler, *_FLAGS, *flags]
-    # The flags of each variant of the operators are those that `native/build.py` has.
+    # The flags of each variant of the operators come from `native/build.py`.
     module = _build_module()
     chosen = {**module._VARIANTS.get(module._target(compiler), {}), "baseline": ()}
     named = " ".join(f"V({name})" for name in chosen)
@@ -81,12 +81,12 @@ def build(cache: Path, compiler: Sequence[str], flags: Sequence[str], link: Sequ
 
 
 def _object(cache: Path, command: Sequence[str], source: Path) -> Path:
-    """Compiles a source into an object file that is named by all that it is made of."""
-    found = hashlib.sha256(repr(command).encode())
+    """Compiles a source into an object file named after a hash of the command, the source and the headers."""
+    digest = hashlib.sha256(repr(command).encode())
     beside = [path for path in sorted(source.parent.iterdir()) if path.suffix == ".h"]
     for path in (source, *beside, NATIVE / "source/interface.h"):
-        found.update(path.name.encode() + path.read_bytes())
-    made = cache / f"{source.stem}-{found.hexdigest()[:16]}.o"
+        digest.update(path.name.encode() + path.read_bytes())
+    made = cache / f"{source.stem}-{digest.hexdigest()[:16]}.o"
     cache.mkdir(parents=True, exist_ok=True)
     return _made([*command, "-c", str(source)], made)
 

@@ -21,7 +21,7 @@ def archive_of(target: str) -> Path:
 
 
 def inputs_of(target: str) -> dict[str, bytes]:
-    """Returns the inputs that git has of a target, by name."""
+    """Returns a target's inputs in git, by name."""
     if not archive_of(target).exists():
         return {}
     with zipfile.ZipFile(archive_of(target)) as archive:
@@ -37,7 +37,8 @@ def write_inputs(folder: Path, inputs: Iterable[bytes]) -> Path:
 
 
 def keep(target: str, merged: Path) -> int:
-    """Writes the archive of a target anew: what once failed, and the smallest inputs in `merged`, as many as fit.
+    """Rewrites the archive of a target: the inputs that once failed, and as many of the smallest inputs in `merged` as
+    fit.
 
     Returns its size in bytes.
     """
@@ -53,7 +54,7 @@ def keep(target: str, merged: Path) -> int:
 
 
 def write_archive(target: str, inputs: dict[str, bytes]) -> None:
-    """Writes the archive of a target; the same inputs are the same bytes."""
+    """Writes the archive of a target. Equal inputs give equal bytes."""
     FOLDER.mkdir(exist_ok=True)
     with zipfile.ZipFile(archive_of(target), "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
         for name, content in sorted(inputs.items()):

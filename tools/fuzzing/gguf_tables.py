@@ -61,11 +61,12 @@ SOUND: dict[str, Any] = {
     "altup.num_inputs": 4,
     "embedding_length_per_layer_input": 16,
 }
-"""What small models have. They lack other keys."""
+"""The metadata of small models. They lack other keys."""
+_WINDOWED = ("afmoe", "exaone-moe", "cohere2moe", "granite_swa")
 OF_SOME: dict[str, tuple[str, ...]] = {
-    "attention.scale": ("granite", "granitehybrid", "granitemoe"),
-    "attention.sliding_window": ("gemma3n", "gemma4", "mimo2"),
-    "attention.sliding_window_pattern": ("gemma3n", "gemma4", "mimo2"),
+    "attention.scale": ("granite", "granitehybrid", "granitemoe", "granite_swa"),
+    "attention.sliding_window": ("gemma3n", "gemma4", "mimo2", *_WINDOWED),
+    "attention.sliding_window_pattern": ("gemma3n", "gemma4", "mimo2", "exaone-moe", "cohere2moe", "granite_swa"),
 }
 """Keys that only these architectures have."""
 _ODD = (
@@ -82,7 +83,7 @@ _TENSORS = (
     *("blk.0.attn_v.weight", "blk.1.attn_v.weight", "blk.0.ssm_conv1d.bias", "blk.0.ssm_norm.weight"),
     *("blk.0.laurel_l.weight", "blk.0.shortconv.in_proj.bias"),
 )
-"""Those by which configurations differ."""
+"""The tensors on which configurations depend."""
 _NUMBERS = np.repeat(np.array([1, 1e30, 8, 0, -1, np.nan], np.float32), 64)
 """The content of all tensors."""
 _SHAPES = (
@@ -118,7 +119,7 @@ class _Chosen(dict[str, Any]):
 
 
 class _Every(dict[str, FileTensor]):
-    """A file that has each tensor that is asked for."""
+    """A file that has every requested tensor."""
 
     def __contains__(self, name: object) -> bool:
         return True
@@ -128,7 +129,7 @@ class _Every(dict[str, FileTensor]):
 
 
 class _File:
-    """A file of which the bytes of an input choose what it says. The first byte chooses its architecture."""
+    """A file whose metadata and tensors the bytes of an input choose. The first byte chooses the architecture."""
 
     def __init__(self, numbers: Path, data: bytes) -> None:
         self.name = sorted(MODEL_TYPES)[data[0] % len(MODEL_TYPES)]
@@ -153,24 +154,24 @@ class _File:
         return FileTensor(name, "F32", shape, self._numbers, offset, np.dtype(np.float32), shape)
 
     def make_parts(self) -> Iterator[Callable[[], object]]:
-        """Yields what makes a parameter, for each that the architecture or most of them have."""
+        """Yields a function that makes a parameter, for each parameter of this architecture or of most."""
         for stem in {**NAMES, **self.architecture.sources}:
             outside = stem.startswith(("model.", "backbone.", "lm_head"))
             name = f"{stem}.weight" if outside else f"model.layers.0.{stem}.weight"
             tensors = dict[str, FileTensor]()
-            for one in self.architecture.parts_of([name], _Every())[name].tensors:
+            for tensor in self.architecture.parts_of([name], _Every())[name].tensors:
                 if (choice := next(self.choices)) < len(_SHAPES):
-                    tensors[one.name] = self.tensor(one.name, _SHAPES[choice])
+                    tensors[tensor.name] = self.tensor(tensor.name, _SHAPES[choice])
             yield partial(self._make, name, tensors)
 
     def _make(self, name: str, tensors: dict[str, FileTensor]) -> None:
         part = self.architecture.parts_of([name], tensors)[name]
-        sizes = [one.shape[:-1] if part.is_matrix else one.shape for one in part.tensors]
+        sizes = [tensor.shape[:-1] if part.is_matrix else tensor.shape for tensor in part.tensors]
         arrays = [np.arange(prod(size), dtype=np.float32).reshape(size) for size in sizes]
         with np.errstate(all="ignore"):
-            found = part.rows(self.config, arrays)
+            rows = part.rows(self.config, arrays)
             if part.source.values is not None:
-                part.source.values(self.config, found)
+                part.source.values(self.config, rows)
 
 
 def check(refused: Callable[[Callable[[], object]], None], folder: Path) -> Callable[[bytes], None]:
@@ -189,5 +190,5 @@ def check(refused: Callable[[Callable[[], object]], None], folder: Path) -> Call
 
 
 def seeds(_folder: Path) -> Iterable[bytes]:
-    """A sound model of each architecture, as far as one is made of the values that all have in common."""
+    """Returns an input for a sound model of each architecture whose values are common ones."""
     return (bytes([number]) for number in range(len(MODEL_TYPES)))

@@ -1,7 +1,7 @@
 """The targets in Python: readers of files, records, objects of a bucket, and replies.
 
-Each takes any bytes, and raises nothing but what it finds wrong. They run below Atheris, which chooses bytes by what
-they reach, and in the tests, which replay the corpus.
+Each takes any bytes, and raises only for a fault in the tested code. They run below Atheris, which chooses bytes by
+what they reach, and in the tests, which replay the corpus.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from diskprefix.store.note_record import NO_PROMPT, NoteKind, NoteTimes, StoredN
 from diskprefix.store.pieces import PayloadLayout, split_payload
 from diskprefix.store.schema import (
     EntryRecord,
-    Kind,
     ModelRecord,
+    NodeKind,
     NodeRecord,
     PromptRecord,
     RootRecord,
@@ -69,7 +69,7 @@ class PythonTarget:
 
 
 class Wrong(Exception):
-    """Something that a target does not do as it should."""
+    """A fault in the tested code."""
 
 
 def require(holds: bool, what: str) -> None:
@@ -91,7 +91,7 @@ _SPARE_BYTES = 1 << 19
 
 
 def _gguf(folder: Path) -> Check:
-    """Reading takes no more memory than the file has bytes, and no tensor or array ends behind the file."""
+    """Reading takes no more memory than the file has bytes, and no tensor or array ends after the end of the file."""
     path = folder / "fuzzed.gguf"
 
     def act() -> None:
@@ -182,7 +182,7 @@ def _bundles(_folder: Path) -> Iterable[bytes]:
     for number, slot in enumerate(_SLOTS):
         payloads = []
         for node in slot_nodes(_PROMPT, slot):
-            pieces = [cut.piece for cut in _PROMPT.cuts(node)]
+            pieces = _PROMPT.pieces(node)
             payload = payload_of(_PROMPT.token_ids[node.position : node.end], sum(piece.num_bytes for piece in pieces))
             payloads.append((node, split_payload(payload, pieces)))
         path = slot_path(_KEY, _PROMPT, slot)
@@ -213,11 +213,11 @@ def _stored_piece(_folder: Path) -> Check:
             and len(stored) > 48
             and out.size
         ):
-            found = [out, np.zeros_like(out)]
+            joined = [out, np.zeros_like(out)]
             bits, planes = stored[16], stored[48:]
-            is_right = join_with(operators, form, bits, planes, found[0])
-            require(is_right == join_with_numpy(form, bits, planes, found[1]), "numpy and C++ do not agree on planes")
-            require(not is_right or bool((found[0] == found[1]).all()), "numpy and C++ join planes differently")
+            is_right = join_with(operators, form, bits, planes, joined[0])
+            require(is_right == join_with_numpy(form, bits, planes, joined[1]), "numpy and C++ do not agree on planes")
+            require(not is_right or bool((joined[0] == joined[1]).all()), "numpy and C++ join planes differently")
 
     return check
 
@@ -275,7 +275,7 @@ _NODE_BYTES = 64
 
 
 def _record_seeds(_folder: Path) -> Iterable[bytes]:
-    node = NodeRecord(b"p" * 16, b"r" * 16, 16, prompt(1, 16), Kind.BLOCK, 2, 1000, 500)
+    node = NodeRecord(b"p" * 16, b"r" * 16, 16, prompt(1, 16), NodeKind.BLOCK, 2, 1000, 500)
     encoded = encode_node(b"n" * 16, node)
     yield b"\0" + encoded[:_NODE_BYTES] + encoded[_NODE_BYTES + 8 :]
     yield b"\1" + encode_note(_NOTE, b"a note" * 9, NoteTimes(1.0, 2.0, 60), NO_PROMPT)[8:]
@@ -299,7 +299,7 @@ def _toml(act: Callable[[Path], object], folder: Path) -> Check:
 
 def _policies(_folder: Path) -> Iterable[bytes]:
     yield b'disk_prefix_cache = "auto:30"\nkv_cache_budget = "20GiB"\nblock_size = 256\n'
-    yield b'kv-cache-gate = "off"\nidle_unload = "30m"\nfront = true\n'
+    yield b'kv-cache-gate = "off"\nidle_unload = "30m"\nrouter = true\n'
 
 
 def _models(_folder: Path) -> Iterable[bytes]:

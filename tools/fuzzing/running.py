@@ -23,7 +23,7 @@ _ROOT = Path(__file__).parents[2]
 _SPARE_S = 120
 """Seconds for a target to start, to read its corpus and to end."""
 _MOST_INPUT = {"planes_join": 4096, "planes_split": 4096, "pack": 4096}
-"""The largest inputs of targets in C++. Those of the others choose sizes, and few bytes do that."""
+"""The largest inputs of targets in C++. The inputs of other targets choose sizes, for which few bytes are enough."""
 _CHOICES_BYTES, _PYTHON_BYTES = 128, 8192
 _LIMITS = ("-timeout=30", "-rss_limit_mb=2500", "-print_final_stats=1", "-detect_leaks=0")
 _FINDING = re.compile(r"^(WRONG: .*|.*runtime error: .*|.*ERROR: (?:libFuzzer|\w+Sanitizer): .*)$", re.M)
@@ -51,7 +51,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Fuzzed:
-    """A target: its command, and what is set in its environment."""
+    """A target: its command, and the variables in its environment."""
 
     name: str
     language: str
@@ -63,7 +63,7 @@ class Fuzzed:
 
 
 def home() -> Path:
-    """Returns the folder of what is compiled and of the inputs that runs have found to reach something new."""
+    """Returns the folder of the compiled programs and of the inputs with which runs reached new code."""
     return cache_home() / "fuzz"
 
 
@@ -77,18 +77,20 @@ def targets(wanted: Sequence[str], *, races: bool = False) -> list[Fuzzed]:
     if unknown := sorted(set(wanted) - {*native, *others}):
         known = (*compiled.names(), *([] if races else TARGETS))
         raise CannotFuzz(f"there is no target {unknown[0]}; there are {', '.join(known)}")
-    found = []
+    targets = []
     if native:
         try:
             folder = compiled.compiled(home(), compiled.RACES if races else compiled.MEMORY)
         except compiled.CannotCompile as error:
             raise CannotFuzz(str(error)) from error
-        found += [Fuzzed(name, "C++", (str(folder / name),), _MOST_INPUT.get(name, _CHOICES_BYTES)) for name in native]
+        targets += [
+            Fuzzed(name, "C++", (str(folder / name),), _MOST_INPUT.get(name, _CHOICES_BYTES)) for name in native
+        ]
     path = os.pathsep.join((str(_ROOT), str(_atheris()))) if others else ""
     for name in others:
         command = (sys.executable, "-P", "-m", "tools.fuzzing.atheris_worker", name)
         target = TARGETS[name]
-        found.append(
+        targets.append(
             Fuzzed(
                 name,
                 "Python",
@@ -99,7 +101,7 @@ def targets(wanted: Sequence[str], *, races: bool = False) -> list[Fuzzed]:
                 target.words,
             )
         )
-    return found
+    return targets
 
 
 @cache
@@ -112,7 +114,7 @@ def _atheris() -> Path:
 
 
 def run(target: Fuzzed, seconds: float, workspace: Path) -> Outcome:
-    """Runs a target, from the inputs that git has and those of earlier runs."""
+    """Runs a target, starting with the inputs in git and the inputs of earlier runs."""
     here = workspace / target.name
     seeds = _seeds(target, here)
     grown = home() / "corpus" / target.name
@@ -127,32 +129,32 @@ def run(target: Fuzzed, seconds: float, workspace: Path) -> Outcome:
 
 
 def _seeds(target: Fuzzed, folder: Path) -> Path:
-    """Returns a folder with the inputs that git has of a target, and with those that it makes."""
+    """Returns a folder with a target's inputs in git and the inputs that the target makes."""
     made = folder / "made"
     made.mkdir(parents=True, exist_ok=True)
     return corpus.write_inputs(folder / "seeds", [*corpus.inputs_of(target.name).values(), *target.seeds(made)])
 
 
 def outcome_of(target: Fuzzed, said: str, folder: Path) -> Outcome:
-    """Returns what libFuzzer said of a run, whose artifacts are in `folder`. Those are kept."""
+    """Returns the outcome of a run from libFuzzer's output. Keeps the artifact that is in `folder`."""
 
     def last(pattern: str) -> int:
-        found = re.findall(pattern, said)
-        return int(found[-1]) if found else 0
+        matches = re.findall(pattern, said)
+        return int(matches[-1]) if matches else 0
 
     artifact = next(
         (path for path in folder.glob("*-*") if path.is_file() and path.name.split("-")[0] in _ARTIFACTS), None
     )
     finding = _finding(said) if artifact is not None or "Done " not in said else ""
-    kept = ""
+    path = ""
     if artifact is not None:
-        kept = str(home() / "found" / f"{target.name}-{hashlib.sha256(artifact.read_bytes()).hexdigest()[:8]}")
-        Path(kept).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(artifact, kept)
+        path = str(home() / "found" / f"{target.name}-{hashlib.sha256(artifact.read_bytes()).hexdigest()[:8]}")
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(artifact, path)
     executions = last(r"number_of_executed_units: (\d+)") or last(r"#(\d+)\s")
     seconds = last(r"Done \d+ runs in (\d+) second")
     return Outcome(
-        target.name, target.language, executions, seconds, last(r"cov: (\d+)"), last(r"corp: (\d+)/"), finding, kept
+        target.name, target.language, executions, seconds, last(r"cov: (\d+)"), last(r"corp: (\d+)/"), finding, path
     )
 
 
@@ -160,12 +162,12 @@ _ARTIFACTS = ("crash", "leak", "timeout", "oom", "slow")
 
 
 def _finding(said: str) -> str:
-    """Returns the line that says what is wrong."""
+    """Returns the line of the output that names the fault."""
     if raised := _RAISED.search(said):
         return raised[1].strip()
-    found = _FINDING.findall(said)
+    findings = _FINDING.findall(said)
     lines = [line for line in said.splitlines() if line.strip()]
-    return found[0].strip() if found else f"it ended early: {lines[-1] if lines else 'it said nothing'}"
+    return findings[0].strip() if findings else f"it ended early: {lines[-1] if lines else 'it said nothing'}"
 
 
 def replay(target: Fuzzed, path: Path, workspace: Path) -> Outcome:
@@ -178,22 +180,22 @@ def replay(target: Fuzzed, path: Path, workspace: Path) -> Outcome:
 
 
 def merged(target: Fuzzed, workspace: Path) -> Path:
-    """Returns a folder with a few inputs that reach all that those of all runs reach."""
+    """Returns a folder with a few inputs that reach the same code as the inputs of all runs."""
     here = workspace / target.name
-    found = here / "merged"
-    found.mkdir(parents=True, exist_ok=True)
+    folder = here / "merged"
+    folder.mkdir(parents=True, exist_ok=True)
     seeds = _seeds(target, here)
     _said(
         target,
-        ["-merge=1", f"-max_len={target.most_bytes}", str(found), str(seeds), str(home() / "corpus" / target.name)],
+        ["-merge=1", f"-max_len={target.most_bytes}", str(folder), str(seeds), str(home() / "corpus" / target.name)],
         here,
         1800,
     )
-    return found
+    return folder
 
 
 def _said(target: Fuzzed, arguments: Sequence[str], folder: Path, limit_s: float) -> str:
-    """Runs a target's command in a folder. Returns what it said."""
+    """Runs a target's command in a folder. Returns its output."""
     folder.mkdir(parents=True, exist_ok=True)
     environment = os.environ | dict(target.environment)
     environment["UBSAN_OPTIONS"] = "print_stacktrace=1"

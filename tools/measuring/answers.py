@@ -61,10 +61,14 @@ def streamed(client: httpx.Client, path: str, body: Mapping[str, Any], max_token
                 if "error" in chunk:
                     raise LiveServerError(f"the server answered: {chunk['error']['message']}")
                 choices = chunk.get("choices", [])
-                logprobs += [token for one in choices for token in (one.get("logprobs") or {}).get("content") or ()]
-                piece = "".join(one.get("text") or one.get("delta", {}).get("content") or "" for one in choices)
+                logprobs += [
+                    token for choice in choices for token in (choice.get("logprobs") or {}).get("content") or ()
+                ]
+                piece = "".join(
+                    choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices
+                )
                 # The first token of a reply without text ends it.
-                if piece or (not at_s and any(one.get("finish_reason") for one in choices)):
+                if piece or (not at_s and any(choice.get("finish_reason") for choice in choices)):
                     at_s.append(time.perf_counter() - asked)
                     text += piece
                 last |= {key: chunk[key] for key in ("usage", "prefix_cache", "timings") if chunk.get(key)}

@@ -107,6 +107,10 @@ def run_installer(*command: str, folder: Path | None = None) -> None:
     """Runs a command in a folder. Raises `NotInstalled` with the last lines of what it said."""
     ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     if ended.returncode:
-        said = [line.strip() for line in (ended.stderr or ended.stdout).splitlines() if line.strip()]
-        last = " ".join(said[-_LOG_LINES:]) or f"exit code {ended.returncode}"
-        raise NotInstalled(f"{' '.join(command[:4])} failed: {last}")
+        raise NotInstalled(f"{' '.join(command[:4])} failed: {reason_of(ended)}")
+
+
+def reason_of(ended: subprocess.CompletedProcess[str]) -> str:
+    """Returns the last lines that a failed command printed, joined into one line, or else its exit code."""
+    said = [line.strip() for line in (ended.stderr or ended.stdout).splitlines() if line.strip()]
+    return " ".join(said[-_LOG_LINES:]) or f"exit code {ended.returncode}"

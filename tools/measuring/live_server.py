@@ -62,7 +62,7 @@ class Process:
         pipe = subprocess.PIPE if piped else None
         # Settings of the user and work in pauses would change the figures, and there is no model hub.
         own = ("DISKPREFIX_", "PYTHON", "OMP_", "VLLM_")
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(own)}
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(own)}
         with self.log_path.open("a", encoding="utf-8") as log:
             self.popen = subprocess.Popen(
                 self.command,
@@ -70,7 +70,7 @@ class Process:
                 stdout=pipe or log,
                 stderr=log,
                 text=True,
-                env=kept | {"HF_HUB_OFFLINE": "1", "DISKPREFIX_AHEAD": "off"} | self.environment,
+                env=inherited | {"HF_HUB_OFFLINE": "1", "DISKPREFIX_AHEAD": "off"} | self.environment,
                 start_new_session=True,
             )
 
@@ -194,7 +194,7 @@ class LiveServer:
         """Sends SIGKILL and waits until the process is gone, so that it cannot save anything more."""
         if self._process.popen is not None:
             self._process.kill()
-            # A worker ends a moment after its front.
+            # A worker ends a moment after its router.
             self._wait(lambda: not self.listens(), SAVE_DEADLINE_S, "the killed server still listens")
 
     def stop(self, deadline_s: float) -> tuple[float, int | None]:

@@ -1,4 +1,4 @@
-"""What the command lines of several tools have in common."""
+"""The common parts of the command lines of several tools."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from diskprefix.errors import DiskPrefixError
 FOLDER = click.option(
     "--folder",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Where temporary stores are made, to measure another disk.",
+    help="The folder for temporary stores, to measure another disk.",
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON with every sample instead of tables.")
 

@@ -1,4 +1,4 @@
-"""What Linux says of processes, files and ports."""
+"""Facts of processes, files and ports, as Linux reports them."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ _SAMPLE_S = 0.02
 
 
 def status_bytes(pid: int, *keys: str) -> int:
-    """Returns the sum of sizes that the kernel has for a process, such as `RssAnon`; 0 if it is gone."""
-    found = 0
+    """Returns the sum of a process's sizes in `/proc/PID/status` under some keys, such as `RssAnon`; 0 if it is
+    gone."""
+    total = 0
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines():
             name, _, value = line.partition(":")
-            found += int(value.split()[0]) << 10 if name in keys else 0
-    return found
+            total += int(value.split()[0]) << 10 if name in keys else 0
+    return total
 
 
 def disk_bytes(folder: Path) -> int:
-    """Returns what the files of a folder take on the disk, without holes; 0 if there is no such folder."""
+    """Returns the disk space of a folder's files, without holes; 0 if there is no such folder."""
     return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file() and not file.is_symlink())
 
 
 def drop_cached(path: Path) -> None:
-    """Drops a file's pages from the page cache; those that a process has mapped stay."""
+    """Drops a file's pages from the page cache. Pages that a process has mapped stay."""
     with path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -42,33 +43,33 @@ def free_port() -> int:
 
 @contextmanager
 def peak_of(num_bytes: Callable[[], int]) -> Iterator[SimpleNamespace]:
-    """Gives an object whose `peak_bytes` is the most that `num_bytes` returned so far. It is whole at the end."""
-    found, is_over = SimpleNamespace(peak_bytes=0), Event()
+    """Yields an object whose `peak_bytes` is the largest result of `num_bytes` so far. It is final after the block."""
+    peak, is_over = SimpleNamespace(peak_bytes=0), Event()
 
     def watch() -> None:
         while not is_over.wait(_SAMPLE_S):
-            found.peak_bytes = max(found.peak_bytes, num_bytes())
+            peak.peak_bytes = max(peak.peak_bytes, num_bytes())
 
     thread = Thread(target=watch, daemon=True)
     thread.start()
     try:
-        yield found
+        yield peak
     finally:
         is_over.set()
         thread.join()
-        found.peak_bytes = max(found.peak_bytes, num_bytes())
+        peak.peak_bytes = max(peak.peak_bytes, num_bytes())
 
 
 def family(pid: int) -> list[int]:
-    """Returns a process and those below it."""
-    found = [pid]
+    """Returns a process and its descendants."""
+    pids = [pid]
     with suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
             for child in (task / "children").read_text(encoding="ascii").split():
-                found += family(int(child))
-    return found
+                pids += family(int(child))
+    return pids
 
 
 def lower_peak(pid: int) -> None:
-    """Makes `VmHWM` begin again at what a process has now."""
+    """Resets a process's `VmHWM` to its resident memory now."""
     Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="ascii")

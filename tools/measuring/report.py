@@ -53,7 +53,7 @@ def new_table(title: str, *, left: Iterable[str] = (), right: Iterable[str] = ()
 
 
 def verdict(what: str, figure: str, goal: str, holds: bool) -> dict[str, Any]:
-    """Returns a row of `verdict_table`: what is judged, the figure, its goal, and whether it holds."""
+    """Returns a row of `verdict_table`: the name of the figure, the figure, its goal, and whether it meets the goal."""
     return {"what": what, "figure": figure, "goal": goal, "holds": holds}
 
 

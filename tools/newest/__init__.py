@@ -1,1 +1,1 @@
-"""Newer versions of the packages of which more is used than they promise."""
+"""Newer versions of the packages whose undocumented parts are used."""

@@ -1,6 +1,5 @@
-"""`tools/versions`: the tests of foreign inner parts, each with the newest version of its package.
-
-An environment has the one package, and whatever else that version needs; all others are those of `.venv`.
+"""`tools/versions`: the tests that touch undocumented parts of packages, with the newest version of each package. An
+environment has this package and whatever else its version needs; all other packages come from `.venv`.
 """
 
 from __future__ import annotations
@@ -51,10 +50,10 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     ),
     # Its class of connections is extended.
     "uvicorn": ("tests/server/process", "tests/server/test_http.py", "tests/server/test_limits.py"),
-    "h11": ("tests/server/test_http.py", "tests/server/test_limits.py", "tests/extras/front"),
+    "h11": ("tests/server/test_http.py", "tests/server/test_limits.py", "tests/extras/router"),
     "starlette": ("tests/server/test_app.py", "tests/server/test_http.py", "tests/server/test_streaming.py"),
     # Its limits, warnings and error texts are read.
-    "llguidance": ("tests/engine/test_constraint.py", "tests/chat/output"),
+    "llguidance": ("tests/engine/constraints", "tests/chat/output"),
     # Its JSON and the order of its steps are written.
     "tokenizers": ("tests/model/load/test_tokenizer.py", "tests/chat/test_encoder.py", "tests/model/load/test_gguf.py"),
     # Its tables of types.
@@ -64,7 +63,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "pydantic": ("tests/api", "tests/server/test_bad_requests.py"),
     "msgspec": ("tests/store/test_note_record.py", "tests/store/test_schema.py", "tests/test_foundations.py"),
 }
-"""Each package with the tests of what it keeps to itself, or does not promise to leave as it is."""
+"""Each package with the tests that touch its undocumented parts."""
 
 
 class VersionsError(DiskPrefixError):
@@ -75,7 +74,9 @@ def pins() -> dict[str, str]:
     """Returns the versions in `constraints.txt` by the packages' canonical names."""
     lines = CONSTRAINTS.read_text(encoding="utf-8").splitlines()
     listed = [Requirement(line) for line in lines if not line.startswith("#")]
-    return {canonicalize_name(one.name): str(one.specifier).removeprefix("==") for one in listed}
+    return {
+        canonicalize_name(requirement.name): str(requirement.specifier).removeprefix("==") for requirement in listed
+    }
 
 
 def newest_of(answer: str) -> str:
@@ -90,8 +91,8 @@ def newest_of(answer: str) -> str:
     build = Version(installed[1]).local if installed else None
     versions = [Version(text) for text in listed[1].split(", ")]
     if build and installed:
-        # A package index of one build alone may not list what is installed.
-        versions = [one for one in versions if one.local == build] or [Version(installed[1])]
+        # An index with one build only may not list the installed version.
+        versions = [version for version in versions if version.local == build] or [Version(installed[1])]
     return str(max(versions))
 
 
@@ -113,7 +114,7 @@ def environment(name: str, version: str) -> Path:
     def install() -> None:
         venv.create(folder)
         inside = next(folder.glob("lib/python3*/site-packages"))
-        # Behind its own: what is installed here goes before.
+        # After its own packages, so that packages installed here take precedence.
         (inside / "base.pth").write_text(f"import site; site.addsitedir({base!r})\n", encoding="utf-8")
         (folder / "constraints.txt").write_text(others, encoding="utf-8")
         pip = (
@@ -130,9 +131,9 @@ def environment(name: str, version: str) -> Path:
 
     install_once(folder, [sys.version_info[:2], base, version, others], install)
     asked = f"from importlib.metadata import version; print(version({name!r}))"
-    found = subprocess.run([python, "-c", asked], capture_output=True, text=True, check=False).stdout.strip()
-    if found != version:
-        raise NotInstalled(f"{folder} has {name} {found or 'not at all'} instead of {version}")
+    installed = subprocess.run([python, "-c", asked], capture_output=True, text=True, check=False).stdout.strip()
+    if installed != version:
+        raise NotInstalled(f"{folder} has {name} {installed or 'not at all'} instead of {version}")
     return python
 
 
@@ -143,7 +144,7 @@ def counts(output: str) -> str:
 
 
 def run_tests(python: Path, tests: Sequence[str], log: Path) -> tuple[bool, str]:
-    """Returns whether all tests pass with a Python, and their counts. What pytest says is in `log`."""
+    """Returns whether all tests pass with a Python, and their counts. pytest's output is in `log`."""
     command = [str(python), "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", *tests]
     ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     log.write_text(ended.stdout, encoding="utf-8")
@@ -153,27 +154,27 @@ def run_tests(python: Path, tests: Sequence[str], log: Path) -> tuple[bool, str]
 def row(name: str, progress: Console) -> dict[str, Any]:
     """Returns the row of a package in the table."""
     pinned, tests = pins()[canonicalize_name(name)], PACKAGES[name]
-    found: dict[str, Any] = {"package": name, "pinned": pinned, "newest": None, "tests": list(tests)}
+    record: dict[str, Any] = {"package": name, "pinned": pinned, "newest": None, "tests": list(tests)}
     try:
-        found["newest"] = newest(name)
-        say(progress, f"{name} {found['newest']}: an environment")
-        python = environment(name, found["newest"])
+        record["newest"] = newest(name)
+        say(progress, f"{name} {record['newest']}: an environment")
+        python = environment(name, record["newest"])
         log = python.parents[1] / "tests.log"
-        say(progress, f"{name} {found['newest']}: {' '.join(tests)}")
+        say(progress, f"{name} {record['newest']}: {' '.join(tests)}")
         passed, said = run_tests(python, tests, log)
         if not passed:
-            say(progress, f"{name} {found['newest']}: see {log}")
+            say(progress, f"{name} {record['newest']}: see {log}")
     except (VersionsError, NotInstalled) as error:
         passed, said = False, str(error)
-    return found | {"result": said, "passed": passed}
+    return record | {"result": said, "passed": passed}
 
 
 def show(report: dict[str, Any], console: Console) -> None:
     table = new_table("", left=("package", "pinned", "newest", "tests", "result"))
-    for one in report["packages"]:
-        tests = [test.removeprefix("tests/").removesuffix(".py") for test in one["tests"]]
-        result = one["result"] if one["passed"] else f"✗ {one['result']}"
-        table.add_row(one["package"], one["pinned"], one["newest"] or "?", "\n".join(tests), result)
+    for package in report["packages"]:
+        tests = [test.removeprefix("tests/").removesuffix(".py") for test in package["tests"]]
+        result = package["result"] if package["passed"] else f"✗ {package['result']}"
+        table.add_row(package["package"], package["pinned"], package["newest"] or "?", "\n".join(tests), result)
     # A narrow terminal cuts no error.
     console.width = 240
     console.print(table, soft_wrap=True)
@@ -183,7 +184,7 @@ def show(report: dict[str, Any], console: Console) -> None:
 @click.argument("packages", nargs=-1, type=click.Choice(list(PACKAGES)))
 @JSON
 def main(packages: tuple[str, ...], as_json: bool) -> None:
-    """Test the newest version of each package of which more is used than it promises.
+    """Test the newest version of each package whose undocumented parts are used.
 
     For each, an environment in the cache folder has its newest stable version, and the others as in
     tools/constraints.txt. The tests that touch the package run in it. PACKAGES chooses some. Takes about ten minutes,
@@ -193,7 +194,7 @@ def main(packages: tuple[str, ...], as_json: bool) -> None:
     progress = Console(stderr=True)
     rows = [row(name, progress) for name in packages or PACKAGES]
     print_report({"packages": rows}, as_json, show)
-    sys.exit(not all(one["passed"] for one in rows))
+    sys.exit(not all(package["passed"] for package in rows))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The agents: how each is installed and what it is told, and the calls of its own tools that do the task."""
+"""The agents: their packages, their arguments, and the calls of their own tools that do the task."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 TASK = "sums.py must print 5 and does not. Read it, mend it, run it, and say what it prints."
+LATER = "Which line of sums.py was wrong?"
+"""The next question of the same conversation."""
 FILE = "sums.py"
 BROKEN, MENDED = "return a - b", "return a + b"
 SOURCE = f"def add(a, b):\n    {BROKEN}\n\n\nprint('the sum is', add(2, 3))\n"
@@ -20,11 +22,12 @@ Call = tuple[str, dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Agent:
-    """`calls` are those that a prepared reply makes, one a turn; `{file}` stands for the path of the file.
+    """`calls` are the calls in the prepared replies, one per turn; `{file}` stands for the path of the file.
 
-    One without tools has the first reply `said` in their place. `version` and `postinstall` are of its npm package, or
-    of PyPI's if `is_python`. `program` is the program in that package if npm does not link it under the agent's name.
-    `environment` is beside that of its launch.
+    `later` are the arguments with which the conversation goes on with the question `LATER`. An agent without tools has
+    the first reply `said` instead of calls. `version` and `postinstall` belong to its npm package, or to its PyPI
+    package if `is_python`. `program` is the program in that package if npm does not link it under the agent's name.
+    `environment` is added to the environment of its launch.
     """
 
     name: str
@@ -32,6 +35,7 @@ class Agent:
     version: str
     arguments: tuple[str, ...]
     calls: tuple[Call, ...] = ()
+    later: tuple[str, ...] = ()
     said: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     postinstall: str | None = None
@@ -44,6 +48,12 @@ class Agent:
 
 
 _RUN = f"python3 {FILE}"
+_CLAUDE = ("--permission-mode", "acceptEdits", "--allowedTools", "Bash")
+# It runs commands without a sandbox of its own, which needs rights that containers do not give.
+_CODEX = (
+    *("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"),
+    *("-c", "check_for_update_on_startup=false", "-c", "analytics.enabled=false"),
+)
 AGENTS = {
     agent.name: agent
     for agent in (
@@ -62,8 +72,9 @@ AGENTS = {
         Agent(
             name="claude-code",
             package="@anthropic-ai/claude-code",
-            version="2.1.330",
-            arguments=("-p", "--permission-mode", "acceptEdits", "--allowedTools", "Bash", "--", TASK),
+            version="2.1.332",
+            arguments=("-p", *_CLAUDE, "--", TASK),
+            later=("-p", "--continue", *_CLAUDE, "--", LATER),
             calls=(
                 ("Read", {"file_path": "{file}"}),
                 ("Edit", {"file_path": "{file}", "old_string": BROKEN, "new_string": MENDED}),
@@ -75,12 +86,9 @@ AGENTS = {
         Agent(
             name="codex",
             package="@openai/codex",
-            version="0.169.0",
-            # It runs commands without a sandbox of its own, which needs rights that containers do not give.
-            arguments=(
-                *("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"),
-                *("-c", "check_for_update_on_startup=false", "-c", "analytics.enabled=false", TASK),
-            ),
+            version="0.171.0",
+            arguments=("exec", *_CODEX, TASK),
+            later=("exec", "resume", "--last", *_CODEX, LATER),
             calls=(
                 ("exec_command", {"cmd": f"cat {FILE}"}),
                 ("exec_command", {"cmd": f"sed -i 's/{BROKEN}/{MENDED}/' {FILE}"}),
@@ -92,6 +100,7 @@ AGENTS = {
             package="opencode-ai",
             version="1.18.33",
             arguments=("run", "--auto", TASK),
+            later=("run", "--auto", "--continue", LATER),
             calls=(
                 ("read", {"filePath": "{file}"}),
                 ("edit", {"filePath": "{file}", "oldString": BROKEN, "newString": MENDED}),

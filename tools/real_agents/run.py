@@ -15,22 +15,27 @@ from typing import Any
 
 import click
 from rich.console import Console
+from rich.table import Table
 
 from diskprefix.errors import ModelError
+from diskprefix.progress import Report
 from tools.measuring.answers import LiveServerError
-from tools.measuring.environments import NotInstalled
+from tools.measuring.environments import NotInstalled, reason_of
 from tools.measuring.live_server import LiveServer, log_tail, step
 from tools.measuring.options import JSON
 from tools.measuring.report import machine, new_table, print_report, say, show_machine
 from tools.models import real
 from tools.real_agents.agents import AGENTS, FILE, LAST_REPLY, MENDED, PRINTED, TASK, Agent
-from tools.real_agents.install import installed
-from tools.real_agents.scratch import scratch
+from tools.real_agents.alternating import TEMPLATES, with_template
+from tools.real_agents.install import installed, newest
+from tools.real_agents.scratch import Scratch, scratch
 from tools.real_agents.tap import Exchange, Tap
 from tools.real_agents.tiny_model import write_tiny
 
 TABLE_COLUMNS = 110
 SHOWN_CHARS, SHOWN_FILES = 1500, 6
+_OWNERS_PAGES = ("/props", "/dashboard/")
+"""The launch asks for them, and does without: in a scratch home it is not the owner of the daemon."""
 GOAL = 0.9
 """The least share of the prompts after the first one that is restored."""
 
@@ -48,6 +53,7 @@ class Outcome:
     calls: list[str]
     prompt_tokens: list[int]
     restored: list[int]
+    statuses: list[int]
     restored_share: float | None
     first_byte_ms: float | None
     first_token_ms: float | None
@@ -69,8 +75,8 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The end of an agent: None for the `exit_code` at the time limit, and what it said. `changed` and `new` are files
-    of the home folder after `launch --clean`."""
+    """The end of an agent: its `exit_code`, None after the time limit, and its output. `changed` and `new` are files of
+    the home folder after `launch --clean`."""
 
     exit_code: int | None
     said: str
@@ -82,18 +88,32 @@ class Work:
 class Run:
     """Runs agents one after the other, each with a daemon and folders of its own below `workspace`.
 
-    `commands` is the folder of the agents' programs; `bodies` is where what they send is kept. `is_real`: the `model`
-    is not the random one.
+    `bodies` is the folder for the bodies of their requests, None to drop them. `is_real`: the `model` is not the random
+    one.
     """
 
     workspace: Path
-    commands: Path
     model: Path
     console: Console
     bodies: Path | None
     is_real: bool
 
+    def all(self, agents: Sequence[Agent], limit_s: float) -> list[Outcome]:
+        """Runs each, and prints the error of one that cannot run."""
+        outcomes: list[Outcome] = []
+        for agent in agents:
+            log = self.workspace / agent.name / "server.log"
+            try:
+                outcomes.append(self.agent(agent, limit_s))
+            except (LiveServerError, NotInstalled, subprocess.CalledProcessError) as error:
+                self.console.print(f"error: {agent.name}: {error}\n{log_tail(log)}", markup=False)
+            if self.bodies is not None and log.exists():
+                shutil.copy(log, self.bodies / f"{agent.name}.log")
+        return outcomes
+
     def agent(self, agent: Agent, limit_s: float) -> Outcome:
+        """Raises `NotInstalled`, `LiveServerError` or `CalledProcessError`."""
+        commands = installed(agent, self.console.print)
         folder = self.workspace / agent.name
         folder.mkdir()
         file = folder / "repository" / FILE
@@ -108,7 +128,7 @@ class Run:
             with step(self.console, f"{agent.name}: the daemon starts") as note:
                 server.start(note)
             with step(self.console, f"{agent.name}: {TASK}"), Tap(server.port, turn_finder(), server.restart) as tap:
-                work = self._let_it_work(agent, folder, tap, limit_s)
+                work = self._let_it_work(agent, scratch(folder, agent, commands, tap.url), tap, limit_s)
         self._keep(agent, tap)
         is_done = work.exit_code == 0 and MENDED in file.read_text(encoding="utf-8")
         # Without tools it runs the program itself, and need not tell the model.
@@ -123,28 +143,35 @@ class Run:
         # The random model computes faster than the disk reads, and the rule that weighs the two would not restore.
         return flags if self.is_real else (*flags, "--kv-cache-gate", "off")
 
-    def _let_it_work(self, agent: Agent, folder: Path, tap: Tap, limit_s: float) -> Work:
-        place = scratch(folder, agent, self.commands, tap.url)
+    def _let_it_work(self, agent: Agent, place: Scratch, tap: Tap, limit_s: float) -> Work:
         before = place.files()
         launch = [sys.executable, "-m", "diskprefix", "launch", agent.name]
-        try:
-            ended = subprocess.run(
-                [*launch, "--url", tap.url, "--", *agent.arguments],
-                cwd=place.repository,
-                env=place.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=limit_s,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as error:
-            return Work(exit_code=None, said=(error.stdout or b"").decode("utf-8", "replace"))
-        subprocess.run([*launch, "--clean", "--yes"], env=place.environment, check=True, stderr=subprocess.DEVNULL)
+        said = ""
+        for arguments in filter(None, (agent.arguments, agent.later)):
+            try:
+                ended = subprocess.run(
+                    [*launch, "--url", tap.url, "--", *arguments],
+                    cwd=place.repository,
+                    env=place.environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    timeout=limit_s,
+                    check=False,
+                )
+            except subprocess.TimeoutExpired as error:
+                return Work(exit_code=None, said=said + (error.stdout or b"").decode("utf-8", "replace"))
+            said += ended.stdout
+            if ended.returncode:
+                break
+        clean = [*launch, "--clean", "--yes"]
+        cleaned = subprocess.run(clean, env=place.environment, capture_output=True, text=True, check=False)
+        if cleaned.returncode:
+            raise LiveServerError(f"launch --clean failed: {reason_of(cleaned)}")
         after = place.files()
         changed = [name for name, digest in before.items() if after.get(name) != digest]
-        return Work(exit_code=ended.returncode, said=ended.stdout, changed=changed, new=sorted(after.keys() - before))
+        return Work(exit_code=ended.returncode, said=said, changed=changed, new=sorted(after.keys() - before))
 
     def _keep(self, agent: Agent, tap: Tap) -> None:
         if self.bodies is None:
@@ -168,7 +195,7 @@ def _placed(value: Any, file: Path) -> Any:
 
 
 def turn_finder() -> Callable[[Mapping[str, Any]], bool]:
-    """Returns what says of each parsed body in turn whether it is a turn of the task.
+    """Returns a function that tells, for each parsed body in order, whether it is a turn of the task.
 
     Titles, summaries and counts have no tools or no stream. A sub-agent has other tools than the first turn.
     """
@@ -192,6 +219,14 @@ def _has_run(tap: Tap) -> bool:
     return bool(tap.turns) and PRINTED in tap.turns[-1].body.decode("utf-8", "replace")
 
 
+def _model(workspace: Path, template: str | None, is_real: bool, report: Report) -> Path:
+    """Returns the folder of the model. Raises `NotInstalled` or `ModelError`."""
+    model = real.fetched(real.QWEN2_CODER.name, report)
+    if not is_real:
+        model = write_tiny(workspace / "model", model)
+    return model if template is None else with_template(workspace / "templated", model, template)
+
+
 def _outcome(agent: Agent, tap: Tap, is_done: bool, work: Work) -> Outcome:
     turns, later = tap.turns, tap.turns[1:]
     tokens, restored = [each.reply.prompt_tokens for each in turns], [each.reply.restored for each in turns]
@@ -205,11 +240,12 @@ def _outcome(agent: Agent, tap: Tap, is_done: bool, work: Work) -> Outcome:
         calls=[name for each in turns for name in each.reply.calls],
         prompt_tokens=tokens,
         restored=restored,
+        statuses=[each.status for each in turns],
         restored_share=sum(restored[1:]) / sum(tokens[1:]) if later and sum(tokens[1:]) else None,
         first_byte_ms=_median_ms([each.first_byte_s for each in turns]),
         first_token_ms=_median_ms([each.first_token_s for each in turns]),
         restarts=len(later),
-        refused=[_refusal(each) for each in tap.exchanges if each.status >= 400 or each.reply.errors],
+        refused=[_refusal(each) for each in tap.exchanges if _is_refused(each)],
         retries=sum(each.is_repeated for each in tap.exchanges),
         cut_off=sum(each.is_cut_off for each in tap.exchanges),
         hosts_refused=sorted(set(tap.refused_hosts)),
@@ -221,6 +257,12 @@ def _outcome(agent: Agent, tap: Tap, is_done: bool, work: Work) -> Outcome:
 def _median_ms(times_s: Sequence[float | None]) -> float | None:
     known = [time_s * 1e3 for time_s in times_s if time_s is not None]
     return round(statistics.median(known), 1) if known else None
+
+
+def _is_refused(exchange: Exchange) -> bool:
+    if exchange.status == 401 and exchange.path.startswith(_OWNERS_PAGES):
+        return False
+    return exchange.status >= 400 or bool(exchange.reply.errors)
 
 
 def _refusal(exchange: Exchange) -> str:
@@ -247,7 +289,7 @@ def show(report: Mapping[str, Any], console: Console) -> None:
             str(each.side_requests),
         )
     console.width = max(console.width, TABLE_COLUMNS)
-    console.print(table)
+    console.print(table, _table_of_turns(outcomes))
     for each in outcomes:
         for line in each.refused:
             say(console, f"{each.agent}: refused: {line}")
@@ -261,17 +303,40 @@ def show(report: Mapping[str, Any], console: Console) -> None:
     show_machine(report["machine"], console)
 
 
+def _table_of_turns(outcomes: Sequence[Outcome]) -> Table:
+    right = ("turn", "prompt", "restored", "share", "status")
+    table = new_table("Turn by turn, restored from the disk by a new process", left=("agent", "version"), right=right)
+    for each in outcomes:
+        turns = zip(each.prompt_tokens, each.restored, each.statuses, strict=True)
+        for number, (tokens, restored, status) in enumerate(turns, start=1):
+            share = f"{restored / tokens:.1%}" if tokens else ""
+            table.add_row(each.agent, each.version, str(number), f"{tokens:,}", f"{restored:,}", share, str(status))
+    return table
+
+
 @click.command()
 @click.argument("names", nargs=-1, type=click.Choice(list(AGENTS)), metavar="[AGENT]...")
 @click.option(
     "--real", "is_real", is_flag=True, help="Qwen2.5-Coder-0.5B computes the prompts, not a random model of two layers."
 )
+@click.option("--template", type=click.Choice(list(TEMPLATES)), help="A chat template that demands alternating roles.")
+@click.option("--newest", "is_newest", is_flag=True, help="The newest version of each agent, not the one in the table.")
 @click.option("--limit", "limit_s", default=600, show_default=True, help="Seconds after which an agent is ended.")
 @click.option(
-    "--bodies", type=click.Path(file_okay=False, path_type=Path), help="A folder in which to keep what is sent."
+    "--bodies",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="A folder for the bodies of the agents' requests.",
 )
 @JSON
-def main(names: tuple[str, ...], is_real: bool, limit_s: int, bodies: Path | None, as_json: bool) -> None:
+def main(
+    names: tuple[str, ...],
+    is_real: bool,
+    template: str | None,
+    is_newest: bool,
+    limit_s: int,
+    bodies: Path | None,
+    as_json: bool,
+) -> None:
     """Real command-line agents mend a file in a scratch repository: read it, edit it, run it.
 
     AGENT is one of qwen-code, claude-code, codex, opencode, cline, continue, pi, goose and aider; without one all work,
@@ -284,7 +349,10 @@ def main(names: tuple[str, ...], is_real: bool, limit_s: int, bodies: Path | Non
 
     The replies are prepared: the tokens of the right calls are taken in place of those that the model would sample.
     The model is a random one of two layers with the tokenizer and the chat template of Qwen2.5-Coder, or with --real
-    that model itself, which takes minutes for a first prompt. Everything else is the daemon as it is.
+    that model itself, which takes minutes for a first prompt. With --template it has a template of Mistral's, and its
+    padding tokens are that template's control tokens. Everything else is the daemon as it is.
+
+    Claude Code, Codex and OpenCode are then started again, and go on with a question in the same conversation.
 
     An agent that fails does not keep the others from running.
 
@@ -298,28 +366,19 @@ def main(names: tuple[str, ...], is_real: bool, limit_s: int, bodies: Path | Non
 
     if bodies is not None:
         bodies.mkdir(parents=True, exist_ok=True)
-    chosen, outcomes = [AGENTS[each] for each in names or AGENTS], list[Outcome]()
+    chosen = [AGENTS[each] for each in names or AGENTS]
     with tempfile.TemporaryDirectory(prefix="diskprefix-agents-") as name:
         workspace = Path(name)
         try:
-            commands = installed(line)
-            model = real.fetched(real.QWEN2_CODER.name, line)
-            if not is_real:
-                model = write_tiny(workspace / "model", model)
+            chosen = [newest(each) if is_newest else each for each in chosen]
+            model = _model(workspace, template, is_real, line)
         except (NotInstalled, ModelError) as error:
             line(f"error: {error}")
             sys.exit(1)
-        run = Run(workspace=workspace, commands=commands, model=model, console=console, bodies=bodies, is_real=is_real)
-        for agent in chosen:
-            log = workspace / agent.name / "server.log"
-            try:
-                outcomes.append(run.agent(agent, limit_s))
-            except (LiveServerError, subprocess.CalledProcessError) as error:
-                line(f"error: {agent.name}: {error}")
-                line(log_tail(log))
-            if bodies is not None and log.exists():
-                shutil.copy(log, bodies / f"{agent.name}.log")
+        run = Run(workspace=workspace, model=model, console=console, bodies=bodies, is_real=is_real)
+        outcomes = run.all(chosen, limit_s)
     computing = "Qwen2.5-Coder-0.5B" if is_real else "a random model with Qwen2.5-Coder's tokenizer"
+    computing += f" and the template {template}" if template else ""
     report = {"title": f"Prepared replies over {computing}", "machine": machine()}
     print_report(report | {"agents": [asdict(each) for each in outcomes]}, as_json, show)
     sys.exit(0 if len(outcomes) == len(chosen) and all(each.is_good for each in outcomes) else 1)

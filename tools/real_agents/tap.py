@@ -45,7 +45,7 @@ class Tap:
     """Serves on a free port. `between_turns` is called before each turn but the first, while no request runs."""
 
     def __init__(self, port: int, is_turn: Callable[[Any], bool], between_turns: Callable[[], object]) -> None:
-        """`port` is the daemon's; `is_turn` says of a parsed body whether it is a turn of the task."""
+        """`port` is the daemon's; `is_turn` tells whether a parsed body is a turn of the task."""
         self.exchanges: list[Exchange] = []
         self.refused_hosts: list[str] = []
         self._daemon_port = port
@@ -112,74 +112,78 @@ class Tap:
 
 
 def _handler_of(tap: Tap) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    return type("Forwarding", (_Forwarding,), {"tap": tap})
 
-        def _forward(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            # The whole address, as a proxy is asked.
-            if self.path.startswith("http://"):
-                host, slash, rest = self.path.removeprefix("http://").partition("/")
-                if host != tap.host:
-                    self._refuse(host)
-                    return
-                self.path = slash + rest
-            exchange = tap.begin(self.command, self.path, body)
-            started = time.perf_counter()
-            try:
-                self._exchange(exchange, started)
-            except (OSError, http.client.HTTPException):
-                exchange.is_cut_off = True
-            finally:
-                exchange.total_s = time.perf_counter() - started
-                exchange.reply.finish()
-                tap.end()
 
-        def _exchange(self, exchange: Exchange, started: float) -> None:
-            headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP_BY_HOP}
-            # What is measured is read here, so it must not be compressed.
-            headers["Accept-Encoding"] = "identity"
-            self.close_connection = True
-            with tap.daemon() as daemon:
-                daemon.request(exchange.method, exchange.path, exchange.body, headers)
-                response = daemon.getresponse()
-                exchange.status = response.status
-                self.send_response(response.status)
-                for name, value in response.getheaders():
-                    if name.lower() not in _HOP_BY_HOP | {"date", "server"}:
-                        self.send_header(name, value)
-                self.send_header("Connection", "close")
-                self.end_headers()
-                while piece := response.read1(_PIECE_BYTES):
-                    self._note(exchange, piece, time.perf_counter() - started)
-                    self.wfile.write(piece)
+class _Forwarding(BaseHTTPRequestHandler):
+    """Forwards the requests of one connection to the daemon, and records them in `tap`."""
 
-        def _note(self, exchange: Exchange, piece: bytes, elapsed_s: float) -> None:
-            if exchange.status >= 400:
-                exchange.refusal += piece.decode("utf-8", "replace")
-            if exchange.first_byte_s is None:
-                exchange.first_byte_s = elapsed_s
-            exchange.reply.feed(piece)
-            if exchange.first_token_s is None and exchange.reply.has_token:
-                exchange.first_token_s = elapsed_s
+    tap: Tap
+    protocol_version = "HTTP/1.1"
 
-        def _refuse(self, host: str) -> None:
-            tap.refused_hosts.append(host)
-            self.close_connection = True
-            self.send_error(403, "agents reach nothing but the daemon")
-
-        def do_CONNECT(self) -> None:
-            if self.path != tap.host:
-                self._refuse(self.path)
+    def _forward(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        # A request to a proxy has the whole address.
+        if self.path.startswith("http://"):
+            host, slash, rest = self.path.removeprefix("http://").partition("/")
+            if host != self.tap.host:
+                self._refuse(host)
                 return
-            # Some agents ask the proxy for this address too: what comes next on the connection is for the daemon.
-            self.close_connection = False
-            self.send_response_only(200)
+            self.path = slash + rest
+        exchange = self.tap.begin(self.command, self.path, body)
+        started = time.perf_counter()
+        try:
+            self._exchange(exchange, started)
+        except (OSError, http.client.HTTPException):
+            exchange.is_cut_off = True
+        finally:
+            exchange.total_s = time.perf_counter() - started
+            exchange.reply.finish()
+            self.tap.end()
+
+    def _exchange(self, exchange: Exchange, started: float) -> None:
+        headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP_BY_HOP}
+        # The reply is read here, so it must not be compressed.
+        headers["Accept-Encoding"] = "identity"
+        self.close_connection = True
+        with self.tap.daemon() as daemon:
+            daemon.request(exchange.method, exchange.path, exchange.body, headers)
+            response = daemon.getresponse()
+            exchange.status = response.status
+            self.send_response(response.status)
+            for name, value in response.getheaders():
+                if name.lower() not in _HOP_BY_HOP | {"date", "server"}:
+                    self.send_header(name, value)
+            self.send_header("Connection", "close")
             self.end_headers()
+            while piece := response.read1(_PIECE_BYTES):
+                self._note(exchange, piece, time.perf_counter() - started)
+                self.wfile.write(piece)
 
-        do_GET = do_POST = do_HEAD = do_DELETE = do_PUT = do_OPTIONS = _forward
+    def _note(self, exchange: Exchange, piece: bytes, elapsed_s: float) -> None:
+        if exchange.status >= 400:
+            exchange.refusal += piece.decode("utf-8", "replace")
+        if exchange.first_byte_s is None:
+            exchange.first_byte_s = elapsed_s
+        exchange.reply.feed(piece)
+        if exchange.first_token_s is None and exchange.reply.has_token:
+            exchange.first_token_s = elapsed_s
 
-        def log_message(self, format: str, *args: Any) -> None:
-            """The exchanges are the log."""
+    def _refuse(self, host: str) -> None:
+        self.tap.refused_hosts.append(host)
+        self.close_connection = True
+        self.send_error(403, "agents reach nothing but the daemon")
 
-    return Handler
+    def do_CONNECT(self) -> None:
+        if self.path != self.tap.host:
+            self._refuse(self.path)
+            return
+        # Some agents ask the proxy for this address too: the next request on the connection is for the daemon.
+        self.close_connection = False
+        self.send_response_only(200)
+        self.end_headers()
+
+    do_GET = do_POST = do_HEAD = do_DELETE = do_PUT = do_OPTIONS = _forward
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """The exchanges are the log."""

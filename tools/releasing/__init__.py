@@ -1,1 +1,1 @@
-"""What is released: the wheels and the source archive, and a fresh machine that they are tried on."""
+"""The release: the wheels and the source archive, and a fresh machine to try them on."""

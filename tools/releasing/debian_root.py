@@ -17,7 +17,7 @@ from pathlib import Path
 from tools.releasing.environment import ReleaseError, run
 
 _HOME = "/root"
-"""Of the user root, in each Debian."""
+"""The home folder of root in Debian."""
 PACKAGES = ("ca-certificates", "pipx", "python3", "python3-venv")
 _SOURCES = ("etc/apt/sources.list.d/debian.sources", "etc/apt/sources.list")
 _NETWORK = ("/etc/resolv.conf", "/etc/hosts", "/etc/ssl/certs", "/etc/pip.conf", "/etc/xdg/pip")
@@ -28,7 +28,7 @@ _ENTRY = re.compile(r"^(deb|URIs:)\s", re.MULTILINE)
 
 
 def own_sources(system: Path = Path("/")) -> list[Path]:
-    """Returns the file that says where this machine has its packages from, if it is a Debian and has such a file."""
+    """Returns this machine's file of package sources, [] if it is no Debian or has no such file."""
     identity = system / "etc/os-release"
     if not identity.exists() or not _DEBIAN.search(identity.read_text(encoding="utf-8")):
         return []
@@ -37,7 +37,7 @@ def own_sources(system: Path = Path("/")) -> list[Path]:
 
 
 def make_archive(archive: Path, suite: str) -> None:
-    """Writes an archive of a new root. The packages come from where this machine has its own, if it is a Debian."""
+    """Writes an archive of a new root. The packages come from this machine's sources if it is a Debian."""
     archive.parent.mkdir(parents=True, exist_ok=True)
     part = archive.with_name(archive.name + ".part.tar")
     command = ("mmdebstrap", "--quiet", "--variant=minbase", f"--include={','.join(PACKAGES)}", suite, part)
@@ -81,9 +81,9 @@ class DebianRoot:
                 yield f"{make}; mount --rbind {shlex.quote(str(path.resolve()))} {within}"
 
     def _entered(self, command: str, variables: Mapping[str, str]) -> str:
-        kept = {name: value for name, value in os.environ.items() if name.startswith(_PASSED)}
+        inherited = {name: value for name, value in os.environ.items() if name.startswith(_PASSED)}
         path = f"{_HOME}/.local/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-        settings: Sequence[str] = [f"{key}={value}" for key, value in (kept | dict(variables)).items()]
+        settings: Sequence[str] = [f"{key}={value}" for key, value in (inherited | dict(variables)).items()]
         inside = f"cd {_HOME} && {command}"
         entry = ["env", "-i", f"HOME={_HOME}", "LANG=C.UTF-8", f"PATH={path}", *settings, "bash", "-c", inside]
         return shlex.join(["exec", "chroot", str(self.folder), *entry])

@@ -14,8 +14,6 @@ from tools.measuring.environments import install_once, run_installer
 
 ROOT = Path(__file__).parent.parent.parent
 CONSTRAINTS = ROOT / "tools/constraints.txt"
-SMALL = "requirements-small.txt"
-"""The file of a release with what a model that has a plan needs: neither torch nor transformers."""
 _PROGRAMS = ("auditwheel==6.8.2", "hatchling==1.33.0")
 
 

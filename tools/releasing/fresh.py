@@ -20,7 +20,7 @@ from diskprefix.version import __version__
 from tools.measuring.options import run_tool
 from tools.measuring.processes import free_port
 from tools.releasing.debian_root import DebianRoot, make_archive, require_programs
-from tools.releasing.environment import ROOT, SMALL, ReleaseError, run
+from tools.releasing.environment import ROOT, ReleaseError, run
 
 _LIMIT_S = 900.0
 _PROMPT = "Name three colours."
@@ -45,7 +45,7 @@ def first_reply(port: int, daemon: Popen[bytes], log: Path) -> str:
 
 
 class Times:
-    """What was typed, and how many seconds each took."""
+    """The commands that were typed, and the seconds that each took."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[str, str, float]] = []
@@ -70,23 +70,19 @@ def installed_mb(folder: Path) -> float:
     return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*")) / 1e6
 
 
-def try_wheel(root: DebianRoot, times: Times, log: Path, *, is_small: bool) -> None:
-    """Installs the wheel, serves, kills the daemon and serves again, as a user types it. `is_small`: without torch and
+def try_wheel(root: DebianRoot, times: Times, log: Path, *, is_full: bool) -> None:
+    """Installs the wheel, serves, kills the daemon and serves again, as a user types it. `is_full`: with torch and
     transformers."""
     port = free_port()
     variables = {
         "PIP_FIND_LINKS": " ".join(filter(None, [os.environ.get("PIP_FIND_LINKS"), "/wheels"])),
         "DISKPREFIX_PORT": str(port),
     }
-    wheel, serve = f"diskprefix=={__version__}", "diskprefix serve"
-    install, place = f"pipx install {wheel}", ".local"
-    if is_small:
-        pip, place = "small/bin/pip install", "small"
-        install = f"python3 -m venv small && {pip} -r /wheels/{SMALL} && {pip} --no-deps {wheel}"
-        variables["PATH"] = "small/bin:/usr/bin:/bin"
+    extras, serve = "[transformers]" if is_full else "", "diskprefix serve"
+    install = f"pipx install 'diskprefix{extras}=={__version__}'"
     with times.taken(install, "it is installed"):
         root.call(install, variables, log)
-    times.rows.append(("", "what is installed takes, MB", installed_mb(root.folder / "root" / place)))
+    times.rows.append(("", "what is installed takes, MB", installed_mb(root.folder / "root/.local")))
     replies = []
     for until in ("first reply; the model is fetched once", "first reply after `kill -9`"):
         with times.taken(serve, until):
@@ -125,13 +121,16 @@ def try_clone(root: DebianRoot, times: Times, log: Path, commands: tuple[str, ..
 )
 @click.option("--suite", default="bookworm", show_default=True, help="The release of Debian.")
 @click.option("--archive", type=click.Path(path_type=Path), help="The root as a tar file; made if it is not there.")
-@click.option("--small", is_flag=True, help="Install what requirements-small.txt has: no torch, no transformers.")
+@click.option("--full", is_flag=True, help="Install torch and transformers too.")
 @click.option("--clone", is_flag=True, help="Then install g++, and run tools/demo in a clone.")
 @click.option("--tests", is_flag=True, help="Then install g++, and run tools/test in a clone.")
 @click.option(
-    "--log", type=click.Path(path_type=Path), default=Path("fresh-machine.log"), help="What the commands print."
+    "--log",
+    type=click.Path(path_type=Path),
+    default=Path("fresh-machine.log"),
+    help="A file for the output of the commands.",
 )
-def main(wheels: Path, suite: str, archive: Path | None, small: bool, clone: bool, tests: bool, log: Path) -> None:
+def main(wheels: Path, suite: str, archive: Path | None, full: bool, clone: bool, tests: bool, log: Path) -> None:
     """Install the built wheel on a machine with nothing but Python, and time it to the first reply.
 
     The machine is a new Debian root made by mmdebstrap: Python, pipx, certificates, no compiler. It has this machine's
@@ -153,7 +152,7 @@ def main(wheels: Path, suite: str, archive: Path | None, small: bool, clone: boo
     with tempfile.TemporaryDirectory(prefix="diskprefix-fresh-") as work:
         root = DebianRoot(archive, Path(work, "root"), mounts)
         try:
-            try_wheel(root, times, log, is_small=small)
+            try_wheel(root, times, log, is_full=full)
             commands = ("tools/demo",) * clone + ("tools/test",) * tests
             if commands:
                 try_clone(root, times, log, commands)

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import tomllib
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,26 +18,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 from diskprefix.progress import Report
 from tools.measuring.options import run_tool
-from tools.releasing.environment import ROOT, SMALL, ReleaseError, programs, run
+from tools.releasing.environment import ROOT, ReleaseError, programs, run
 
 GLIBC = (2, 28)
-"""The oldest one that the wheels are for: that of torch's own wheels."""
-FRAMEWORK = frozenset({"torch", "transformers", "accelerate"})
-"""What a model that has a plan does not need: gigabytes."""
+"""The oldest glibc that the wheels run with: the same as for torch's wheels."""
 LIBRARY = "diskprefix/native/_operators.so"
 LICENCES = (
     "LICENSE",
     *(f"diskprefix/extras/talk/page/vendored/LICENSE.{name}" for name in ("dompurify", "highlight", "marked")),
 )
-"""Of the project, and of the scripts of others in the chat page."""
+"""The licences of the project and of the foreign scripts in the chat page."""
 _VERSION = re.compile(r'^__version__ = "([^"]+)"$', re.MULTILINE)
 _LINK = re.compile(r"(!?)\[([^\]]+)\]\((?!https?:|#)([^)]+)\)")
-"""A link to a file of the project, or its picture."""
+"""A link to a file of the project, or a picture."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +63,13 @@ TARGETS = (
 
 
 def released_version(folder: Path, tag: str = "") -> str:
-    """Returns the version of the sources in `folder`. Raises `ReleaseError` if the changelog does not have it, or if
-    with this tag it would be published as another one, or with pages that say that it is not."""
-    found = _VERSION.search(_text(folder / "diskprefix/version.py"))
-    if found is None:
+    """Returns the version of the sources in `folder`. Raises `ReleaseError` if the changelog lacks this version. With a
+    tag, raises it also if the tag names another version, if the changelog has no date for it, or if the first page says
+    that the package is not published."""
+    match = _VERSION.search(_text(folder / "diskprefix/version.py"))
+    if match is None:
         raise ReleaseError("diskprefix/version.py has no line with __version__")
-    version = found[1]
+    version = match[1]
     heading = re.search(rf"^## \[{re.escape(version)}\](.*)$", _text(folder / "CHANGELOG.md"), re.MULTILINE)
     if heading is None:
         raise ReleaseError(f"CHANGELOG.md has no section [{version}]")
@@ -105,20 +101,10 @@ def _text(path: Path) -> str:
 
 
 def export(commit: str, folder: Path) -> None:
-    """Writes the files of a commit to a folder. What is not committed is not released."""
+    """Writes the files of a commit to a folder. Uncommitted changes are not released."""
     folder.mkdir(parents=True)
     packed = subprocess.run(["git", "-C", str(ROOT), "archive", commit], capture_output=True, check=True).stdout
     subprocess.run(["tar", "--extract", "--directory", str(folder)], input=packed, check=True)
-
-
-def small_requirements(sources: Path) -> str:
-    """Returns the lines of a file for pip: what the project needs without `FRAMEWORK`, in the versions that were tested
-    together."""
-    project = tomllib.loads(_text(sources / "pyproject.toml"))["project"]
-    needed = {canonicalize_name(Requirement(line).name) for line in project["dependencies"]} - FRAMEWORK
-    lines = _text(sources / "tools/constraints.txt").splitlines()
-    tested = {canonicalize_name(line.partition("==")[0]): line for line in lines if not line.startswith("#")}
-    return "".join(f"{tested[name]}\n" for name in sorted(needed))
 
 
 def build_archives(commit: str, work: Path, targets: tuple[Target, ...], address: str, say: Report) -> list[Path]:
@@ -131,7 +117,7 @@ def build_archives(commit: str, work: Path, targets: tuple[Target, ...], address
         give_address(work / "sources", address, commit)
     run(*hatchling, "--target", "sdist", folder=work / "sources", variables=variables)
     (archive,) = made.glob("*.tar.gz")
-    found = [archive]
+    archives = [archive]
     for target in targets:
         say(f"compiling the operators for {target.machine}")
         folder = work / target.machine
@@ -143,16 +129,16 @@ def build_archives(commit: str, work: Path, targets: tuple[Target, ...], address
         wheels = list(made.glob(f"*-{target.platform}.whl"))
         if not wheels:
             raise ReleaseError(f"the operators were not compiled for {target.machine} with {target.compiler}")
-        found.append(wheels[0])
-    return found
+        archives.append(wheels[0])
+    return archives
 
 
 def oldest_system(report: str) -> tuple[int, int]:
     """Returns the oldest glibc that a wheel runs with, from the report of `auditwheel show`."""
-    found = re.search(r'platform\s+tag:\s+"manylinux_(\d+)_(\d+)_', report)
-    if found is None:
+    match = re.search(r'platform\s+tag:\s+"manylinux_(\d+)_(\d+)_', report)
+    if match is None:
         raise ReleaseError("auditwheel knows no platform for the wheel: " + " ".join(report.split())[:300])
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def check_wheel(wheel: Path, version: str, target: Target, work: Path) -> None:
@@ -193,7 +179,7 @@ def check_parts(wheel: Path, version: str, target: Target) -> None:
 
 
 def symbol(variant: str) -> bytes:
-    """Returns the name that the table of a variant has in the library: that of `diskprefix::variant`."""
+    """Returns the symbol of a variant's table in the library: the mangled `diskprefix::VARIANT`."""
     return f"_ZN10diskprefix{len(variant)}{variant}E\0".encode()
 
 
@@ -220,7 +206,7 @@ def _chosen(machines: tuple[str, ...]) -> tuple[Target, ...]:
 @click.option(
     "--folder", type=click.Path(path_type=Path), default=ROOT / "dist", help="Where the files are written.  [dist]"
 )
-@click.option("--commit", default="HEAD", show_default=True, help="What is built.")
+@click.option("--commit", default="HEAD", show_default=True, help="The commit to build.")
 @click.option(
     "--machine",
     "machines",
@@ -228,13 +214,11 @@ def _chosen(machines: tuple[str, ...]) -> tuple[Target, ...]:
     type=click.Choice([target.machine for target in TARGETS]),
     help="Only these wheels.",
 )
-@click.option("--tag", default="", help="Publishable: what this tag has is built, and must be ready for it.")
+@click.option("--tag", default="", help="Build the commit of this tag, and check that it is ready to be published.")
 @click.option("--address", default="", help="The project's address, for an index and for the links of the first page.")
-@click.option("--once", is_flag=True, help="Build once: whether builds are the same is not checked.")
+@click.option("--once", is_flag=True, help="Build once, without comparing two builds.")
 def main(folder: Path, commit: str, machines: tuple[str, ...], tag: str, address: str, once: bool) -> None:
     """Build the wheels and the source archive of a commit, and check them.
-
-    requirements-small.txt has what the wheel needs beside torch and transformers; tools/fresh-machine --small tries it.
 
     Each wheel holds the operators, compiled for every kind of x86_64 or aarch64 CPU, and needs no compiler where it is
     installed. auditwheel checks that it needs no newer system than its name says. Everything is built twice, in two
@@ -257,21 +241,19 @@ def main(folder: Path, commit: str, machines: tuple[str, ...], tag: str, address
         export(commit, work / "sources")
         version = released_version(work / "sources", tag)
         say("building, the first of two times" if not once else "building")
-        found = build_archives(commit, work / "one", targets, address, say)
+        archives = build_archives(commit, work / "one", targets, address, say)
         if not once:
             say("building again, in another folder")
             others = build_archives(commit, work / "another", targets, address, say)
             again = {path.name: digest_of(path) for path in others}
-            parted = [path.name for path in found if again.get(path.name) != digest_of(path)]
+            parted = [path.name for path in archives if again.get(path.name) != digest_of(path)]
             if parted:
                 raise ReleaseError(f"two builds differ: {', '.join(parted)}")
-        for target, wheel in zip(targets, found[1:], strict=True):
+        for target, wheel in zip(targets, archives[1:], strict=True):
             say(f"checking {wheel.name}")
             check_wheel(wheel, version, target, work / f"checked-{target.machine}")
         folder.mkdir(parents=True, exist_ok=True)
-        written = [Path(shutil.copy2(path, folder)) for path in found]
-        written.append(folder / SMALL)
-        written[-1].write_text(small_requirements(work / "sources"), encoding="utf-8")
+        written = [Path(shutil.copy2(path, folder)) for path in archives]
     sums = "".join(f"{digest_of(path)}  {path.name}\n" for path in written)
     (folder / "SHA256SUMS").write_text(sums, encoding="utf-8")
     for path in written:

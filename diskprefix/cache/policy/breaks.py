@@ -12,7 +12,7 @@ from diskprefix.tokens import TokenIds, common_prefix_length
 from diskprefix.values import Break
 
 _RUN = 32
-"""The number of tokens in each run that is searched for behind the break. A power of two."""
+"""The number of tokens in each run that is searched for after the break. A power of two."""
 _MIN_TOKENS = 256
 """The minimum of lost tokens that is reported."""
 _MAX_PROMPTS = 8
@@ -23,7 +23,7 @@ _MASK = (1 << 64) - 1
 def find_break(token_ids: TokenIds, recent: Iterable[TokenIds], known: int) -> Break | None:
     """Returns the break that costs most tokens; None if none of the `recent` prompts, newest first, shows a break. The
     first `known` tokens are restored anyway. A break counts if at least 256 more would be restored without it, and if
-    at least half of the tokens behind it in the earlier prompt follow here too."""
+    at least half of the tokens after it in the earlier prompt follow here too."""
     commons = ((common_prefix_length(token_ids, earlier), earlier) for earlier in recent)
     costly = (
         (common, earlier)
@@ -39,12 +39,12 @@ def find_break(token_ids: TokenIds, recent: Iterable[TokenIds], known: int) -> B
     return max(costly_breaks, key=lambda each: each.at + each.num_tokens, default=None)
 
 
-def same_behind(token_ids: TokenIds, earlier: TokenIds) -> int:
+def common_end(token_ids: TokenIds, earlier: TokenIds) -> int:
     """Returns the length of the common end of two prompts that differ in one place before it; 0 if this place has more
     than a quarter of the longer prompt's tokens."""
     common = common_prefix_length(token_ids, earlier)
-    behind = common_prefix_length(token_ids[common:][::-1], earlier[common:][::-1])
-    return behind if 4 * (common + behind) >= 3 * max(len(token_ids), len(earlier)) else 0
+    end = common_prefix_length(token_ids[common:][::-1], earlier[common:][::-1])
+    return end if 4 * (common + end) >= 3 * max(len(token_ids), len(earlier)) else 0
 
 
 def _num_shared(hashes: npt.NDArray[np.uint64], earlier: TokenIds) -> int:

@@ -43,21 +43,21 @@ writing. With 1/2, an agent restored 1.7 points less (`openhands-mock` of `tools
 
 class Ghost:
     """A block of earlier prompts, of which `num_prompts` are remembered. `token_ids` are int32, little-endian, and
-    empty without such prompts. `ends` are the last token ids of prompts that end behind this block and before the next
-    one is full, newest last. `kind` is the kind of prompt whose trial this block decides, 0 for none, and `came_again`
-    the result."""
+    empty without such prompts. `ends` are the last token ids of prompts that end after this block and before the next
+    one is full, newest last. `size_class` is the kind of prompt whose trial this block decides, 0 for none, and
+    `came_again` the result."""
 
-    __slots__ = ("came_again", "ends", "kind", "name", "num_prompts", "token_ids")
+    __slots__ = ("came_again", "ends", "name", "num_prompts", "size_class", "token_ids")
 
     def __init__(self, name: bytes) -> None:
         self.name, self.token_ids = name, b""
-        self.num_prompts = self.kind = 0
+        self.num_prompts = self.size_class = 0
         self.ends: tuple[bytes, ...] = ()
         self.came_again = False
 
 
 class SeenPrompt(Struct, frozen=True, eq=False):
-    """An earlier prompt: its full blocks, and the token ids behind them (int32, little-endian)."""
+    """An earlier prompt: its full blocks, and the token ids after them (int32, little-endian)."""
 
     blocks: tuple[Ghost, ...]
     rest: bytes
@@ -155,7 +155,7 @@ class SeenPrompts:
     def sighting_of(self, token_ids: TokenIds, names: Sequence[bytes], window: int, group: bytes = b"") -> Sighting:
         """Returns the knowledge about a prompt. `window` is the number of recent prompts of its group."""
         content, path = token_ids.tobytes(), self._path(names)
-        trials, again = self._counts.get(_kind(len(names) - len(path)), (0, 0))
+        trials, again = self._counts.get(_size_class(len(names) - len(path)), (0, 0))
         newest_first = reversed(self._windows.get(group, deque()))
         recent = tuple(Earlier(prompt, self._common(prompt, content, path)) for prompt in islice(newest_first, window))
         return Sighting(
@@ -174,15 +174,15 @@ class SeenPrompts:
             return
         content, path = token_ids.tobytes(), self._path(names)
         for ghost in path:
-            if ghost.kind and not ghost.came_again:
+            if ghost.size_class and not ghost.came_again:
                 ghost.came_again = True
-                self._counts[ghost.kind][1] += 1
+                self._counts[ghost.size_class][1] += 1
         num_seen = len(path)
         path += map(Ghost, names[num_seen:])
         if num_new := len(names) - num_seen:
             trial = path[num_seen + 3 * num_new // 4]
-            trial.kind = _kind(num_new)
-            self._counts.setdefault(trial.kind, [0, 0])[0] += 1
+            trial.size_class = _size_class(num_new)
+            self._counts.setdefault(trial.size_class, [0, 0])[0] += 1
         for number, ghost in enumerate(path):
             if not ghost.num_prompts:
                 ghost.token_ids = content[number * self._block_bytes : (number + 1) * self._block_bytes]
@@ -225,9 +225,9 @@ class SeenPrompts:
             self._forget_oldest_prompt()
         self._set_ends(ghost, ())
         del self._ghosts[ghost.name]
-        if ghost.kind:
-            self._counts[ghost.kind][0] -= 1
-            self._counts[ghost.kind][1] -= ghost.came_again
+        if ghost.size_class:
+            self._counts[ghost.size_class][0] -= 1
+            self._counts[ghost.size_class][1] -= ghost.came_again
 
     def _set_ends(self, ghost: Ghost, ends: tuple[bytes, ...]) -> None:
         self._end_bytes += _bytes_of_ends(ends) - _bytes_of_ends(ghost.ends)
@@ -253,8 +253,8 @@ class SeenPrompts:
             # A ghost stands for all blocks before it too.
             low, high = (middle, high) if blocks[middle - 1] is path[middle - 1] else (low, middle - 1)
         start = low * self._block_bytes
-        behind = blocks[low].token_ids if low < len(blocks) else prompt.rest
-        return start // ID_BYTES + num_common(behind, content[start : start + self._block_bytes])
+        rest = blocks[low].token_ids if low < len(blocks) else prompt.rest
+        return start // ID_BYTES + num_common(rest, content[start : start + self._block_bytes])
 
     def _older(
         self, prompts: Iterator[SeenPrompt], content: bytes, path: Sequence[Ghost], recent: Sequence[Earlier]
@@ -269,8 +269,8 @@ class SeenPrompts:
             if last > min(len(path), len(prompt.blocks)) or (last and prompt.blocks[last - 1] is not path[last - 1]):
                 continue
             # Few prompts share the next token too, so few are compared.
-            behind = prompt.blocks[last].token_ids if last < len(prompt.blocks) else prompt.rest
-            if behind[place : place + ID_BYTES] != content[max_common * ID_BYTES : (max_common + 1) * ID_BYTES]:
+            rest = prompt.blocks[last].token_ids if last < len(prompt.blocks) else prompt.rest
+            if rest[place : place + ID_BYTES] != content[max_common * ID_BYTES : (max_common + 1) * ID_BYTES]:
                 continue
             if (common := self._common(prompt, content, path)) > max_common:
                 max_common, best = common, Earlier(prompt, common)
@@ -291,6 +291,6 @@ def _bytes_of_ends(ends: Sequence[bytes]) -> int:
     return sum(_END_BYTES + len(end) for end in ends)
 
 
-def _kind(num_new: int) -> int:
+def _size_class(num_new: int) -> int:
     """Returns the kind of prompts with so many new blocks: from one power of two up to the next."""
     return num_new.bit_length()

@@ -1,6 +1,6 @@
 """Decides how much of a prompt is kept.
 
-policies/README.md explains the rules. `auto` only cuts at safe boundaries: positions between messages, behind which
+policies/README.md explains the rules. `auto` only cuts at safe boundaries: positions between messages, after which
 other prompts may differ.
 
 Where state can be cut anywhere (`sliceable`), the longest prefix that this prompt shares with an earlier one is kept,
@@ -47,7 +47,7 @@ _SHORT_END = 8
 _MIN_UNLIKE = 8
 """The number of recent prompts without a common beginning after which a new system message is not kept at once."""
 _BYTES_FOR_A_TOKEN = 256 << 10
-"""A checkpoint must save a token for each of so many bytes. Keys and values of a token have 10 to 200 KiB."""
+"""A checkpoint must save a token for each of these bytes. Keys and values of a token have 10 to 200 KiB."""
 
 
 class Rules(Struct, frozen=True, kw_only=True):
@@ -98,7 +98,7 @@ class _Choice(NamedTuple):
     goes_on: bool = False
     """A later prompt is expected to continue from the reply."""
     anchors: tuple[int, ...] = ()
-    """Positions, stored already or not, behind which other conversations are expected to differ from this prompt."""
+    """Positions, stored already or not, after which other conversations are expected to differ from this prompt."""
 
 
 class _Window(NamedTuple):
@@ -143,7 +143,7 @@ def select(scope: Scope, prompt: Prompt, rules: Rules, sighting: Sighting, *, re
     computed. Other scopes only report the prompts of the window. `Sighting.older` only tells whether this prompt
     continues it.
     """
-    num_tokens, grid, state = len(prompt.token_ids), rules.grid, rules.state
+    num_tokens, grid = len(prompt.token_ids), rules.grid
     if scope.kind == "off":
         return Selection(scope=scope, prompt_tokens=num_tokens, reason="off")
     auto = scope.kind == "auto"
@@ -151,23 +151,13 @@ def select(scope: Scope, prompt: Prompt, rules: Rules, sighting: Sighting, *, re
         sighting = Sighting(recent=sighting.recent)
     window = _Window(sighting.recent, min(sighting.num_blocks * rules.block_size, num_tokens), sighting)
     min_tokens = max(rules.min_tokens, 1)
-
     # A mark with fewer tokens before it keeps nothing.
     marks = [mark.position for mark in prompt.marks if floor_to_grid(mark.position, grid) >= min_tokens]
-    at_checkpoints = state in AT_CHECKPOINTS
-    if prompt.rewriting.left_out is not None and not scope.keeps_all:
-        choice = _Choice(0, "left_out")
-    elif scope.kind == "full":
-        choice = _Choice(num_tokens, "full", goes_on=True)
-    elif not auto:
-        choice = _Choice(min(scope.value, num_tokens), "tokens", goes_on=scope.value > num_tokens)
-    elif at_checkpoints:
-        choice = _by_support(prompt, window, rules, min_tokens, restored)
-    else:
-        choice = _by_sighting(prompt, window, min_tokens)
+    choice = _choose_boundary(scope, prompt, rules, window, restored)
     if marks and min(marks[-1], num_tokens) > choice.selected:
         choice = choice._replace(selected=min(marks[-1], num_tokens), reason="marks", is_whole=True)
 
+    at_checkpoints = rules.state in AT_CHECKPOINTS
     selected, reason = choice.selected, choice.reason
     aligned = floor_to_grid(selected, grid)
     keep_tail = 0 < selected == num_tokens and choice.is_whole
@@ -175,16 +165,8 @@ def select(scope: Scope, prompt: Prompt, rules: Rules, sighting: Sighting, *, re
         aligned, keep_tail, reason = 0, False, _why_short(prompt, min_tokens)
     support: dict[int, int] = {}
     if at_checkpoints and (aligned or keep_tail):
-        positions = {aligned} | {floor_to_grid(position, grid) for position in marks}
-        if choice.support is None:
-            if scope.keeps_all or reason == "tokens":
-                # They bound the recomputation for a prompt that differs in between.
-                positions |= {floor_to_grid(at, grid) for at in range(rules.interval, aligned + 1, rules.interval)}
-            if scope.keeps_all:
-                # Other conversations share the first two, the next turn has the last one.
-                cold, last = prompt.last_safe(min(rules.cold_max, num_tokens)), prompt.last_safe(num_tokens)
-                ends = (prompt.system_end, prompt.question_end, cold, last)
-                positions |= {floor_to_grid(at, grid) for at in ends}
+        positions = _checkpoints_of_scope(scope, prompt, rules, choice, aligned) if choice.support is None else set()
+        positions |= {floor_to_grid(at, grid) for at in (aligned, *marks)}
         support = dict.fromkeys(positions, 0) | (choice.support or {})
         if keep_tail:
             # The tail has the states there.
@@ -215,6 +197,34 @@ def select(scope: Scope, prompt: Prompt, rules: Rules, sighting: Sighting, *, re
     )
 
 
+def _choose_boundary(scope: Scope, prompt: Prompt, rules: Rules, window: _Window, restored: int) -> _Choice:
+    """Returns the boundary under a scope, without the client's marks."""
+    num_tokens, min_tokens = len(prompt.token_ids), max(rules.min_tokens, 1)
+    if prompt.rewriting.left_out is not None and not scope.keeps_all:
+        return _Choice(0, "left_out")
+    if scope.kind == "full":
+        return _Choice(num_tokens, "full", goes_on=True)
+    if scope.kind != "auto":
+        return _Choice(min(scope.value, num_tokens), "tokens", goes_on=scope.value > num_tokens)
+    if rules.state in AT_CHECKPOINTS:
+        return _by_support(prompt, window, rules, min_tokens, restored)
+    return _by_sighting(prompt, window, min_tokens)
+
+
+def _checkpoints_of_scope(scope: Scope, prompt: Prompt, rules: Rules, choice: _Choice, aligned: int) -> set[int]:
+    """Returns the positions where the scopes `full` and `N` have checkpoints. Those after `aligned` are not used."""
+    positions: list[int] = []
+    if scope.keeps_all or choice.reason == "tokens":
+        # They bound the recomputation for a prompt that differs in between.
+        positions += range(rules.interval, aligned + 1, rules.interval)
+    if scope.keeps_all:
+        # Other conversations share the first ones, the next turn has the last ones.
+        num_tokens = len(prompt.token_ids)
+        cold, last = prompt.last_safe(min(rules.cold_max, num_tokens)), prompt.last_safe(num_tokens)
+        positions += (prompt.system_end, prompt.question_end, cold, last)
+    return {floor_to_grid(at, rules.grid) for at in positions}
+
+
 def _by_sighting(prompt: Prompt, window: _Window, min_tokens: int) -> _Choice:
     """Returns the boundary if state can be cut anywhere."""
     expected = _expected(prompt, window)
@@ -228,7 +238,7 @@ def _by_sighting(prompt: Prompt, window: _Window, min_tokens: int) -> _Choice:
 
 
 def _by_support(prompt: Prompt, window: _Window, rules: Rules, min_tokens: int, restored: int) -> _Choice:
-    """Returns the checkpoints behind `restored` that are expected to save most tokens. Each must save its price."""
+    """Returns the checkpoints after `restored` that are expected to save most tokens. Each must save its price."""
     grid, price = rules.grid, rules.price
     leaving: Counter[int] = Counter()
     far: set[int] = set()
@@ -258,7 +268,7 @@ def _by_support(prompt: Prompt, window: _Window, rules: Rules, min_tokens: int, 
     ends = () if expected is None else (floor_to_grid(at, grid) for at in (expected.selected, prompt.question_end))
     prices = dict.fromkeys(ends, min(price, max(LEAST_TOKENS, grid)))
     for end in prices.keys() - reasons.keys():
-        # The last question may be where the next one leaves: a template drops the thoughts behind it.
+        # The last question may be where the next one leaves: a template drops the thoughts after it.
         votes[end] += 1
     goes_on = expected is not None and expected.goes_on
     anchors = tuple(_best_positions({at: n for at, n in of_others.items() if at >= min_tokens}, 0, price))
@@ -276,7 +286,7 @@ def _by_support(prompt: Prompt, window: _Window, rules: Rules, min_tokens: int, 
 
 
 def _expected(prompt: Prompt, window: _Window) -> _Choice | None:
-    """Returns the part of the prompt that is expected to come again, alone or with more behind it; None if none is.
+    """Returns the part of the prompt that is expected to come again, alone or with more after it; None if none is.
 
     A client may rewrite the end of a conversation in each turn (the beginning of a reply, a reminder, a list of open
     files). As many tokens of this prompt are expected to be rewritten as were of the earlier one.
@@ -288,7 +298,7 @@ def _expected(prompt: Prompt, window: _Window) -> _Choice | None:
     # A shared system message alone, or less than was lost, says nothing about the rest.
     is_same = prompt.last_safe(common) > prompt.system_end and window.lost <= common
     end = prompt.last_safe(max(num_tokens - window.lost, 0)) if is_same else last
-    # A reply behind a rewritten end does not come again.
+    # A reply after a rewritten end does not come again.
     goes_on = not (is_same and window.lost)
     if is_same and 0 < window.lost * _SHORT_END <= common + window.lost:
         return _Choice(end, "continues", is_whole=False)

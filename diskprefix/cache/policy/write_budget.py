@@ -80,7 +80,7 @@ class SpentByKey:
     def add(self, key: Hashable, num_bytes: int, now: float) -> None:
         self._hours_of.setdefault(key, Counter())[int(now // 3600)] += num_bytes
 
-    def of(self, key: Hashable, now: float) -> tuple[int, int]:
+    def spent_by(self, key: Hashable, now: float) -> tuple[int, int]:
         """Returns the bytes of a key that asks now, and the number of keys that asked in the last 24 hours."""
         self.add(key, 0, now)
         for other, hours in list(self._hours_of.items()):

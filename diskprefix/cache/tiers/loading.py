@@ -13,10 +13,10 @@ from operator import itemgetter
 import numpy as np
 
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
-from diskprefix.cache.tiers.tier import BlockSink, View, Write
+from diskprefix.cache.tiers.tier import Fill, View, Write
 from diskprefix.errors import StoreCorrupt
+from diskprefix.store.codec.codec import Piece
 from diskprefix.store.codec.planes import Bytes
-from diskprefix.store.pieces import Cut
 
 READER_THREADS = 2
 """The threads of one load, which runs beside a model on the same cores."""
@@ -29,7 +29,7 @@ class Loader:
     """Verifies, decodes and copies pieces on the reading threads, which take them one after the other.
 
     `path` has the nodes of the first `stop` tokens, each with the view that has the node, except nodes within the first
-    `have` tokens, which the sink has already. The last node may reach further; all of it is verified. `first_needed`
+    `have` tokens, which the target has already. The last node may reach further; all of it is verified. `first_needed`
     is the first token to load for each group of per-token tensors, and for the logits: layers with a window need no
     earlier ones. `num_bytes` is the size of the loaded pieces before encoding. On a reading thread, `on_logits` is
     called with the next-token logits as soon as they are loaded, and `on_block` with the number of each full block. The
@@ -42,7 +42,7 @@ class Loader:
     have: int
     stop: int
     first_needed: Mapping[int, int]
-    sink: BlockSink
+    fill: Fill
     on_logits: Callable[[Bytes], None] = lambda _: None
     on_block: Callable[[int], None] = lambda _: None
     is_wanted: Callable[[], bool] = lambda: True
@@ -61,7 +61,7 @@ class Loader:
 
     def run(self, readers: Executor) -> tuple[Node, View, StoreCorrupt] | None:
         """Loads everything. Returns the first damaged node, its view, and the error; None if all nodes are sound."""
-        threads = [readers.submit(self._take) for _ in range(READER_THREADS)]
+        threads = [readers.submit(self._load_pieces) for _ in range(READER_THREADS)]
         # No thread may read from a view that is closed.
         wait(threads)
         for thread in threads:
@@ -71,17 +71,17 @@ class Loader:
         index, error = min(self._bad.items(), key=itemgetter(0))
         return *self.path[index], error
 
-    def _in_order(self) -> Iterator[tuple[int, Cut, Write]]:
+    def _in_order(self) -> Iterator[tuple[int, Piece, Write]]:
         """Yields all pieces to load, each with the index of its node and the function that writes the piece. For one
         thread at a time, like the views."""
         # A reply can begin with the logits while the rest is loaded.
         for of_logits in (True, False):
-            for index, pieces in groupby(self._needed(of_logits), key=itemgetter(0)):
+            for index, needed in groupby(self._needed(of_logits), key=itemgetter(0)):
                 node, view = self.path[index]
-                cuts, numbers = self.nodes.cuts(node), [number for _, number in pieces]
+                pieces, numbers = self.nodes.pieces(node), [number for _, number in needed]
                 self._left[index] = len(numbers)
-                for number, write in zip(numbers, view.pieces(node, cuts, numbers), strict=True):
-                    yield index, cuts[number], write
+                for number, write in zip(numbers, view.piece_writes(node, pieces, numbers), strict=True):
+                    yield index, pieces[number], write
 
     def _needed(self, of_logits: bool) -> Iterator[tuple[int, int]]:
         """Yields the index of a node and the number of a piece there: pieces of logits, or all others."""
@@ -90,12 +90,12 @@ class Loader:
                 continue
             # Layers with a window need only the blocks under the window.
             stop = min(node.end, self.stop)
-            for number, cut in enumerate(self.nodes.cuts(node)):
-                is_logits = cut.group == self.nodes.layout.logits_group
-                if stop > self.first_needed.get(cut.group, -1) and is_logits == of_logits:
+            for number, piece in enumerate(self.nodes.pieces(node)):
+                is_logits = piece.group == self.nodes.layout.logits_group
+                if stop > self.first_needed.get(piece.group, -1) and is_logits == of_logits:
                     yield index, number
 
-    def _take(self) -> None:
+    def _load_pieces(self) -> None:
         loaded: int | None = None
         # Bound: each round takes a piece of the path, which ends.
         while not self._bad:
@@ -103,14 +103,14 @@ class Loader:
                 number = self._count_piece(loaded)
                 self.is_cut = self.is_cut or not self.is_wanted()
                 load = None if self.is_cut else next(self._loads, None)
-                self.num_bytes += load[1].piece.num_bytes if load else 0
+                self.num_bytes += load[1].num_bytes if load else 0
             if number is not None:
                 self.on_block(number)
             if load is None:
                 return
-            loaded, cut, write = load
+            loaded, piece, write = load
             try:
-                self._load(self.path[loaded][0], cut, write)
+                self._load(self.path[loaded][0], piece, write)
             except StoreCorrupt as error:
                 self._bad.setdefault(loaded, error)
 
@@ -123,23 +123,22 @@ class Loader:
         is_whole = node.num_tokens == size and node.end <= self.stop and node.position >= self.have
         return node.position // size if is_whole and not self._left[index] else None
 
-    def _load(self, node: Node, cut: Cut, write: Write) -> None:
-        piece = cut.piece
-        if cut.group == self.nodes.layout.logits_group:
+    def _load(self, node: Node, piece: Piece, write: Write) -> None:
+        if piece.group == self.nodes.layout.logits_group:
             logits = np.empty((1, piece.row_bytes), dtype=np.uint8)
             write(logits)
             self.logits = logits
             self.on_logits(logits)
         else:
-            rows = slice(cut.first_row, cut.first_row + piece.num_rows)
             start, stop = max(node.position, self.have), min(node.end, self.stop)
-            if stop - start < node.num_tokens and cut.group < len(self.nodes.layout.groups):
-                write = partial(_write_part, cut, write, (start - node.position) * (piece.row_bytes // node.num_tokens))
-            self.sink.fill(start, stop - start, cut.group, rows, write)
+            if stop - start < node.num_tokens and piece.group < len(self.nodes.layout.groups):
+                first_byte = (start - node.position) * (piece.row_bytes // node.num_tokens)
+                write = partial(_write_part, piece, write, first_byte)
+            self.fill(start, stop - start, piece.group, piece.rows, write)
 
 
-def _write_part(cut: Cut, write: Write, first_byte: int, out: Bytes) -> None:
+def _write_part(piece: Piece, write: Write, first_byte: int, out: Bytes) -> None:
     """Writes a part of each row of a piece, from `first_byte` on: the tokens in a row lie one after the other."""
-    whole = np.empty((cut.piece.num_rows, cut.piece.row_bytes), dtype=np.uint8)
+    whole = np.empty((piece.num_rows, piece.row_bytes), dtype=np.uint8)
     write(whole)
     out[...] = whole[:, first_byte : first_byte + out.shape[1]]

@@ -11,7 +11,6 @@ from functools import cached_property, partial
 from itertools import islice
 
 import numpy as np
-from msgspec import Struct
 
 from diskprefix.cache.tiers.nodes import Node
 from diskprefix.cache.tiers.tier import TierName, Write
@@ -19,8 +18,7 @@ from diskprefix.errors import StoreCorrupt
 from diskprefix.store.changes import NewNode
 from diskprefix.store.codec.codec import Piece, decode_piece, piece_seed, populate
 from diskprefix.store.codec.planes import Bytes
-from diskprefix.store.pieces import Cut
-from diskprefix.store.schema import MAX_PREFILL_S, Kind
+from diskprefix.store.schema import MAX_PREFILL_S, NodeKind
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
 from diskprefix.store.writer import Writer
@@ -30,17 +28,6 @@ log = logging.getLogger("diskprefix")
 
 _MAX_TRIES = 64
 """The maximum number of nodes that are tried to find one that shares a part of the prompt. Damaged ones are few."""
-
-
-class BufferTier(Struct, frozen=True):
-    """The buffer of a writer, as a `Tier`."""
-
-    writer: Writer
-
-    @contextmanager
-    def view(self) -> Iterator[BufferView]:
-        with self.writer.view() as pending:
-            yield BufferView(pending)
 
 
 class BufferView:
@@ -71,11 +58,11 @@ class BufferView:
     def prefill_s(self, node: Node) -> float:
         return self._pending[node.name].prefill_s
 
-    def pieces(self, node: Node, cuts: Sequence[Cut], needed: Sequence[int]) -> Iterator[Write]:  # noqa: ARG002
+    def piece_writes(self, node: Node, pieces: Sequence[Piece], needed: Sequence[int]) -> Iterator[Write]:  # noqa: ARG002
         for number in needed:
             yield partial(_copy, self._pending[node.name], number)
 
-    def drop(self, node: Node, error: StoreCorrupt) -> None:  # noqa: ARG002 (the writer drops the node itself)
+    def drop_damaged(self, node: Node, error: StoreCorrupt) -> None:  # noqa: ARG002 (the writer drops the node itself)
         self.damaged.add(node.name)
 
 
@@ -88,18 +75,6 @@ def _copy(node: NewNode, number: int, out: Bytes) -> None:
     if not node.is_sound(number):
         raise StoreCorrupt("its state is not finite")
     out[...] = np.frombuffer(node.payload[number], dtype=np.uint8).reshape(out.shape)
-
-
-class DiskTier(Struct, frozen=True):
-    """A store, as a `Tier`. `quarantine` has a node removed by its name and the name of its parent."""
-
-    store: Store
-    quarantine: Callable[[bytes, bytes], object]
-
-    @contextmanager
-    def view(self) -> Iterator[DiskView]:
-        with self.store.reads.snapshot() as snapshot:
-            yield DiskView(snapshot, self.quarantine)
 
 
 class DiskView:
@@ -117,7 +92,7 @@ class DiskView:
         try:
             return self._snapshot.has(node.name, node.parent, node.position, node.kind, token_ids)
         except StoreCorrupt as error:
-            self.drop(node, error)
+            self.drop_damaged(node, error)
             return False
 
     def similar(self, parent: bytes, token_ids: TokenIds) -> Iterator[tuple[Node, TokenIds]]:
@@ -125,7 +100,7 @@ class DiskView:
             try:
                 record = None if name in self.damaged else self._snapshot.node(name)
             except StoreCorrupt as error:
-                self.drop(Node(name, parent, 0, 0, Kind.BLOCK), error)
+                self.drop_damaged(Node(name, parent, 0, 0, NodeKind.BLOCK), error)
                 continue
             if record is not None and record.parent == parent:
                 yield Node(name, parent, record.position, record.num_tokens, record.kind), record.token_ids
@@ -144,13 +119,13 @@ class DiskView:
             return 0.0
         return usage.prefill_s if usage is not None and 0 < usage.prefill_s < MAX_PREFILL_S else 0.0
 
-    def pieces(self, node: Node, cuts: Sequence[Cut], needed: Sequence[int]) -> Iterator[Write]:
+    def piece_writes(self, node: Node, pieces: Sequence[Piece], needed: Sequence[int]) -> Iterator[Write]:
         for number, stored in zip(needed, self._snapshot.pieces_at(node.name, needed), strict=True):
-            yield partial(self._decode, node.name, number, stored, cuts[number].piece)
+            yield partial(self._decode, node.name, number, stored, pieces[number])
 
-    def drop(self, node: Node, error: StoreCorrupt) -> None:
+    def drop_damaged(self, node: Node, error: StoreCorrupt) -> None:
         self.damaged.add(node.name)
-        kind = "checkpoint" if node.kind == Kind.CHECKPOINT else "block"
+        kind = "checkpoint" if node.kind == NodeKind.CHECKPOINT else "block"
         log.warning("[disk-cache] %s %s is damaged and will be removed: %s", kind, node.name.hex(), error)
         self._quarantine(node.name, node.parent)
 
@@ -160,3 +135,17 @@ class DiskView:
         populate(stored)
         decode_piece(stored, piece, piece_seed(name, index), out)
         self._snapshot.read_at = time.monotonic()
+
+
+@contextmanager
+def view_buffer(writer: Writer) -> Iterator[BufferView]:
+    """Yields a view of the nodes in a writer's buffer."""
+    with writer.view() as pending:
+        yield BufferView(pending)
+
+
+@contextmanager
+def view_disk(store: Store, quarantine: Callable[[bytes, bytes], object]) -> Iterator[DiskView]:
+    """Yields a view of a store. `quarantine` has a node removed by its name and the name of its parent."""
+    with store.reads.snapshot() as snapshot:
+        yield DiskView(snapshot, quarantine)

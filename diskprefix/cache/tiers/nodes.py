@@ -7,8 +7,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 from diskprefix.store.changes import NewNode
-from diskprefix.store.pieces import Cut, Payload, PayloadLayout
-from diskprefix.store.schema import Kind, checkpoint_names, node_name
+from diskprefix.store.codec.codec import Piece
+from diskprefix.store.pieces import Payload, PayloadLayout
+from diskprefix.store.schema import NodeKind, checkpoint_names, node_name
 from diskprefix.tokens import ID_BYTES, TokenIds, TokenPath
 
 
@@ -19,7 +20,7 @@ class Node(NamedTuple):
     parent: bytes
     position: int
     num_tokens: int
-    kind: Kind
+    kind: NodeKind
 
     @property
     def end(self) -> int:
@@ -40,7 +41,7 @@ class PromptNodes:
         self.path, self.layout = path, layout
         self.token_ids, self.block_size, self.num_blocks = path.token_ids, path.block_size, path.num_blocks
         self.parent = path.parent
-        """Returns the name that nodes behind so many first blocks continue."""
+        """Returns the name of the last of the first `n` blocks, or the root: the parent of the node after them."""
         self._bytes = path.token_ids.tobytes()
 
     def extended(self, token_ids: TokenIds) -> PromptNodes:
@@ -49,9 +50,9 @@ class PromptNodes:
 
     def partial_block(self, stop: int) -> Node:
         """Returns the block of the tokens before `stop`, which is not full."""
-        return self._last_node(stop, Kind.BLOCK)
+        return self._last_node(stop, NodeKind.BLOCK)
 
-    def behind(self, num_blocks: int, token_ids: bytes, kind: Kind) -> Node:
+    def child(self, num_blocks: int, token_ids: bytes, kind: NodeKind) -> Node:
         """Returns the node that continues the first `num_blocks` blocks with these token ids (int32, little-endian),
         which may be others than the prompt's."""
         parent = self.parent(num_blocks)
@@ -62,7 +63,7 @@ class PromptNodes:
     def blocks(self) -> list[Node]:
         """The full blocks."""
         size, names = self.block_size, self.path.block_names
-        return [Node(name, self.parent(i), i * size, size, Kind.BLOCK) for i, name in enumerate(names)]
+        return [Node(name, self.parent(i), i * size, size, NodeKind.BLOCK) for i, name in enumerate(names)]
 
     @property
     def end_id(self) -> str:
@@ -70,8 +71,8 @@ class PromptNodes:
         return self.parent(self.num_blocks).hex() + self._bytes[ID_BYTES * self.num_blocks * self.block_size :].hex()
 
     def checkpoint(self, stop: int) -> Node:
-        """Returns the checkpoint at `stop`. It holds the tokens behind the last full block before `stop`."""
-        return self._last_node(stop, Kind.CHECKPOINT)
+        """Returns the checkpoint at `stop`. It holds the tokens after the last full block before `stop`."""
+        return self._last_node(stop, NodeKind.CHECKPOINT)
 
     def checkpoints(self, num_blocks: int, stop: int) -> Iterator[Node]:
         """Yields the nodes that may hold states at the end of the first `num_blocks` blocks or within the next one, up
@@ -82,8 +83,8 @@ class PromptNodes:
             yield from (Node(name, parent, start, num_tokens, kind) for kind, name in names)
 
     def tail(self) -> Node:
-        """Returns the tail: the 0 to `block_size - 1` tokens behind the full blocks, and the next-token logits."""
-        return self._last_node(len(self.token_ids), Kind.TAIL)
+        """Returns the tail: the 0 to `block_size - 1` tokens after the full blocks, and the next-token logits."""
+        return self._last_node(len(self.token_ids), NodeKind.TAIL)
 
     def token_bytes(self, node: Node) -> bytes:
         """Returns the node's token ids as the store holds them."""
@@ -93,7 +94,7 @@ class PromptNodes:
         self, node: Node, payload: Payload, *, prefill_s: float, ttl_s: float | None, replaces: bool = False
     ) -> NewNode:
         """Returns a node to be stored. The state of its tokens must be finite."""
-        cuts = self.cuts(node)
+        pieces = self.pieces(node)
         return NewNode(
             name=node.name,
             parent=node.parent,
@@ -101,19 +102,19 @@ class PromptNodes:
             token_ids=self.token_ids[node.position : node.end],
             kind=node.kind,
             payload=payload,
-            pieces=tuple(cut.piece for cut in cuts),
-            num_checked=sum(cut.group < len(self.layout.groups) for cut in cuts),
+            pieces=pieces,
+            num_checked=sum(piece.group < len(self.layout.groups) for piece in pieces),
             prefill_s=prefill_s,
             ttl_s=ttl_s,
             replaces=replaces,
         )
 
-    def cuts(self, node: Node) -> tuple[Cut, ...]:
+    def pieces(self, node: Node) -> tuple[Piece, ...]:
         """Returns the pieces that the node's payload is cut into."""
-        return self.layout.cuts(node.num_tokens, node.kind)
+        return self.layout.pieces(node.num_tokens, node.kind)
 
-    def _last_node(self, stop: int, kind: Kind) -> Node:
-        """Returns the node of the tokens behind the last full block before `stop`."""
+    def _last_node(self, stop: int, kind: NodeKind) -> Node:
+        """Returns the node of the tokens after the last full block before `stop`."""
         num_blocks, num_tokens = divmod(stop, self.block_size)
         token_ids = self._bytes[ID_BYTES * (stop - num_tokens) : ID_BYTES * stop]
-        return self.behind(num_blocks, token_ids, kind)
+        return self.child(num_blocks, token_ids, kind)

@@ -12,8 +12,8 @@ from msgspec import Struct
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.changes import NewNode
+from diskprefix.store.codec.codec import Piece
 from diskprefix.store.codec.planes import Bytes
-from diskprefix.store.pieces import Cut
 from diskprefix.store.purge import GoneText
 from diskprefix.store.schema import RootRecord
 from diskprefix.tokens import TokenIds
@@ -22,17 +22,11 @@ TierName: TypeAlias = Literal["memory", "disk", "remote"]
 Write: TypeAlias = Callable[[Bytes], None]
 """Writes one piece into an array: uint8 of shape [rows, row_bytes], each row contiguous. Raises `StoreCorrupt` if the
 piece is missing or damaged; the array may hold anything then. For any thread."""
-
-
-class BlockSink(Protocol):
-    """The memory of a sequence that is restored: a `kv.sequence.KVSequence`, or a view of another engine's pages."""
-
-    def fill(self, position: int, num_tokens: int, group: int, rows: slice, write: Write) -> None:
-        """Has `write` fill rows of a group, for per-token tensors for the tokens `position` … `position + num_tokens`.
-
-        Groups are numbered as in `store.pieces.Cut`. A row is one head of one tensor, or a part of a state. Different
-        threads may fill different rows at once.
-        """
+Fill: TypeAlias = Callable[[int, int, int, slice, Write], None]
+"""`fill(position, num_tokens, group, rows, write)` has `write` fill these rows of a group, in the memory of a sequence
+that is restored (`kv.sequence.KVSequence`) or in another engine's pages. For per-token tensors, the rows hold
+`num_tokens` tokens from `position` on. Groups are numbered as in `Piece`. A row is one head of one tensor, or a part of
+a state. Different threads may fill different rows at once."""
 
 
 class NodeIndex(Protocol):
@@ -51,7 +45,7 @@ class NodeIndex(Protocol):
 
 
 class View(NodeIndex, Protocol):
-    """The content of a tier at one moment. For one thread at a time; the functions of `pieces` are for any."""
+    """The content of a tier at one moment. For one thread at a time; the functions of `piece_writes` are for any."""
 
     @property
     def tier(self) -> TierName: ...
@@ -63,27 +57,25 @@ class View(NodeIndex, Protocol):
     def prefill_s(self, node: Node) -> float:
         """Returns the time that computing the node's tokens took, in seconds; 0 if unknown."""
 
-    def pieces(self, node: Node, cuts: Sequence[Cut], needed: Sequence[int]) -> Iterator[Write]:
-        """Yields the functions that write the pieces with the numbers `needed`. `cuts` are all pieces of the node."""
+    def piece_writes(self, node: Node, pieces: Sequence[Piece], needed: Sequence[int]) -> Iterator[Write]:
+        """Yields the functions that write the pieces with the numbers `needed`. `piece_writes` are all pieces of the
+        node."""
 
-    def drop(self, node: Node, error: StoreCorrupt) -> None:
+    def drop_damaged(self, node: Node, error: StoreCorrupt) -> None:
         """Has a damaged node removed from the tier, and from this view."""
 
 
-class Tier(Protocol):
-    """A place for nodes on this machine. It has no `put`: new nodes go to the writer's buffer, which is the nearest
-    tier, and from there to the disk."""
-
-    def view(self) -> AbstractContextManager[View]:
-        """Opens a view of the tier's content now. Raises `CacheError`. View the nearest tier first: a node that moves
-        meanwhile is then seen twice, never missed."""
+Tier: TypeAlias = Callable[[], AbstractContextManager[View]]
+"""A place for nodes on this machine: a function that opens a view of its content now, and may raise `CacheError`. View
+the nearest tier first: a node that moves meanwhile is then seen twice, never missed. A tier has no `put`: new nodes go
+to the writer's buffer, which is the nearest tier, and from there to the disk."""
 
 
 @contextmanager
 def open_views(tiers: Sequence[Tier]) -> Iterator[list[View]]:
     """Yields views of the tiers, in their order. Raises `CacheError`."""
     with ExitStack() as opened:
-        yield [opened.enter_context(tier.view()) for tier in tiers]
+        yield [opened.enter_context(tier()) for tier in tiers]
 
 
 class Prefetched(NamedTuple):
@@ -145,7 +137,7 @@ class SharedTier(Protocol):
     """The tier that machines share. An extra provides it by `hooks.open_tier`.
 
     A fetch may take seconds, so restores do not read this tier: its nodes are fetched to the nearest tier first, as if
-    they had been computed. Methods are for any thread. Only `forget` raises network errors.
+    they had been computed. Methods are for any thread. Only `delete_texts` raises network errors.
     """
 
     def prefetch(self, request: PrefetchRequest) -> Prefetched:
@@ -155,7 +147,7 @@ class SharedTier(Protocol):
     def upload(self, upload: Upload) -> None:
         """Queues a prompt, of which the nodes that this tier lacks are written. Does not wait."""
 
-    def forget(self, texts: Sequence[GoneText], timeout_s: float) -> int:
+    def delete_texts(self, texts: Sequence[GoneText], timeout_s: float) -> int:
         """Removes the objects of deleted texts. Returns the number of objects. Raises `CacheError`."""
 
     def flush(self, timeout_s: float) -> bool:
@@ -174,7 +166,7 @@ class SharedTier(Protocol):
 class Bucket(Protocol):
     """The objects of a shared tier, opened for removals. Methods raise `CacheError`."""
 
-    def forget(self, texts: Sequence[GoneText]) -> int:
+    def delete_texts(self, texts: Sequence[GoneText]) -> int:
         """Removes the objects of these texts. Returns the number of objects."""
 
     def purge(self, is_wanted: Callable[[str, str], bool]) -> int:

@@ -47,12 +47,12 @@ class CallGrammar:
         self._num_chars = 0
 
     def forced(self, *, many: bool) -> str:
-        """Returns the grammar of one call, or (`many`) of one or more."""
+        """Returns the grammar of one call, or with `many` of one or more calls."""
         family = self._family
         calls = [self._call(index, family.whole_call, f"call_{index}") for index in range(len(self._functions))]
         many = many and not family.only_one
         more = f"({self._literal(family.between)} call)*" if many else ""
-        # A model that is done may write a line end before the reply's end.
+        # A model may write a line end after its last call.
         after = self._literal(family.after) or (_BLANKS if many else "")
         start = f"start: {self._literal(family.before)} call {more} {after}"
         return "\n".join([start, f"call: {' | '.join(calls)}", *self._rules]) + "\n"
@@ -64,18 +64,18 @@ class CallGrammar:
         return compiled_for(self._owner, "|".join([*tags, _object_head(self._functions)]))
 
     def begun(self) -> str:
-        """Returns the grammar of calls from the text on that `beginning` matches. The number of the group stands for a
-        tag, because no grammar takes the letters of a special token."""
+        """Returns the grammar of calls, beginning with the text that `beginning` matches. The number of the group
+        stands for a tag, because no grammar accepts the letters of a special token."""
         starts = [f'"{number}" {self._opened(number, tag)}' for number, tag in enumerate(self._tags, start=1)]
         for index, function in enumerate(self._functions):
-            # No template writes such calls, so their layout is the model's.
+            # No template writes such calls, so the model chooses their layout.
             arguments = self._rule(f"object_{index}", f"%json {json.dumps(_object(function), ensure_ascii=False)}")
             starts.append(rf'/{_written(_object_head([function]))}/ /"\s*:/ {_BLANKS} {arguments} {_BLANKS} "}}"')
         return "\n".join([f"start: {' | '.join(starts)}", *self._rules]) + "\n"
 
     def forbidden(self) -> str:
-        """Returns the grammar of any text in which no call begins. If a call begins with several added tokens, only
-        those are forbidden that are no part of thoughts and messages."""
+        """Returns the grammar of any text without the beginning of a call. If a call begins with several added tokens,
+        the tokens that thoughts and messages also need are allowed."""
         begins = [re.escape(tag) for tag in self._family.begins]
         if self._functions:
             begins.append(_object_head(self._functions))
@@ -83,18 +83,18 @@ class CallGrammar:
             begins.append(rf"\[\s*({'|'.join(re.escape(function['name']) for function in self._functions)})\s*\(")
         opening = set(self._special.findall("".join(self._family.begins)))
         tokens = " | ".join(f"<[{token_id}]>" for tag, token_id in self._token_ids.items() if tag not in opening)
-        # No two adjacent texts: together they could form the beginning of a call.
+        # Two texts are never adjacent: together they could form the beginning of a call.
         more = f"(({tokens}) TEXT?)*" if tokens else ""
         return f"start: TEXT? {more}\nTEXT: /(?s:.+)/ & ~/(?s:.*)({_written('|'.join(begins))})(?s:.*)/\n"
 
     @property
     def _tags(self) -> list[str]:
-        """The tags that open calls and stand in what the chat template writes."""
+        """The tags that open calls and that the chat template writes."""
         written = self._family.before + self._family.whole_call
         return [tag for tag in self._family.begins if tag in written]
 
     def _opened(self, number: int, tag: str) -> str:
-        """Returns the rule of the text behind an opening tag. Templates differ in the blanks there."""
+        """Returns the rule of the text after an opening tag. Templates differ in the blanks there."""
         family = self._family
         rest, of_each = family.before.partition(tag)[2], family.whole_call
         if tag not in family.before:
@@ -108,7 +108,7 @@ class CallGrammar:
         return f"{_BLANKS} {self._literal(rest.strip())} {call} ({blanks} {between} {call})* {blanks} {after}"
 
     def _call(self, index: int, template: str, name: str) -> str:
-        """Returns the rule of a call as in the template, or as in its rest behind a tag."""
+        """Returns the rule of a call in the form of `template`, which may be only the part after a tag."""
         before, after = template.split("ARGUMENTS")
         head = self._literal(before, NAME=self._name(self._functions[index]))
         return self._rule(name, f"{head} {self._arguments_of(index)} {self._literal(after)}")
@@ -128,8 +128,8 @@ class CallGrammar:
         return json.dumps(function["name"], ensure_ascii=False) if is_json else str(function["name"])
 
     def _arguments(self, index: int, schema: JsonObject) -> str:
-        """Returns the rule of arguments in the order of the schema, in braces of the alphabet, as templates have it.
-        They are optional unless required."""
+        """Returns the rule of arguments, in the order that templates use: the schema's, or alphabetical in braces.
+        Arguments are optional unless `required` lists them."""
         properties = self._tools.properties(self._functions[index]["name"])
         if self._family.body == "braces":
             properties = dict(sorted(properties.items()))
@@ -138,7 +138,7 @@ class CallGrammar:
         separator = self._literal(_JOINED_BY.get(self._family.body, ""))
         definitions = {name: schema[name] for name in _DEFINITIONS if name in schema}
         first, rest = '""', '""'
-        # From the last to the first: an argument needs a separator only if another one stands before it.
+        # From the last to the first: an argument needs a separator only after another argument.
         for number, (key, value) in reversed(list(enumerate(properties.items()))):
             label = f"{index}_{number}"
             argument = self._argument(label, index, key, value | definitions if isinstance(value, dict) else {})
@@ -158,7 +158,7 @@ class CallGrammar:
             argument = (
                 argument.replace("VALUE", f"{self._family.quotes}VALUE{self._family.quotes}") if is_text else argument
             )
-        # Split before text of the client is in it.
+        # Split before the client's text is inserted.
         before, after = (
             _filled(part, KEY=key, IS_TEXT=str(is_text).lower(), TYPE=kind) for part in argument.split("VALUE")
         )
@@ -175,11 +175,11 @@ class CallGrammar:
         return self._rule(f"argument_{label}", f"{self._terminals(before)} {value}")
 
     def _stops(self, after: str) -> list[str]:
-        """Returns the tags that end a text for the reader: its own, and those that may follow, since models omit it."""
+        """Returns the tags that end a text for the reader: its own tag, and the next ones, as models omit the first."""
         if not after.startswith("\n"):
             return [after.strip()]
-        opening, tail = self._family.argument.partition("KEY")[0], self._family.call.split("ARGUMENTS")[1]
-        return [text for text in map(str.strip, (after, opening, tail)) if text]
+        opening, end_of_call = self._family.argument.partition("KEY")[0], self._family.call.split("ARGUMENTS")[1]
+        return [text for text in map(str.strip, (after, opening, end_of_call)) if text]
 
     def _free_text(self, label: str, after: str) -> str:
         """Returns the rule of any text without a tag that would end it for the reader, and of its end."""
@@ -190,7 +190,7 @@ class CallGrammar:
         text = self._rule(f"TEXT_{label}", body, name=f"TEXT_{label}")
         if is_token:
             return f"{text} {self._terminals(after)}"
-        # Without the blanks before the tag, as the reader finds it.
+        # Without the blanks before the tag, like the reader.
         text = self._rule(f"text_{label}[suffix={json.dumps(tag)}]", text, name=f"text_{label}")
         return f"{text} {self._terminals(after.partition(tag)[2])}"
 
@@ -210,7 +210,7 @@ class CallGrammar:
         return _NUMBER.join(self._terminals(_filled(part, **values)) for part in template.split("INDEX"))
 
     def _terminals(self, text: str) -> str:
-        """Returns `text` as terminals; the empty text as none."""
+        """Returns `text` as terminals; "" for an empty text."""
         return " ".join(
             f"<[{self._token_ids[piece]}]>" if piece in self._token_ids else json.dumps(piece, ensure_ascii=False)
             for piece in self._special.split(text)
@@ -219,28 +219,29 @@ class CallGrammar:
 
 
 def _object_head(functions: Sequence[JsonObject]) -> str:
-    """Returns the regular expression of a call without tags up to the name of its arguments. A token that ends the name
-    may begin the arguments too."""
+    """Returns the regular expression of a call without tags, up to the key of its arguments. Stops before the closing
+    quote, because one token may end the key and begin the arguments."""
     names = "|".join(re.escape(json.dumps(function["name"], ensure_ascii=False)) for function in functions)
     return rf'\{{\s*"name"\s*:\s*(?:{names})\s*,\s*"(?:arguments|parameters)'
 
 
 def _object(function: JsonObject) -> JsonObject:
-    """Returns the schema of a function's arguments, which are an object. The layout of the text is not the client's."""
+    """Returns the schema of a function's arguments, which are an object. Clients cannot choose the layout of the
+    text."""
     schema = {"type": "object"} | (function.get("parameters") or {})
     return {key: value for key, value in schema.items() if key != "x-guidance"}
 
 
 def _written(pattern: str) -> str:
-    """Returns a regular expression as Lark writes it between slashes."""
+    """Returns a regular expression in Lark's syntax, for use between slashes."""
     return pattern.replace("/", r"\/").replace("\\\n", "\\n")
 
 
 def _filled(template: str, **values: str) -> str:
-    """Returns a part of a template with its placeholders replaced, but not words in the values."""
+    """Returns a part of a template with its placeholders replaced. Placeholders in the values stay."""
     if not values:
         return template
-    return re.sub("|".join(sorted(values, key=len, reverse=True)), lambda found: values[found[0]], template)
+    return re.sub("|".join(sorted(values, key=len, reverse=True)), lambda match: values[match[0]], template)
 
 
 def _type_of(schema: Any) -> str:

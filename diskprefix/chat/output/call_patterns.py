@@ -11,7 +11,7 @@ from diskprefix.chat.output.families import Family
 
 
 def any_of(texts: Iterable[str]) -> regex.Pattern[str]:
-    """Returns a pattern of literal texts, the longest first. Without texts, it never matches."""
+    """Returns a pattern of literal texts, longest first. Without texts, it never matches."""
     return regex.compile(alternatives(texts))
 
 
@@ -22,8 +22,8 @@ def alternatives(texts: Iterable[str]) -> str:
 
 @lru_cache(maxsize=8)
 def compiled_for(owner: Hashable, pattern: str, flags: int = 0) -> regex.Pattern[str]:  # noqa: ARG001 (a part of the key)
-    """Compiles a pattern with names of tools, which takes long, once for each owner: the time must not tell one which
-    tools another has. Keeps few: regex itself would keep 500 of up to 30 MiB."""
+    """Compiles a pattern with names of tools, which takes long, once for each owner: the time must not show one owner
+    which tools another has. Caches few patterns: regex itself would cache 500 of up to 30 MiB."""
     return regex.compile(pattern, flags, cache_pattern=False)
 
 
@@ -43,20 +43,20 @@ _READ_AS = {
 def _read_as(written: str) -> str:
     """Returns the regular expression of a text of a `Family`."""
     parts = []
-    for found in _PARTS.finditer(written.strip()):
-        if name := found["attribute"]:
-            value = _READ_AS[found["value"]].replace("%s", '"')
+    for match in _PARTS.finditer(written.strip()):
+        if name := match["attribute"]:
+            value = _READ_AS[match["value"]].replace("%s", '"')
             parts.append(f'(?: {name}="{value}")?')
-        elif found["placeholder"]:
-            after = written.strip()[found.end() : found.end() + 1]
-            parts.append(_READ_AS[found[0]].replace("%s", after) if after else r"(?P<name>[\w.\-]+)")
+        elif match["placeholder"]:
+            after = written.strip()[match.end() : match.end() + 1]
+            parts.append(_READ_AS[match[0]].replace("%s", after) if after else r"(?P<name>[\w.\-]+)")
         else:
-            parts.append(r"\s*" if found["blanks"] else regex.escape(found[0]))
+            parts.append(r"\s*" if match["blanks"] else regex.escape(match[0]))
     return "".join(parts)
 
 
 def strings_of(quotes: str) -> regex.Pattern[str]:
-    """Returns a pattern of strings, the last perhaps without its end: between `quotes`, and of JSON and Python."""
+    """Returns a pattern of strings between `quotes`, and of JSON and Python strings. The last one may lack its end."""
     between = [rf"{regex.escape(quotes)}.*?(?:{regex.escape(quotes)}|\Z)"] if quotes else [_string("'")]
     return regex.compile("|".join([*between, _string('"')]), regex.DOTALL)
 
@@ -66,7 +66,7 @@ def _string(quote: str) -> str:
 
 
 class CallPatterns:
-    """The regular expressions by which the calls of a family are read."""
+    """The regular expressions that read the calls of a family."""
 
     def __init__(self, family: Family) -> None:
         head, tail = (part.strip() for part in family.call.split("ARGUMENTS"))
@@ -87,10 +87,10 @@ class CallPatterns:
                 pattern += rf"\s*(?={'|'.join(map(regex.escape, begins))})"
         self.head = regex.compile(pattern) if pattern else None
         argument = family.argument_head or _read_as(key)
-        # One line end is no part of a value.
+        # One line end before a value is not part of it.
         self.argument = regex.compile(argument + (r"(?:\n|(?=[^\n]))" if key.endswith("\n") else ""))
         end = family.argument_end or regex.escape(value_end.strip())
         if value_end.startswith("\n"):
-            # Models leave the tag out.
+            # Models omit the tag.
             end = rf"\n?{end}|\n?(?={argument})|\n?(?={regex.escape(tail)})"
         self.argument_end = regex.compile(end)

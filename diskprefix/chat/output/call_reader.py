@@ -77,8 +77,8 @@ class CallReader:
     def _call(self) -> Parsing[bool]:
         start = self._reader.at
         yield from self._reader.space()
-        if self._patterns.head and (found := (yield from self._reader.match(self._patterns.head))):
-            done = yield from self._after_head(found["name"].strip())
+        if self._patterns.head and (match := (yield from self._reader.match(self._patterns.head))):
+            done = yield from self._after_head(match["name"].strip())
         else:
             done = yield from self.objects(known_only=False)
         if not done:
@@ -110,24 +110,25 @@ class CallReader:
     def objects(self, *, known_only: bool) -> Parsing[bool]:
         """Reads calls that are JSON objects, in a row or in an array. Returns whether there was a call. With
         `known_only`, an object is a call only if it has arguments and the name of a tool of the request."""
-        reader, found = self._reader, False
+        reader, has_call = self._reader, False
         if in_array := (yield from reader.peek()) == "[":
             reader.at += 1
         while True:
             start = reader.at
-            if found and (yield from reader.peek()) in {",", ";"}:
+            if has_call and (yield from reader.peek()) in {",", ";"}:
                 reader.at += 1
             is_object = (yield from reader.peek()) == "{"
             if not is_object or not (yield from self._object(known_only)):
                 reader.back_to(start)
                 break
-            found = True
-        if found and in_array and (yield from reader.peek()) == "]":
+            has_call = True
+        if has_call and in_array and (yield from reader.peek()) == "]":
             reader.at += 1
-        return found
+        return has_call
 
     def _object(self, known_only: bool, *, is_inner: bool = False) -> Parsing[bool]:
-        """Reads an object. Returns whether a call has begun. `is_inner`: inside another one, as {"function": {…}}."""
+        """Reads an object. Returns whether a call has begun. `is_inner`: the object is inside another object, as in
+        {"function": {…}}."""
         reader = self._reader
         name, early, begun = "", "", False
         reader.at += 1
@@ -179,7 +180,7 @@ class CallReader:
         return True
 
     def _arguments(self) -> Parsing[None]:
-        """Reads arguments in JSON. An object is emitted as it comes."""
+        """Reads arguments in JSON. An object is emitted as it arrives."""
         reader = self._reader
         reader.forget()
         if (yield from reader.peek()) == "{":
@@ -190,17 +191,17 @@ class CallReader:
             self._calls.arguments(_unquoted("".join(pieces)))
 
     def _parameters(self, name: str) -> Parsing[None]:
-        """Reads arguments with tags of their own. Text is emitted as it comes."""
+        """Reads arguments with tags of their own. Text is emitted as it arrives."""
         reader, before = self._reader, "{"
         while True:
             reader.forget()
             yield from reader.space()
-            if (found := (yield from reader.match(self._patterns.argument))) is None:
+            if (match := (yield from reader.match(self._patterns.argument))) is None:
                 break
-            key = found["key"].strip()
+            key = match["key"].strip()
             self._calls.arguments(f"{before}{written(key)}: ")
             before = ", "
-            kind = found.groupdict().get("kind")
+            kind = match.groupdict().get("kind")
             is_text = kind in ("true", "string") or (kind is None and self._tools.is_text(name, key))
             if not (yield from (self._text_value() if is_text else self._value(name, key))):
                 return
@@ -224,10 +225,10 @@ class CallReader:
         return is_complete
 
     def _up_to_end(self, take: Take) -> Parsing[bool]:
-        found = yield from self._reader.until(self._patterns.argument_end, take)
-        if found is not None:
-            self._reader.at = found.end()
-        return found is not None
+        match = yield from self._reader.until(self._patterns.argument_end, take)
+        if match is not None:
+            self._reader.at = match.end()
+        return match is not None
 
     def _whole(self, name: str) -> Parsing[bool]:
         """Reads arguments that are parsed as a whole."""
@@ -249,7 +250,7 @@ class CallReader:
 
 
 def _discard(text: str) -> None:
-    """Takes the text of a value that is not used: an id, a type."""
+    """Ignores the text of a value, such as an id or a type."""
 
 
 def _text(quoted: str | None) -> str | None:
@@ -260,7 +261,7 @@ def _text(quoted: str | None) -> str | None:
 
 
 def _unquoted(arguments: str) -> str:
-    """Returns the JSON text of an object for arguments that are null or a string with such text; others unchanged."""
+    """Returns arguments as the JSON text of an object, from null or from a string with such text; others unchanged."""
     if arguments.startswith('"'):
         text = (_text(arguments) or "").strip()
         return text if text.startswith("{") else arguments if text else "{}"

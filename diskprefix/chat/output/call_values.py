@@ -56,8 +56,8 @@ class OfferedTools:
 
 
 def value_of(text: str, schema: object) -> object:
-    """Returns the value of an argument without quotes, by its schema if that names types. A text that does not fit the
-    schema stays text: the client can say what is wrong."""
+    """Returns the value of an argument without quotes, by the types in its schema, if it names any. A text that does
+    not fit the schema stays text: the client can report the fault."""
     if types := _types(schema):
         return _typed(text, types)
     with suppress(ValueError, RecursionError):
@@ -67,19 +67,19 @@ def value_of(text: str, schema: object) -> object:
 
 def _types(schema: object) -> set[str]:
     """Returns the JSON types that a schema names, none for a malformed one."""
-    found, unseen = set[str](), [schema]
+    types, unseen = set[str](), [schema]
     for part in unseen:
         if not isinstance(part, dict):
             continue
         declared, values = part.get("type"), values_of(part)
-        found.update(name for name in (declared if isinstance(declared, list) else [declared]) if isinstance(name, str))
+        types.update(name for name in (declared if isinstance(declared, list) else [declared]) if isinstance(name, str))
         for name in ("anyOf", "oneOf", "allOf"):
             unseen += choices if isinstance(choices := part.get(name), list) else ()
         if declared is None and values and all(isinstance(value, str) for value in values):
-            found.add("string")
+            types.add("string")
         if part.get("nullable"):
-            found.add("null")
-    return found
+            types.add("null")
+    return types
 
 
 def values_of(schema: JsonObject) -> list[object]:
@@ -116,7 +116,7 @@ class ParsedCall(NamedTuple):
 
 
 def python_calls(source: str, tools: OfferedTools) -> list[ParsedCall]:
-    """Returns the calls in Python source, which are expressions or lists of them; none if it has other statements."""
+    """Returns the calls in Python source, from expressions and lists of calls; none if it has other statements."""
     try:
         statements, lines = ast.parse(source.strip()).body, source.strip().encode().splitlines()
         return [call for statement in statements for call in _calls_of(_value_of(statement), lines, tools)]
@@ -152,12 +152,12 @@ def _calls_of(node: ast.expr, lines: list[bytes], tools: OfferedTools) -> list[P
 
 
 def _literal(node: ast.expr, lines: list[bytes]) -> Any:
-    """Returns the value of a literal in `lines` of source. A string that is JSON too is read as JSON."""
+    """Returns the value of a literal in `lines` of source. A string that is also valid JSON is read as JSON."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         if node.end_lineno != node.lineno:
             return node.value
         try:
-            # As `ast.get_source_segment`, which would split the whole source into lines for each string.
+            # `ast.get_source_segment` would split the whole source into lines for each string.
             return json.loads(lines[node.lineno - 1][node.col_offset : node.end_col_offset])
         except ValueError:
             return node.value
@@ -183,14 +183,14 @@ def _key(node: ast.expr | None) -> str:
 
 
 class _Element(Struct):
-    """An element: `<key>text</key>`, or with elements in place of the text."""
+    """An element: `<key>text</key>`, or with other elements instead of the text."""
 
     key: str
     text: str = ""
     children: list[_Element] = field(default_factory=list)
 
     def value(self, schema: Any) -> object:
-        """Returns the value. Elements of one name become a list, and so do elements named item."""
+        """Returns the value. Elements with equal names become a list, and so do elements named item."""
         schema = schema if isinstance(schema, dict) else {}
         properties = schema.get("properties")
         known = properties if isinstance(properties, dict) else {}
@@ -198,11 +198,11 @@ class _Element(Struct):
             return value_of(self.text, schema) if self.key else {}
         if "item" not in known and {child.key for child in self.children} == {"item"}:
             return [child.value(schema.get("items")) for child in self.children]
-        found: dict[str, list[object]] = {}
+        members: dict[str, list[object]] = {}
         for child in self.children:
             value = child.value(known.get(child.key, schema.get("additionalProperties")))
-            found.setdefault(child.key, []).append(value)
-        return {key: values[0] if len(values) == 1 else values for key, values in found.items()}
+            members.setdefault(child.key, []).append(value)
+        return {key: values[0] if len(values) == 1 else values for key, values in members.items()}
 
 
 def elements(text: str, prefix: str, schema: JsonObject) -> object:
@@ -222,8 +222,8 @@ def elements(text: str, prefix: str, schema: JsonObject) -> object:
 
 
 def braces(text: str, quote: str) -> JsonObject | None:
-    """Returns the object `{key:value}`, with strings of JSON and between two `quote`s; None if it cannot be parsed."""
-    # Bare keys stand only outside of strings.
+    """Returns the object `{key:value}`. Strings are JSON, or between two `quote`s. None if it cannot be parsed."""
+    # Bare keys are only outside of strings.
     pieces = regex.split(f"({strings_of(quote).pattern})", text, flags=regex.DOTALL)
     pieces[::2] = [_BARE_KEYS.sub(r'\1"\2"\3', piece) for piece in pieces[::2]]
     pieces[1::2] = [

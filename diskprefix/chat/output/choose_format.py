@@ -1,4 +1,4 @@
-"""Chooses the format that reads a call back from a template's text, and the form in which the template takes calls."""
+"""Chooses the format that reads a call back from a template's text, and the form of calls that the template accepts."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class OutputFormat:
     thoughts: tuple[tuple[str, str], ...] = THOUGHTS[:1]
     """The pairs of tags around reasoning that the parser reads."""
     thought: ThoughtTags | None = None
-    """The template's pair; None if the template knows no reasoning."""
+    """The template's pair; None if the template has no reasoning."""
     token_ids: Mapping[str, int] = field(default_factory=dict)
     """The ids of the tokenizer's added tokens that are tags of this format."""
     written: str = ""
-    """The known call as the chat template writes it, if it writes calls."""
+    """The known call in the chat template's form, if it writes calls."""
     owner: Hashable = None
-    """The tenant whose tools these are: what is compiled for one is not found by another."""
+    """The tenant whose tools these are. Tenants share no compiled patterns."""
 
     def of(self, owner: Hashable) -> OutputFormat:
         """Returns the format for the tools of an owner."""
@@ -53,8 +53,8 @@ class OutputFormat:
 
     @property
     def holds_calls(self) -> bool:
-        """True if the grammar of calls takes the known call as the template writes it, or does not find its beginning.
-        Another grammar would drive the model off the form that it knows."""
+        """True if the grammar of calls accepts the known call in the template's form, or does not find its beginning.
+        Another grammar would force the model out of the form that it was trained on."""
         return _holds_call(self.family, self.written)
 
     @property
@@ -82,7 +82,7 @@ class OutputFormat:
         return CallGrammar(self.family, tools, self.token_ids, self.owner).beginning
 
     def begun_grammar(self, tools: Sequence[JsonObject]) -> str:
-        """Returns the grammar of calls from such a text on."""
+        """Returns the grammar of calls, beginning with such a text."""
         return CallGrammar(self.family, tools, self.token_ids).begun()
 
     def no_call_grammar(self, tools: Sequence[JsonObject]) -> str:
@@ -94,10 +94,10 @@ def _holds_call(family: Family, written: str) -> bool:
     from llguidance import LLMatcher, LLTokenizer
 
     grammar = CallGrammar(family, _TOOLS, {})
-    if (found := grammar.beginning.search(written)) is None:
+    if (match := grammar.beginning.search(written)) is None:
         return True
     matcher = LLMatcher(LLTokenizer("byte"), grammar.begun(), log_level=0)
-    begun = f"{found.lastindex or found[0]}{written[found.end() :]}"
+    begun = f"{match.lastindex or match[0]}{written[match.end() :]}"
     return any(matcher.consume_token(byte) and matcher.is_accepting() for byte in begun.encode())
 
 
@@ -108,7 +108,7 @@ class PlainText(OutputFormat):
         return PlainParser()
 
     def call_grammar(self, tools: Sequence[JsonObject], *, many: bool) -> str:  # noqa: ARG002
-        raise InvalidRequest.at("tool_choice", "this model's chat template knows no tool calls")
+        raise InvalidRequest.at("tool_choice", "this model's chat template has no tool calls")
 
     def beginning_of_calls(self, tools: Sequence[JsonObject]) -> None:  # noqa: ARG002
         return None
@@ -134,14 +134,14 @@ _FORMS = [MessageForm(null_content=null, text_arguments=text) for null, text in 
 
 
 class Chosen(NamedTuple):
-    """The format of a model's replies, and the form in which its template takes messages."""
+    """The format of a model's replies, and the form of messages that its template accepts."""
 
     format: OutputFormat
     form: MessageForm
 
 
 def choose_format(template: str, render: Render, *, special: Collection[str], added: Mapping[str, int]) -> Chosen:
-    """Returns the format of a chat template. `added` has the ids of added tokens; those in `special` are not shown."""
+    """Returns the format of a chat template. `added` has the ids of added tokens; tokens in `special` are not shown."""
     written, dropped = [], _answer_tags(render)
     for form in _FORMS:
         if not (replies := list(_replies(render, form))):
@@ -163,7 +163,7 @@ def choose_format(template: str, render: Render, *, special: Collection[str], ad
 def _replies(
     render: Render, form: MessageForm, arguments: object = _ARGUMENTS, call_id: str = _SHORT_ID
 ) -> Iterator[tuple[str, str]]:
-    """Yields pairs of a prompt and the call that follows in the rendering, with and without reasoning and a result."""
+    """Yields pairs of a prompt and the call after it in the rendering, with and without reasoning and a result."""
     prompt = render([_USER], _TOOLS, True)
     call = {"id": call_id, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
     result: JsonObject = {"role": "tool", "tool_call_id": call_id, "name": _NAME, "content": "a result"}
@@ -184,8 +184,8 @@ def _completed(form: MessageForm, render: Render) -> MessageForm:
 
 
 def _parted(prompt: str, whole: str) -> tuple[str, str]:
-    """Splits a text into prompt and reply: after the text shared with `prompt`, but not inside a tag. An end of the
-    prompt that is repeated there (the name of a role, the end of a thought) is no part of the reply."""
+    """Splits a text into prompt and reply: after the text shared with `prompt`, but not inside a tag. If the end of the
+    prompt follows again (the name of a role, the end of a thought), it is not part of the reply."""
     if whole.startswith(prompt):
         return prompt, whole[len(prompt) :]
     common = common_chars(prompt, whole)
@@ -196,7 +196,7 @@ def _parted(prompt: str, whole: str) -> tuple[str, str]:
 
 def _named_family(template: str, special: Iterable[str]) -> Family:
     """Returns the family whose tags are in a template that does not write calls, or among the special tokens. Families
-    with tags at both ends come first, since others have a part of these tags."""
+    with tags at both ends come first, since others share a part of these tags."""
     named = "\n".join([template, *special])
     for family in sorted(FAMILIES, key=lambda family: not family.ends):
         wanted = [texts for texts in (family.begins, family.ends, family.signs) if texts]
@@ -208,10 +208,10 @@ def _named_family(template: str, special: Iterable[str]) -> Family:
 
 
 def _answer_tags(render: Render) -> tuple[str, ...]:
-    """Returns the tags that a template such as ERNIE 4.5's writes around each answer."""
+    """Returns the tags that the template writes around each answer, as ERNIE 4.5's template does; () for none."""
     text = render([_USER, {"role": "assistant", "content": _ANSWER}], [], False)
-    found = re.search(rf"(<(\w+)>)\s*{_ANSWER}\s*(</\2>)", text)
-    return () if found is None else (found[1], found[3])
+    match = re.search(rf"(<(\w+)>)\s*{_ANSWER}\s*(</\2>)", text)
+    return () if match is None else (match[1], match[3])
 
 
 def _candidates(
@@ -226,7 +226,7 @@ def _candidates(
 
 
 def _family_format(family: Family, shown: str, added: Mapping[str, int], dropped: tuple[str, ...]) -> OutputFormat:
-    """Returns the format of a family with the tags of reasoning in `shown`. `dropped` are the tags around answers."""
+    """Returns the format of a family, with the tags of reasoning in `shown`. `dropped` are the tags around answers."""
     family = replace(family, dropped=(*family.dropped, *dropped))
     known = tuple(
         (begin, end) for begin, end in THOUGHTS if end in shown and (begin in shown or begin == THOUGHTS[0][0])
@@ -242,7 +242,7 @@ def _family_format(family: Family, shown: str, added: Mapping[str, int], dropped
 
 
 def _is_verified(format: OutputFormat, prompt: str, reply: str, special: Collection[str]) -> bool:
-    """Returns whether `format` finds the known call in a reply, and nothing before it but the known reasoning."""
+    """Returns whether `format` reads the known call in a reply, and before it at most the known reasoning."""
     for token in set(special) - format.special_tokens:
         reply = reply.replace(token, "")
     parser = format.parser(_TOOLS, prompt[-200:])

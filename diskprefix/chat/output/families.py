@@ -17,14 +17,14 @@ Body: TypeAlias = Literal["objects", "json", "parameters", "elements", "python",
 objects     a JSON object with the name and the arguments
 json        the name, then the arguments in JSON
 parameters  the name, then arguments with tags of their own
-elements    as parameters, and members of objects and arrays have tags of their own too
+elements    like parameters; members of objects and arrays also have tags of their own
 python      a Python call
 braces      the name, then JSON with bare keys and other quotes
 """
 
 
 class Channels(Struct, frozen=True):
-    """Replies that are messages with headers, as regular expressions. NAMES stands for the names of the tools.
+    """Regular expressions for replies that are messages with headers. NAMES stands for the names of the tools.
 
     A message is a call if `header` matched its group `name`, reasoning if it matched `thought`, else content. `end`
     ends it. Outside of messages, `tags` are dropped unless they are in `shown`.
@@ -39,7 +39,7 @@ class Channels(Struct, frozen=True):
 
 
 class Family(Struct, frozen=True):
-    """The format of a family of models, as its chat template writes it, with placeholders in capitals.
+    """The format of calls and reasoning that a family's chat templates write, with placeholders in capitals.
 
     `call` has NAME and ARGUMENTS, and may have INDEX (any number). The reader allows other blanks, and attributes with
     a placeholder to be absent. `begin` and `end` surround all calls, or with `each` every call, and include the
@@ -55,7 +55,7 @@ class Family(Struct, frozen=True):
     end: str = ""
     each: bool = False
     lead: str = ""
-    """The text before `begin`, not needed to find it."""
+    """The text before `begin`. The reader does not need it."""
     between: str = ""
     bare: str = ""
     """The beginning of a call that may stand without `begin`."""
@@ -66,12 +66,12 @@ class Family(Struct, frozen=True):
     dropped: tuple[str, ...] = ()
     """Tags around the answer that are left out."""
     signs: tuple[str, ...] = ()
-    """Where tags do not tell families apart: each written call has one of these texts; with channels, all occur."""
+    """Texts that distinguish families with equal tags: a written call has one of them; with channels, all of them."""
     thought: ThoughtTags | None = None
-    """The texts around reasoning, if they are not among `THOUGHTS`: in the file, the end and the text before it."""
+    """The texts around reasoning, if they are not in `THOUGHTS`. In the file: the end, and the text before it."""
     channels: Channels | None = None
 
-    # Variants that models write, as texts or regular expressions; "" for those that follow from the texts above.
+    # Variants that models write, as texts or regular expressions; "" if they follow from the texts above.
     also_begins: tuple[str, ...] = ()
     also_ends: tuple[str, ...] = ()
     head: str = ""
@@ -86,7 +86,7 @@ class Family(Struct, frozen=True):
 
     @property
     def begins(self) -> tuple[str, ...]:
-        """The texts that open one or several calls. The chat template writes the first."""
+        """The texts that open one or several calls. The chat template writes the first of them."""
         return tuple(filter(None, (self.begin.removesuffix("[").rstrip(), *self.also_begins, self.bare)))
 
     @property
@@ -106,7 +106,7 @@ class Family(Struct, frozen=True):
 
     @property
     def whole_call(self) -> str:
-        """One call with all that is repeated for each."""
+        """One call with everything that is repeated for each call."""
         return f"{self.lead}{self.begin}{self.call}{self.end}" if self.each else self.call
 
     @property
@@ -139,7 +139,7 @@ THOUGHTS = (
 
 
 def _family(name: str, entry: dict[str, Any]) -> Family:
-    """Returns the family of a table of the file. Raises TypeError for an unknown field."""
+    """Returns the family that a table of the file describes. Raises TypeError for an unknown field."""
     fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
     if thought := fields.pop("thought", None):
         fields["thought"] = ThoughtTags(None, *thought)
@@ -152,6 +152,6 @@ def _family(name: str, entry: dict[str, Any]) -> Family:
 
 _ENTRIES = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
 NONE = _family("none", _ENTRIES.pop("none"))
-"""The format of small models that ignore their template's."""
+"""The format of small models that ignore their template's format."""
 FAMILIES = [_family(name, entry) for name, entry in _ENTRIES.items()]
-"""All others, in the order in which they are tried."""
+"""All other families, in the order in which they are tried."""

@@ -51,8 +51,8 @@ class OutputParser(Protocol):
 
 
 class ThoughtTags(NamedTuple):
-    """The texts around reasoning. If `begin` is None, every reply begins inside them. `before_end` must precede an
-    `end` that ends no thought by itself."""
+    """The texts around reasoning. If `begin` is None, every reply begins with reasoning. `before_end` is the text that
+    must precede `end`, if `end` alone does not end a thought."""
 
     begin: str | None
     end: str
@@ -60,7 +60,7 @@ class ThoughtTags(NamedTuple):
 
 
 class ThoughtWatch:
-    """Tells whether a reply is in a thought: after a piece of reasoning, until another piece comes."""
+    """Tracks whether a reply is in a thought: after a piece of reasoning, until another kind of piece follows."""
 
     def __init__(self, *, is_open: bool = False) -> None:
         self.is_open = is_open

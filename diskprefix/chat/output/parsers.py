@@ -25,7 +25,7 @@ _WRAPPERS = (
     *("tools", "tool", "tool_call", "tool_calls", "function_call", "function_calls"),
     *("response", "json", "JSON", "xml"),
 )
-"""Names of tags that small models write around calls, whatever their template writes."""
+"""Names of tags that small models write around calls, in spite of their template."""
 _WRAPPER_END = any_of(["```", *(f"</{name}>" for name in _WRAPPERS)])
 
 
@@ -69,7 +69,7 @@ class StreamParser(ABC):
         self._text(ContentDelta, text)
 
     def reasoning(self, text: str) -> None:
-        """Adds text to the reasoning. Otherwise as `content`."""
+        """Adds text to the reasoning, like `content`."""
         self._text(ReasoningDelta, text)
 
     def _text(self, delta: Callable[[str], OutputDelta], text: str) -> None:
@@ -106,7 +106,8 @@ class FamilyParser(StreamParser):
 
     @staticmethod
     def _openers(family: Family, *, is_offered: bool) -> regex.Pattern[str]:
-        """Returns a pattern of the beginnings of calls and of tags around content. Names of tools compile slowly."""
+        """Returns a pattern of the beginnings of calls and of tags around content. It has no names of tools, which
+        would compile slowly."""
         kinds = [rf"(?P<drop>{alternatives(family.dropped)})"]
         if is_offered:
             own = {*family.begins, *family.dropped}
@@ -122,36 +123,36 @@ class FamilyParser(StreamParser):
 
     def reply(self) -> Parsing[None]:
         yield from self._reasoning()
-        while (found := (yield from self.reader.until(self._opener, self.content))) is not None:
-            if found.lastgroup == "drop":
-                self.reader.at = found.end()
+        while (match := (yield from self.reader.until(self._opener, self.content))) is not None:
+            if match.lastgroup == "drop":
+                self.reader.at = match.end()
                 yield from self._after_tag()
             else:
-                yield from self._try_calls(found, self.content)
+                yield from self._try_calls(match, self.content)
         self.end()
 
-    def _try_calls(self, found: regex.Match[str], otherwise: Callable[[str], None]) -> Parsing[bool]:
-        """Reads the calls that `found` opens. Without calls, passes the text of `found` to `otherwise`."""
-        kind, done = found.lastgroup, False
-        if kind in ("python", "function") and found[kind] not in self._tools:
-            self.reader.at = found.end()
+    def _try_calls(self, match: regex.Match[str], otherwise: Callable[[str], None]) -> Parsing[bool]:
+        """Reads the calls that `match` opens. Without calls, passes the text of `match` to `otherwise`."""
+        kind, done = match.lastgroup, False
+        if kind in ("python", "function") and match[kind] not in self._tools:
+            self.reader.at = match.end()
         elif kind in ("json", "inline"):
-            self.reader.at = found.end() - 1
+            self.reader.at = match.end() - 1
             ends = done = yield from self._plain.objects(known_only=True)
             while ends:
                 yield from self.reader.space()
                 ends = (yield from self.reader.match(_WRAPPER_END)) is not None
         elif kind == "function":
-            self.reader.at = found.start()
+            self.reader.at = match.start()
             done = yield from self._plain.group()
         else:
-            self.reader.at = found.start() if kind == "python" or found[0] == self._family.bare else found.end()
+            self.reader.at = match.start() if kind == "python" or match[0] == self._family.bare else match.end()
             done = yield from self._calls.group()
         if done:
             yield from self._after_tag()
         else:
-            self.reader.give_up(found.end())
-            otherwise(self.reader.text[found.start() : self.reader.at])
+            self.reader.give_up(match.end())
+            otherwise(self.reader.text[match.start() : self.reader.at])
         return done
 
     def _after_tag(self) -> Parsing[None]:
@@ -162,18 +163,18 @@ class FamilyParser(StreamParser):
 
     def _reasoning(self) -> Parsing[None]:
         begins = alternatives(begin for begin, _ in self._thoughts)
-        found = yield from self.reader.match(regex.compile(rf"\s*(?P<begin>{begins})"))
-        end = dict(self._thoughts)[found["begin"]] if found else self._opened
+        match = yield from self.reader.match(regex.compile(rf"\s*(?P<begin>{begins})"))
+        end = dict(self._thoughts)[match["begin"]] if match else self._opened
         if end is None:
             return
         yield from self._after_tag()
         stop = regex.compile(f"(?P<end>{regex.escape(end)})|(?P<call>{self._begins})", regex.MULTILINE)
-        while (found := (yield from self.reader.until(stop, self.reasoning))) is not None:
-            if found.lastgroup == "end":
-                self.reader.at = found.end()
+        while (match := (yield from self.reader.until(stop, self.reasoning))) is not None:
+            if match.lastgroup == "end":
+                self.reader.at = match.end()
                 yield from self._after_tag()
                 return
-            if (yield from self._try_calls(found, self.reasoning)):
+            if (yield from self._try_calls(match, self.reasoning)):
                 return
 
 
@@ -213,12 +214,12 @@ class ChannelParser(StreamParser):
                 self.space.clear()
                 self.reader.forget(at_line_start=True)
                 yield from self._message(header.groupdict())
-            elif (found := (yield from self.reader.until(self._tag, self.content))) is None:
+            elif (match := (yield from self.reader.until(self._tag, self.content))) is None:
                 break
             elif not (yield from self.reader.looks_at(self._header)):
-                self.reader.at = found.end()
-                if found[0] in self._channels.shown:
-                    self.content(found[0])
+                self.reader.at = match.end()
+                if match[0] in self._channels.shown:
+                    self.content(match[0])
             header = yield from self.reader.match(self._header)
         self.end()
 
@@ -250,6 +251,6 @@ class ChannelParser(StreamParser):
 
     def _body(self, take: Take) -> Parsing[None]:
         """Hands the text of a message to `take`, and reads its end."""
-        found = yield from self.reader.until(self._end, take)
-        if found is not None:
-            self.reader.at = found.end()
+        match = yield from self.reader.until(self._end, take)
+        if match is not None:
+            self.reader.at = match.end()

@@ -1,4 +1,4 @@
-"""Reads a text that comes in pieces. Methods that may need more text are generators that yield to wait for it."""
+"""Reads a text that arrives in pieces. Methods that may need more text are generators that yield to wait for it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _BRACKETS = re.compile(r"""["'\\()\[\]{}]""")
 _SHORT, _SHARE = 256, 8
 """A longer text is parsed again only when it has grown by an eighth."""
 _LITTLE, _MAX_IN_VAIN = 4096, 2
-"""At most 4096 characters plus twice the reply are parsed as calls in vain."""
+"""The limit of text that is parsed for calls without finding one: 4096 characters plus twice the reply."""
 
 
 class Reader:
-    """The text that is not used yet, of which `text[at:]` is unread. Positions are valid until `forget`."""
+    """The text that is still needed. `text[at:]` is unread. Positions are valid until `forget`."""
 
     def __init__(self) -> None:
         self.text = "\n"
@@ -40,8 +40,8 @@ class Reader:
         self._furthest = 1
 
     def add(self, text: str) -> bool:
-        """Adds text. Returns whether to read on. Held text may be read again from its beginning, so a long one is only
-        read again when it has grown by an eighth: all readings together cost as much as a few of the whole."""
+        """Adds text. Returns whether to read on. Held text may be read again from its beginning, so a long text is read
+        again only when it has grown by an eighth: all readings together cost as much as a few readings of the whole."""
         self._coming.append(text)
         self._num_coming += len(text)
         if self._num_coming * _SHARE < len(self.text) - _SHORT:
@@ -65,14 +65,14 @@ class Reader:
         self.at = self._furthest = 1
 
     def back_to(self, at: int) -> None:
-        """Goes back to a position, because no call follows it."""
+        """Goes back to a position that no call follows."""
         self._num_in_vain += max(0, self.at - at)
         self._furthest = max(self._furthest, self.at)
         self.at = at
 
     def give_up(self, at: int) -> None:
-        """Goes back to a position, to look for other calls after it. If much text was read in vain, stays after that
-        text instead, because nested values would be read over and over."""
+        """Goes back to a position, to look for other calls after it. If much text was read without finding a call,
+        stays after that text instead, because nested values would be read again and again."""
         self.back_to(at)
         if self._num_in_vain > _MAX_IN_VAIN * self._num_read + _LITTLE:
             self.at = max(at, self._furthest)
@@ -87,9 +87,9 @@ class Reader:
     def space(self) -> Parsing[None]:
         """Skips white space."""
         while True:
-            found = _SPACE.match(self.text, self.at)
-            assert found is not None
-            self.at = found.end()
+            match = _SPACE.match(self.text, self.at)
+            assert match is not None
+            self.at = match.end()
             if self.at < len(self.text) or not (yield from self.more()):
                 return
 
@@ -99,80 +99,81 @@ class Reader:
         return self.text[self.at : self.at + 1]
 
     def match(self, pattern: regex.Pattern[str]) -> Parsing[regex.Match[str] | None]:
-        """Reads a match of `pattern` at this position. Returns None, and reads nothing, without one. `pattern` must not
-        end with a repetition, because a match ends as soon as it is whole."""
+        """Reads a match of `pattern` at this position. Without a match, reads nothing and returns None. `pattern` must
+        not end with a repetition, because a match ends as soon as it is whole."""
         while True:
-            found = pattern.match(self.text, self.at, partial=not self.ended)
-            if found is None:
+            match = pattern.match(self.text, self.at, partial=not self.ended)
+            if match is None:
                 return None
-            if not found.partial:
-                self.at = found.end()
-                return found
+            if not match.partial:
+                self.at = match.end()
+                return match
             yield from self.more()
 
     def looks_at(self, pattern: regex.Pattern[str]) -> Parsing[bool]:
         """Returns whether `pattern` matches at this position. Reads nothing."""
         at = self.at
-        found = yield from self.match(pattern)
+        match = yield from self.match(pattern)
         self.at = at
-        return found is not None
+        return match is not None
 
     def until(self, pattern: regex.Pattern[str], take: Take) -> Parsing[regex.Match[str] | None]:
         """Passes the text before a match of `pattern` to `take`. Returns the match, unread, or None at the end."""
         while True:
-            found = self._search(pattern)
-            end = len(self.text) if found is None else found.start()
+            match = self._search(pattern)
+            end = len(self.text) if match is None else match.start()
             if end > self.at:
                 take(self.text[self.at : end])
                 self.at = end
             self.forget()
-            if found is not None and not found.partial:
+            if match is not None and not match.partial:
                 return pattern.match(self.text, self.at)
             if not (yield from self.more()):
                 return None
 
     def _search(self, pattern: regex.Pattern[str]) -> regex.Match[str] | None:
-        """Returns the first match of `pattern`, or the text that may become one (`partial`)."""
-        found = pattern.search(self.text, self.at, partial=not self.ended)
-        if found is None or found.partial or self.ended:
-            return found
-        # A search prefers a whole match to an earlier one that may become whole.
-        at, end = self.at, found.start()
+        """Returns the first match of `pattern`, or a partial match, which more text may complete."""
+        match = pattern.search(self.text, self.at, partial=not self.ended)
+        if match is None or match.partial or self.ended:
+            return match
+        # A search prefers a whole match to an earlier partial match.
+        at, end = self.at, match.start()
         while (early := pattern.search(self.text, at, end, partial=True)) is not None and early.start() < end:
             growing = pattern.match(self.text, early.start(), partial=True)
             if growing is not None and growing.partial:
                 return growing
             at = early.start() + 1
-        return found
+        return match
 
     def before(self, pattern: regex.Pattern[str], skipping: regex.Pattern[str] | None = None) -> Parsing[str | None]:
-        """Reads the text before a match of `pattern`, else the rest. Returns None for an empty text.
+        """Reads the text before a match of `pattern`, or the rest without a match. Returns None for an empty text.
 
-        `skipping` matches `pattern`, or a string as the group `string`. Strings count if the reply ends without others.
+        `skipping` matches `pattern`, or a string as the group `string`. A match inside a string counts only if the
+        reply ends without another one.
         """
         while True:
             if skipping is None:
-                found = pattern.search(self.text, self.at)
+                match = pattern.search(self.text, self.at)
             else:
                 matches = skipping.finditer(self.text, self.at)
-                found = next((match for match in matches if match["string"] is None), None)
-                if found is None and self.ended:
-                    found = pattern.search(self.text, self.at)
-            if found is not None or not (yield from self.more()):
-                read = self.text[self.at : found.start() if found else None]
+                match = next((match for match in matches if match["string"] is None), None)
+                if match is None and self.ended:
+                    match = pattern.search(self.text, self.at)
+            if match is not None or not (yield from self.more()):
+                read = self.text[self.at : match.start() if match else None]
                 self.at += len(read)
                 return read or None
 
     def string(self) -> Parsing[str | None]:
         """Reads a JSON string after white space, with its quotes. Returns None if there is none."""
         yield from self.space()
-        found = yield from self.match(_STRING)
-        return None if found is None else found[0]
+        match = yield from self.match(_STRING)
+        return None if match is None else match[0]
 
     def json(self, take: Take, *, forgets: bool = False) -> Parsing[bool]:
-        """Reads a JSON value and hands its text to `take` as it comes. Returns whether it is complete.
+        """Reads a JSON value and hands its text to `take` as it arrives. Returns whether it is complete.
 
-        An object or an array is complete when its brackets are closed, and broken by a tag. Control characters in
+        An object or an array is complete when its brackets are closed; a tag breaks it off. Control characters in
         strings, which JSON forbids and small models write, are escaped. `forgets`: no caller goes back to a position
         before the value, so its text is not held.
         """
@@ -195,8 +196,8 @@ class Reader:
         depth, in_string, escaped = 0, False, 0
         while True:
             skip = self.at + escaped
-            for found in _DELIMITERS.finditer(self.text, skip):
-                char, at = found[0], found.start()
+            for match in _DELIMITERS.finditer(self.text, skip):
+                char, at = match[0], match.start()
                 if at < skip:
                     continue
                 if in_string:
@@ -218,7 +219,7 @@ class Reader:
                         self.at = at + 1
                         return True
                 elif char in "<`":
-                    # No JSON continues like this: a tag follows, and the value is broken.
+                    # No JSON continues like this: a tag follows, and breaks the value off.
                     take(self.text[self.at : at])
                     self.at = at
                     return False
@@ -234,14 +235,14 @@ class Reader:
         """Reads a Python expression in brackets as a whole. Returns None if it does not end."""
         depth, quote, at = 0, "", self.at
         while True:
-            found = _BRACKETS.search(self.text, at)
-            if found is None:
+            match = _BRACKETS.search(self.text, at)
+            if match is None:
                 at = max(at, len(self.text))
                 if not (yield from self.more()):
                     self._rest()
                     return None
                 continue
-            char, at = found[0], found.end()
+            char, at = match[0], match.end()
             if char == "\\":
                 at += 1
             elif quote:

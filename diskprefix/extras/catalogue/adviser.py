@@ -1,14 +1,15 @@
-"""Advises a model of the hub: the README's table, `doctor`, `launch`, `show` and `run` all ask here."""
+"""Advises a model of the hub: `doctor`, `launch`, `show` and `run` all ask here."""
 
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from diskprefix.memo import PREFILL_SPEEDS
 from diskprefix.model.load.fit import ModelNeeds, TokenState, fitted
 from diskprefix.model.load.memory import available_ram_bytes
-from diskprefix.model.load.proposals import ShortName, short_name, short_names
+from diskprefix.model.load.proposals import Q4_K_M_BITS, ShortName, short_name, short_names
 from diskprefix.native.compute_threads import num_cores
 from diskprefix.units import format_size, rough_duration
 
@@ -39,19 +40,23 @@ def _guess(row: ShortName) -> float:
 
 
 def guessed_s_per_token(used_bytes: int, *, is_plain: bool) -> float:
-    """Returns a guess, within a factor of two, of the seconds that a token of a long prompt takes, for a model of which
-    so many bytes are read for it."""
+    """Returns a guess, within a factor of two, of the seconds per token of a long prompt, for a model that reads
+    `used_bytes` of weights for each token."""
     bytes_s = _PLAIN_BYTES_S if is_plain else _OTHER_BYTES_S
-    is_fast = False
+    return used_bytes / num_cores() / (bytes_s if _has_vnni() else bytes_s * _AVX2)
+
+
+@cache
+def _has_vnni() -> bool:
     with suppress(OSError):
-        is_fast = "avx512_vnni" in Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
-    return used_bytes / num_cores() / (bytes_s if is_fast else bytes_s * _AVX2)
+        return "avx512_vnni" in Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+    return False
 
 
 def attention_bytes(kv_bytes: float, num_tokens: int) -> int:
-    """Returns what attention adds, as `ShortName.attended_bytes`, for a model of which only the bytes of keys and
-    values of a token are known."""
-    return int(kv_bytes / 2 * num_tokens / 2 * _QUERIES * 4.8 / 8)
+    """Returns an estimate of `ShortName.attended_bytes`, the cost of attention, from the bytes of a token's keys and
+    values."""
+    return int(kv_bytes / 2 * num_tokens / 2 * _QUERIES * Q4_K_M_BITS / 8)
 
 
 def needs_of(row: ShortName) -> ModelNeeds:
@@ -71,18 +76,18 @@ def memory_bytes(row: ShortName) -> int:
 
 
 def advised(free_bytes: int) -> ShortName:
-    """Returns the model to fetch: of those that are good enough for agents and leave a quarter of the memory free, the
-    one that computes an agent's first prompt soonest. If none is small enough, the one that needs the least memory."""
+    """Returns the model to fetch: the fastest model, with an agent's first prompt, that is good enough for agents and
+    leaves a quarter of the memory free. If none is small enough, returns the good model that needs the least memory."""
     suitable = [row for row in short_names().values() if row.suits_agents]
     small = [row for row in suitable if memory_bytes(row) <= _USABLE * free_bytes]
-    # Guesses are compared with guesses: a measured time of one model among them would favour or spoil it.
+    # Only guesses are compared: a measured time among them would favour or spoil its model.
     soonest = min(small, key=_guess, default=None)
     return soonest or min(suitable, key=memory_bytes)
 
 
 def preference(name: str, file_bytes: int) -> tuple[bool, float]:
-    """Returns the sort key of a fetched model that calls tools and fits: one that could be `advised` is preferred, the
-    fastest first; of others the largest."""
+    """Returns the sort key of a fetched model that calls tools and fits. A model that could be `advised` is preferred,
+    the fastest first, then the largest model."""
     row = short_name(name)
     if row is not None and row.suits_agents and memory_bytes(row) <= _USABLE * available_ram_bytes():
         return True, -_guess(row)
@@ -99,10 +104,10 @@ def proposed() -> str:
         reason = "the fastest that is good enough for agents and leaves a quarter of that free"
     else:
         reason = "the smallest that is good enough for agents: free some memory first"
-    return f"`diskprefix pull {row.name}` ({told(row)}; {format_size(free_bytes)} are free, and it is {reason})"
+    return f"`diskprefix pull {row.name}` ({cost_text(row)}; {format_size(free_bytes)} are free, and it is {reason})"
 
 
-def told(row: ShortName) -> str:
+def cost_text(row: ShortName) -> str:
     """Returns the download, the memory and the time of an agent's first prompt, for people."""
     seconds, is_measured = prefill_s_per_token(row)
     how = "measured here" if is_measured else "a rough guess"
@@ -111,6 +116,6 @@ def told(row: ShortName) -> str:
 
 
 def none_known() -> str:
-    """Returns that no model is known, and what to do."""
+    """Returns a message that no model is known, and what to do."""
     fetching = f"fetch one with {proposed()}, or put a .gguf file below --models-dir"
     return f"no model is known: {fetching}; the daemon looks again at SIGHUP and at its next start"

@@ -11,6 +11,8 @@ from typing import Any
 import click
 
 from diskprefix.cli.tooling import plain, print_json, print_table
+from diskprefix.model.families.type_table import class_of, has_trait
+from diskprefix.model.families.types.known_types import TYPES
 from diskprefix.model.gguf.known_families import MODEL_TYPES
 from diskprefix.model.load.gguf_header import read_header
 from diskprefix.units import counted
@@ -18,6 +20,7 @@ from diskprefix.units import counted
 TABLE = Path(__file__).with_name("verified_models.json")
 """The table that `tools/bench exactness --write-table` writes."""
 
+_WITHOUT_CLASS = "transformers has no class of it"
 _RESTORED = {"cut": "anywhere", "checkpoint": "at checkpoints", "unsupported": "not"}
 _SHORT_DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
 
@@ -30,7 +33,7 @@ def installed_versions() -> dict[str, str]:
 def show_architectures(as_json: bool) -> None:
     """Prints the table: the names of each architecture in folders and `.gguf` files, how its state is restored, and the
     dtypes in which a restored run was equal to the cold run, bit for bit."""
-    table, installed = json.loads(TABLE.read_text(encoding="utf-8")), installed_versions()
+    table, installed = _table(), installed_versions()
     rows = [_row(name, entry) for name, entry in table["architectures"].items()]
     versions = {name: table[name] for name in installed}
     if as_json:
@@ -57,9 +60,27 @@ def show_architectures(as_json: bool) -> None:
         click.echo("other versions are installed: tools/bench exactness verifies them")
 
 
+def _table() -> dict[str, Any]:
+    """Returns the table, with the types of which transformers has no class. Without a class that their folders name,
+    their files alone are served."""
+    table: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
+    further = {
+        name: {
+            "model_type": name,
+            "kind": "cut",
+            "dtypes": [],
+            "exact_at_tokens": [],
+            "reason": _WITHOUT_CLASS if class_of(name) else f"files alone: {_WITHOUT_CLASS}",
+        }
+        for name in TYPES
+        if has_trait(name, "without_class")
+    }
+    return table | {"architectures": dict(sorted((table["architectures"] | further).items()))}
+
+
 def verified_of(path: Path) -> str:
     """Returns the verified properties of the architecture of a model's file or folder, for people."""
-    table = json.loads(TABLE.read_text(encoding="utf-8"))["architectures"]
+    table = _table()["architectures"]
     name, types = _architecture_of(path)
     by_type = {entry["model_type"]: entry for entry in table.values()} | table
     entry = next((by_type[model_type] for model_type in types if model_type in by_type), None)

@@ -21,7 +21,7 @@ from diskprefix.model.load.checkpoint import checkpoint_files, require_weights, 
 from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.model.load.fit import ModelNeeds, needs_of_folder, needs_of_gguf
 from diskprefix.model.load.found_models import OWNERS, found_models, models_below
-from diskprefix.model.load.gguf_file import part_paths, read_tensors
+from diskprefix.model.load.gguf_file import model_stem, part_paths, read_tensors
 from diskprefix.model.load.hub import cached_models
 from diskprefix.model.load.named_model import path_of, plain_name
 from diskprefix.model.load.proposals import full_name
@@ -36,8 +36,8 @@ _SHOWN_NAMES = 8
 
 
 class KnownModel(Struct, frozen=True, kw_only=True):
-    """A model. `settings` are the daemon's with the model's own in their place. `source` is its path or repository,
-    `path` its folder or file (the first part of a split one), None if it is not on this machine.
+    """A model. `settings` are the daemon's, overridden by the model's own. `source` is its path or repository, `path`
+    its folder or file (the first part of a split one), None if it is not on this machine.
 
     A model with `pin` is not unloaded for others. It is unloaded after `idle_unload_s` seconds without a request, None
     for the daemon's time.
@@ -55,7 +55,7 @@ class KnownModel(Struct, frozen=True, kw_only=True):
 
 
 def open_catalogue(settings: Settings) -> Catalogue | None:
-    """Returns the models that a daemon with these settings serves by name, None if it serves one.
+    """Returns the models that a daemon with these settings serves by name, None if it serves a single model.
 
     Raises `SettingsError` if `models.toml` cannot be read, if two models have one name, or for a setting that fits one
     model only.
@@ -127,6 +127,9 @@ class Catalogue:
                     raise SettingsError(
                         f"two models are called {name!r}: {both}; give one of them another name in models.toml"
                     )
+        if (embedded := by_name.get(EMBEDDED.name)) is not None and embedded.path is not None:
+            # A user may ask by the name of the file, which is longer.
+            by_name.setdefault(model_stem(embedded.path), embedded)
         self._models, self._by_name = tuple(models), by_name
 
     def _known_models(self) -> Iterator[KnownModel]:
@@ -198,7 +201,7 @@ def _path_or_none(model: str) -> Path | None:
 
 
 def _identity(model: str) -> str:
-    """Returns a text that two names of one file, folder or repository share."""
+    """Returns a text that is equal for two names of the same file, folder or repository."""
     path = _path_or_none(model)
     return model if path is None else str(path.resolve())
 

@@ -14,7 +14,7 @@ import click
 from diskprefix.cli.options import build_settings, nonempty, setting_options
 from diskprefix.cli.tooling import json_option, plain, print_json, print_table, status
 from diskprefix.errors import DiskPrefixError, ModelError, ModelNotFound
-from diskprefix.extras.catalogue.adviser import needs_of, told
+from diskprefix.extras.catalogue.adviser import cost_text, needs_of
 from diskprefix.extras.catalogue.architectures import show_architectures, verified_of
 from diskprefix.extras.catalogue.catalogue import (
     Catalogue,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from diskprefix.chat.template_cost import TemplateCost
 
 _TEMPLATE_S = 5.0
-"""Seconds for the renderings that find out how a template writes."""
+"""The time limit, in seconds, for the trial renderings of a template."""
 _PLACES = ("models_dir", "models_file", "kv_memory")
 
 
@@ -133,8 +133,7 @@ def show_model(name: str, plan: bool, as_json: bool, **flags: Any) -> None:
     if known.path is None or fit is None:
         fetches = "serve` fetches it" if known.origin == "embedded" else "pull` fetches models of the hub"
         raise ModelError(f"{known.source} is not on this machine; `diskprefix {fetches}")
-    row = row_of(known) | {"positions": fit.needs.state.positions, "template": bool(template_of(known.path))}
-    row |= {"architecture": verified_of(known.path), "settings": _own(known), "memory": dict(fit.rows())}
+    row = _detailed(known, fit)
     with status("rendering …"):
         cost = _template_cost(known)
     row["template_cost"] = None if cost is None else cost.record
@@ -146,6 +145,25 @@ def show_model(name: str, plan: bool, as_json: bool, **flags: Any) -> None:
     if as_json:
         print_json(row)
         return
+    _show_fetched(known, row, fit, cost)
+    if plan:
+        show_step(row["plan"])
+
+
+def _detailed(known: KnownModel, fit: Fit) -> dict[str, Any]:
+    """Returns the row of a model in `show`, for JSON, without its template's cost and its plan."""
+    assert known.path is not None
+    return row_of(known) | {
+        "positions": fit.needs.state.positions,
+        "template": bool(template_of(known.path)),
+        "architecture": verified_of(known.path),
+        "settings": _own(known),
+        "memory": dict(fit.rows()),
+    }
+
+
+def _show_fetched(known: KnownModel, row: Mapping[str, Any], fit: Fit, cost: TemplateCost | None) -> None:
+    """Prints the row of a model on this machine, line by line, and the memory that it needs."""
     lines = {
         "model": f"{', '.join((known.name, *known.aliases))} ({known.origin})",
         "files": f"{known.path}, {format_size(row['file_bytes'])}",
@@ -155,14 +173,16 @@ def show_model(name: str, plan: bool, as_json: bool, **flags: Any) -> None:
         **({} if cost is None else {"costs": f"{cost.line}; {cost.advice}" if cost.advice else cost.line}),
         "settings": ", ".join(f"{key} = {value}" for key, value in row["settings"].items()) or "those of serve",
     }
-    if plan and row["plan"]["reason"]:
+    if "plan" in row and row["plan"]["reason"]:
         lines["plan"] = f"none, transformers' modules compute a step: {row['plan']['reason']}"
+    _print_lines(lines, fit)
+
+
+def _print_lines(lines: Mapping[str, str], fit: Fit) -> None:
     for key, line in lines.items():
         click.echo(f"{key:<9} {plain(line).plain}")
     for line in ("", *fit.lines()):
         click.echo(line)
-    if plan:
-        show_step(row["plan"])
 
 
 def _template_cost(known: KnownModel) -> TemplateCost | None:
@@ -188,7 +208,7 @@ def _template_cost(known: KnownModel) -> TemplateCost | None:
 
 
 def _show_unfetched(model: ShortName, settings: Settings, as_json: bool) -> None:
-    """Shows what a model of the table of models would need."""
+    """Shows the needs of a model in the table of models that is not fetched."""
     fit = fitted(needs_of(model), available_ram_bytes(), settings.kv_memory)
     if as_json:
         row = {"name": model.source, "aliases": (model.name,), "path": None, "file_bytes": model.download_bytes}
@@ -200,12 +220,9 @@ def _show_unfetched(model: ShortName, settings: Settings, as_json: bool) -> None
         "files": f"not fetched: `diskprefix pull {model.name}` fetches about {format_size(model.download_bytes)}",
         "context": fit.context_line,
         "agents": "good enough for agents" if model.suits_agents else "too small, or not trained for agents",
-        "needs": told(model),
+        "needs": cost_text(model),
     }
-    for key, line in lines.items():
-        click.echo(f"{key:<9} {line}")
-    for line in ("", *fit.lines()):
-        click.echo(line)
+    _print_lines(lines, fit)
 
 
 def _served_otherwise(settings: Settings) -> tuple[KnownModel, ...]:
@@ -214,7 +231,7 @@ def _served_otherwise(settings: Settings) -> tuple[KnownModel, ...]:
 
 
 def _named(name: str, settings: Settings) -> KnownModel:
-    """Returns the model with a name, or else in a file or folder. Raises `ModelNotFound` or `SettingsError`."""
+    """Returns the model that a name, a file or a folder means. Raises `ModelNotFound` or `SettingsError`."""
     is_here = os.path.exists(os.path.expanduser(name))
     try:
         if not is_here or os.sep not in name:
@@ -265,7 +282,8 @@ def row_of(known: KnownModel) -> dict[str, Any]:
 
 
 def _kind(path: Path, weights: Mapping[str, int]) -> str | None:
-    """Returns the form of a model's weights. A Q4_K_M has matrices in several forms."""
+    """Returns the quantization that a file's name or header says, or else the form of most weights: a Q4_K_M has
+    matrices in several forms."""
     if path.is_file():
         if named := QUANT.search(model_stem(path)):
             return named[1].upper()

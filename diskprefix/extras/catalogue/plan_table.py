@@ -1,5 +1,5 @@
-"""The plan of a model for people: `diskprefix show NAME --plan`. It is read from the calls of the plan itself, by the
-names of `native/source/interface.h`. Weights are called like the parameters that lie at their addresses."""
+"""The plan of a model for people: `diskprefix show NAME --plan`. It shows the plan's own calls, with the field names of
+`native/source/interface.h`. A weight has the name of the parameter at its address."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from diskprefix.printable import first_line
 from diskprefix.settings import Settings
 
 _LEFT_OUT = ("num_rows", "num_runs", "num_threads", "num_matrices", "table", "value_table")
-"""Fields that each step sets, or that are shown otherwise."""
+"""Fields that each step sets, or that another column shows."""
 _NEUTRAL = (("factor", 1), ("each", 1))
 _LAYOUT = ("stride", "row_bytes", "head_bytes", "kept", "kept_decay", "kept_beta")
-"""Ends of the names of fields that say how numbers lie in memory."""
+"""Suffixes of the fields that describe the layout in memory."""
 _WORDS: Mapping[str, Mapping[int, str]] = {
     "dtype": {calls.FLOAT32: "float32", calls.BFLOAT16: "bfloat16"},
     "scores": {number: name for name, number in calls.SCORES.items()},
@@ -43,20 +43,22 @@ _WORDS: Mapping[str, Mapping[int, str]] = {
     "function": (functions := {number: name for name, number in calls.FUNCTIONS.items()}),
     "up_function": functions,
 }
-"""What the numbers of fields stand for."""
+"""The names of the values of fields that are enumerations."""
 _NAMED_BY_WEIGHT = ("Lookup", "Pick", "Norm", "Product", "DenseProduct")
-"""Operators whose results have the names of their weights. Those of others have the name of the operator."""
+"""Operators whose outputs are named after their weights. Other outputs are named after the operator."""
 
 
 def step_of(settings: Settings) -> dict[str, Any]:
-    """Returns the parts of a step of a model, and why it has no plan if it has none, for JSON. Reads no weights. Raises
+    """Returns the parts of a model's step, or the reason why it has no plan, for JSON. Reads no weights. Raises
     `ModelError` and `SettingsError`."""
-    found = unread_weights(settings)
-    if isinstance(found, str):
-        return {"reason": found, "parts": []}
-    weights, config = found
+    unread = unread_weights(settings)
+    if isinstance(unread, str):
+        return {"reason": unread, "parts": []}
+    weights, config = unread
     try:
-        plan = PlanRuntime(weights, config, plan_layout(weights, config, settings.kv_type), settings.block_size).plan
+        plan = PlanRuntime(
+            weights, config, plan_layout(weights, config, settings.kv_type), settings.block_size
+        ).runner.plan
     except ValueError as error:
         raise ModelError(f"the weights do not fit together ({first_line(error)}): {weights.misfit()}") from error
     return {"reason": "", "parts": parts_of(plan, weights)}
@@ -66,29 +68,29 @@ def show_step(step: Mapping[str, Any]) -> None:
     """Prints the parts that `step_of` returned."""
     for part in step["parts"]:
         click.echo(f"\nplan, {part['of']}")
-        for one in part["operations"]:
-            moved = f"{', '.join(one['reads'])} → {', '.join(one['writes'])}"
-            weights = [f"{of['name']} {of['shape']} {' or '.join(of['forms'])}" for of in one["weights"]]
-            numbers = ", ".join(f"{name} {value}" for name, value in one["numbers"].items())
-            click.echo(f"  {one['operator']:<12} {'; '.join(filter(None, (moved, *weights, numbers)))}")
+        for operation in part["operations"]:
+            moved = f"{', '.join(operation['reads'])} → {', '.join(operation['writes'])}"
+            weights = [f"{of['name']} {of['shape']} {' or '.join(of['forms'])}" for of in operation["weights"]]
+            numbers = ", ".join(f"{name} {value}" for name, value in operation["numbers"].items())
+            click.echo(f"  {operation['operator']:<15} {'; '.join(filter(None, (moved, *weights, numbers)))}")
 
 
 def parts_of(plan: ComputePlan, weights: Weights) -> list[dict[str, Any]]:
-    """Returns what comes before the layers, one layer of each kind, and what follows. Layers of one kind differ in the
-    forms of their weights alone."""
+    """Returns the operations before the layers, of one layer of each kind, and after the layers. Layers of one kind
+    differ only in the forms of their weights."""
     names = _names(weights)
     outside = _Reader(plan, names, {plan.hidden.address: "hidden", plan.logits.address: "logits"})
-    ends = [0, *chain.from_iterable((layer.start, layer.stop) for layer in plan.layers), len(plan.made_of)]
+    ends = [0, *chain.from_iterable((layer.start, layer.stop) for layer in plan.layers), len(plan.operations)]
     kinds: dict[str, tuple[str, list[int], list[dict[str, Any]]]] = {}
     for number, (start, stop) in enumerate(pairwise(ends)):
         layer, is_layer = divmod(number, 2)
         reader = _Reader(plan, names, {**outside.buffers}) if is_layer else outside
-        operations = [reader.read(*made) for made in plan.made_of[start:stop]]
-        of = "layers" if is_layer else f"before layer {layer}" if layer < len(plan.layers) else "behind the layers"
-        forms = [weight.pop("form") for one in operations for weight in one["weights"]]
+        operations = [reader.read(made.call, made.kept) for made in plan.operations[start:stop]]
+        of = "layers" if is_layer else f"before layer {layer}" if layer < len(plan.layers) else "after the layers"
+        forms = [weight.pop("form") for operation in operations for weight in operation["weights"]]
         _, layers, shown = kinds.setdefault(f"{of} {operations}", (of, [], operations))
         layers += [layer] * is_layer
-        for weight, form in zip((weight for one in shown for weight in one["weights"]), forms, strict=True):
+        for weight, form in zip((weight for operation in shown for weight in operation["weights"]), forms, strict=True):
             weight["forms"] = [*dict.fromkeys((*weight.get("forms", ()), form))]
     return [
         {"of": f"{of} {', '.join(_spans(layers))}".rstrip(), "layers": layers, "operations": operations}
@@ -98,23 +100,23 @@ def parts_of(plan: ComputePlan, weights: Weights) -> list[dict[str, Any]]:
 
 
 def _spans(layers: Sequence[int]) -> Iterator[str]:
-    """Yields `0-3` or `7` for numbers that follow each other."""
-    firsts = [one for one in layers if one - 1 not in layers]
-    lasts = [one for one in layers if one + 1 not in layers]
+    """Yields each range of consecutive numbers, such as `0-3` or `7`."""
+    firsts = [layer for layer in layers if layer - 1 not in layers]
+    lasts = [layer for layer in layers if layer + 1 not in layers]
     for first, last in zip(firsts, lasts, strict=True):
         yield str(first) if first == last else f"{first}-{last}"
 
 
 class _Reader:
-    """Reads calls in their order. `buffers` has the names of the buffers that are known, by their addresses."""
+    """Reads calls in order. `buffers` has the names of the buffers seen so far, by address."""
 
     def __init__(self, plan: ComputePlan, names: Mapping[int, str], buffers: dict[int, str]) -> None:
         self._plan, self._names, self.buffers = plan, names, buffers
         self._starts = sorted(plan.buffers)
 
-    def read(self, call: ctypes.Structure, made_of: Sequence[Any]) -> dict[str, Any]:
+    def read(self, call: ctypes.Structure, operands: Sequence[Any]) -> dict[str, Any]:
         """Returns an operation: what it reads and writes, its weights and its numbers."""
-        operator, known = type(call).__name__.removesuffix("Call").removeprefix("Planned"), _weights(made_of)
+        operator, known = type(call).__name__.removesuffix("Call").removeprefix("Planned"), _weights(operands)
         reads, writes, in_place = list[str](), list[str](), list[str]()
         weights, numbers = list[dict[str, Any]](), dict[str, Any]()
         for name, value, is_address in _fields(call):
@@ -138,7 +140,7 @@ class _Reader:
         return {"operator": operator, "reads": reads, "writes": writes, "weights": weights, "numbers": numbers}
 
     def _start(self, address: int) -> int | None:
-        """Returns the address of the buffer in which an address is, None if it is in none."""
+        """Returns the start of the buffer that contains an address, None if no buffer does."""
         start = self._starts[max(0, bisect(self._starts, address) - 1)]
         return start if 0 <= address - start < len(self._plan.buffers[start]) else None
 
@@ -146,15 +148,15 @@ class _Reader:
         """Names a buffer that has no name yet."""
         taken = self.buffers.values()
         numbered = chain([name], (f"{name}_{number}" for number in count(2)))
-        self.buffers.setdefault(start, next(one for one in numbered if one not in taken))
+        self.buffers.setdefault(start, next(candidate for candidate in numbered if candidate not in taken))
 
     def _named(self, start: int, address: int) -> str:
-        """Returns the name of a buffer, with the number of the first number at an address behind its start."""
+        """Returns the name of a buffer, with the index of the element at `address` unless it is the first."""
         first = (address - start) // self._plan.item_bytes
         return self.buffers[start] + (f"[{first}:]" if first else "")
 
     def _number(self, name: str, value: float) -> dict[str, str | float]:
-        """Returns a field that is no address, nothing if it says nothing of what is computed."""
+        """Returns a field that is no address, or {} if it does not change the result."""
         if name in _LEFT_OUT or name.endswith(_LAYOUT) or (name, value) in (*_NEUTRAL, ("dtype", self._plan.dtype)):
             return {}
         rounded = value if isinstance(value, int) else float(f"{value:.6g}")
@@ -169,27 +171,29 @@ def _fields(call: ctypes.Structure) -> Iterator[tuple[str, Any, bool]]:
         if isinstance(value, ctypes.Structure):
             yield from () if isinstance(value, calls.PagedRowsCall | calls.StatePlace) else _fields(value)
         elif isinstance(value, ctypes.Array):
-            yield from ((name, one, True) for one in value if one)
+            yield from ((name, element, True) for element in value if element)
         elif kind is not ctypes.c_void_p or value:
             yield name, value, kind is ctypes.c_void_p
 
 
 def _weights(made_of: Any) -> dict[int, tuple[int, list[int], str]]:
-    """Returns, by the addresses that calls have, where weights lie, their shapes and their forms."""
-    found: dict[int, tuple[int, list[int], str]] = {}
-    for one in _flat(made_of):
-        match one:
+    """Returns address, shape and form of each weight, by the address that calls pass."""
+    weights: dict[int, tuple[int, list[int], str]] = {}
+    for operand in _flat(made_of):
+        match operand:
             case Matrix():
-                found[one.address] = address_of(one.weights), [one.rows, one.columns], _form(one.form)
+                shape = [operand.rows, operand.columns]
+                weights[operand.address] = address_of(operand.weights), shape, _form(operand.form)
             case Weight():
-                found[one.address] = address_of(one.kept), [*one.shape], dtype_of(one.kept)
+                weights[operand.address] = address_of(operand.kept), [*operand.shape], dtype_of(operand.kept)
             case HeadMatrices():
-                shape = [one.heads, one.outer, one.inner]
-                found[one.address] = address_of(one.kept), shape, dtype_of(one.kept)
-            case array() if one and one[0] in found:  # The addresses of the matrices of experts, which came before it.
-                at, shape, form = found[one[0]]
-                found[one.buffer_info()[0]] = at, [len(one), *shape], form
-    return found
+                shape = [operand.heads, operand.outer, operand.inner]
+                weights[operand.address] = address_of(operand.kept), shape, dtype_of(operand.kept)
+            case array() if operand and operand[0] in weights:
+                # The addresses of the experts' matrices, which came before it.
+                at, shape, form = weights[operand[0]]
+                weights[operand.buffer_info()[0]] = at, [len(operand), *shape], form
+    return weights
 
 
 def _flat(made_of: Any) -> Iterator[Any]:
@@ -202,16 +206,16 @@ def _flat(made_of: Any) -> Iterator[Any]:
 
 
 def _form(form: Any) -> str:
-    """Returns what people call a form. Some types of quants in files become one form."""
-    names = [name for name, one in FILE_FORMS.items() if one == form]
+    """Returns the common name of a form. Several quantization types of files become one form."""
+    names = [name for name, file_form in FILE_FORMS.items() if file_form == form]
     return " or ".join(names) or str(form)
 
 
 def _names(weights: Weights) -> dict[int, str]:
-    """Returns the names of weights by their addresses, those of layers within a part of the layer."""
-    found = {}
+    """Returns the names of weights by address. The name of a layer's weight omits the layer and its part."""
+    names = {}
     for path, tensor in weights.named():
         name = path.removesuffix(".weight")
         of_layer = re.search(r"layers\.\d+\.(?:\w+\.)?(.+)", name)
-        found[address_of(tensor)] = of_layer[1] if of_layer else name.rpartition(".")[2]
-    return found
+        names[address_of(tensor)] = of_layer[1] if of_layer else name.rpartition(".")[2]
+    return names

@@ -14,7 +14,7 @@ import click
 from diskprefix.cli.options import nonempty
 from diskprefix.cli.tooling import confirmed, json_option, print_json, say
 from diskprefix.errors import ModelError, SettingsError
-from diskprefix.extras.catalogue.adviser import told
+from diskprefix.extras.catalogue.adviser import cost_text
 from diskprefix.extras.catalogue.catalogue import KnownModel
 from diskprefix.extras.catalogue.list_command import row_of
 from diskprefix.model.load.fit import fitted
@@ -85,7 +85,7 @@ def _warn(listing: HubListing) -> None:
     """Says before the download what a model of the table of models needs, and if the model does not fit: the user may
     want it for another time, or machine."""
     if (row := short_name(f"{listing.repo}:{listing.quant}")) is not None:
-        say(f"{row.name}: {told(row)}")
+        say(f"{row.name}: {cost_text(row)}")
     fit = fitted(listing.needs("auto"), available_ram_bytes())
     if not fit.is_enough:
         say(f"note: {fit.refusal(listing.other_forms())}")

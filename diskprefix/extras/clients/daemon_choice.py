@@ -14,14 +14,14 @@ from diskprefix.errors import NotReady, SettingsError
 from diskprefix.extras.clients.launched_daemon import STAYS, LaunchedDaemon, is_ours
 from diskprefix.extras.clients.model_choice import Choice, NotServed, ask_served, flags_of_model
 from diskprefix.extras.daemon_call import running_daemon
-from diskprefix.settings import config_home, default_kv_cache_dir
+from diskprefix.settings import config_home, default_kv_cache_dir, state_home
 from diskprefix.store.folder import DATA
 from diskprefix.units import format_size, parse_size
 
 
 def shared_daemon() -> LaunchedDaemon:
     """Returns the first of the daemons that launches share, which need not run."""
-    return LaunchedDaemon(folder=config_home() / "launch")
+    return LaunchedDaemon(folder=config_home() / "launch", logs=state_home() / "launch")
 
 
 def find_daemon(stack: ExitStack, url: str, model: str | None, api_key: str | None, *flags: str) -> Choice:
@@ -32,26 +32,13 @@ def find_daemon(stack: ExitStack, url: str, model: str | None, api_key: str | No
     start, and raises as `ask_served` and `flags_of_model`.
     """
 
-    def served_at(url: str) -> Choice | None:
-        """Returns the model of a running daemon, or None if another daemon should be used."""
-        try:
-            choice = ask_served(running_daemon(url, api_key), url, model, api_key)
-            if not choice.problem or model is not None:
-                return choice
-            reason = choice.problem
-        except NotServed as error:
-            reason = error.message
-        else:
-            try:
-                flags_of_model(None)
-            except SettingsError:
-                return choice
-        say(f"{reason}; using another daemon")
-        return None
-
     path = os.path.abspath(os.path.expanduser(model)) if model and os.path.exists(os.path.expanduser(model)) else ""
     shared = shared_daemon()
-    if url not in {daemon.url() for daemon in shared.all()} and is_ours(url) and (choice := served_at(url)):
+    if (
+        url not in {daemon.url() for daemon in shared.all()}
+        and is_ours(url)
+        and (choice := _served_at(url, model, api_key))
+    ):
         return choice
     for daemon in shared.candidates():
         while True:
@@ -74,7 +61,7 @@ def find_daemon(stack: ExitStack, url: str, model: str | None, api_key: str | No
                         choice = ask_served(running_daemon(use.url, api_key), use.url, model, api_key)
                     elif path in ("", *daemon.flags()):
                         # Two files may have the same name.
-                        choice = served_at(use.url)
+                        choice = _served_at(use.url, model, api_key)
                 except NotReady as error:
                     raise NotReady(daemon.failure()) if daemon.has_ended() else error from None
                 if choice is not None and not daemon.is_listening():
@@ -82,12 +69,30 @@ def find_daemon(stack: ExitStack, url: str, model: str | None, api_key: str | No
                 if choice is not None:
                     use.is_serving = True
                     stack.enter_context(held.pop_all())
-                    stack.callback(daemon.say_deaths, log_bytes)
+                    stack.callback(daemon.say_end, log_bytes, names_log=tuple(flags) != STAYS)
                     return choice
             with daemon.mutex():
                 if daemon.end_unused():
                     break
     raise AssertionError
+
+
+def _served_at(url: str, model: str | None, api_key: str | None) -> Choice | None:
+    """Returns the model of a running daemon, or None if another daemon should be used; says why."""
+    try:
+        choice = ask_served(running_daemon(url, api_key), url, model, api_key)
+        if not choice.problem or model is not None:
+            return choice
+        reason = choice.problem
+    except NotServed as error:
+        reason = error.message
+    else:
+        try:
+            flags_of_model(None)
+        except SettingsError:
+            return choice
+    say(f"{reason}; using another daemon")
+    return None
 
 
 def _say_start(flags: Sequence[str]) -> None:

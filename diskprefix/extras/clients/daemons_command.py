@@ -103,7 +103,7 @@ def _in_memory(url: str, api_key: str | None) -> list[dict[str, Any]]:
 
 
 def _row(url: str, slot: dict[str, Any], props: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Returns a row from what the front (`slot`) and the model's process (`props`) say."""
+    """Returns a row from what the router (`slot`) and the model's process (`props`) say."""
     model, running = (props["model"], props["running"]) if props else ({}, [])
     return {
         "model": model.get("name", slot.get("model")),
@@ -201,7 +201,7 @@ def _end(url: str) -> str:
     with suppress(OSError):
         is_service = "/diskprefix.service" in (_PROC / str(pid) / "cgroup").read_text(encoding="ascii")
     waiting = status("the daemon is finishing its requests, and saving what is only in memory …")
-    # A daemon still saves after it has stopped to listen.
+    # A daemon still saves after it has stopped listening.
     with suppress(ProcessLookupError), waiting, open(os.pidfd_open(pid)) as process:
         os.kill(pid, signal.SIGTERM)
         select.select([process], [], [])

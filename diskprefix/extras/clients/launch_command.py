@@ -7,8 +7,10 @@ import shlex
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from pathlib import Path
 from types import FrameType
 from urllib.parse import urlsplit
 
@@ -42,7 +44,7 @@ _SIGNAL_EXIT_CODE = 128
     "--model",
     metavar="NAME",
     callback=nonempty,
-    show_default="the served one, or the largest fetched one that fits and calls tools",
+    show_default="the served one, or the fetched one that the adviser prefers",
     help="The model. If a daemon must be started, also a folder, a .gguf file or a repository.",
 )
 @url_option()
@@ -63,12 +65,12 @@ def launch(
     prints: bool,
     clean: bool,
     yes: bool,
-) -> int | None:
+) -> int:
     """Start AGENT with ARGUMENTS, set up for the daemon. Without AGENT, list the agents and how to install them.
 
     If a daemon of yours runs and has the model (without --model: a model that suits agents), it is used. Otherwise
-    `diskprefix serve --policy agent` is started with the largest fetched model that fits and calls tools, on another
-    port if necessary. This daemon ends with the last agent that uses it. If the model's process dies earlier, another
+    `diskprefix serve --policy agent` is started with the fetched model that suits agents best, on another port if
+    necessary. This daemon ends with the last agent that uses it. If the model's process dies earlier, another
     one is started. A daemon whose only model does not suit agents is refused, unless --anyway or --model is given. If
     the launch was killed, `diskprefix stop` ends the daemon. With --url, no daemon is started.
 
@@ -76,6 +78,9 @@ def launch(
     $XDG_CONFIG_HOME/diskprefix/launch. The agent's own data (conversations, trusted folders) goes there too, if the
     agent has a variable for that. Your own settings of the agent do not apply, except in OpenCode and Aider where
     launch does not set them; `diskprefix clients` prints what to add to them. --clean removes the profile.
+
+    The log of a daemon that launches started is $XDG_STATE_HOME/diskprefix/launch/daemon.log, by default below
+    ~/.local/state. A second daemon beside it has daemon-2.log, and the log of the start before ends with .1.
 
     Agents send this user's key, a secret generated at first use. Other users of the daemon do not have it, so they
     cannot test guesses about what your agents send.
@@ -92,31 +97,59 @@ def launch(
     starts: 1 no daemon answers or starts, or --clean was declined; 2 wrong usage, no such agent here, or no model.
     """
     shared = shared_daemon()
-    if agent is None and not clean:
-        click.echo("\n".join(f"{each.name:<12} {_location(each)}" for each in agents()))
-        return None
     if agent is None:
-        return _clean(shared, agents(), yes=yes)
+        return _clean(shared, agents(), yes=yes) if clean else _list_agents()
     known = _known(agent)
     if clean:
         return _clean(shared, [known], yes=yes)
-    profile = shared.folder / known.name
     own_url = url if context.get_parameter_source("url") is not ParameterSource.DEFAULT else None
     if prints:
         own_url = own_url or shared.url() or (url if is_ours(url) else None)
-        settings = recipe(known.name, _served(own_url, url, model, api_key), profile)
-        click.echo(replace(settings, run=" ".join((settings.run, *map(shlex.quote, arguments)))).shown())
-        return None
+        return _print_recipe(known, arguments, _served(own_url, url, model, api_key), shared.folder / known.name)
+    choose = partial(_choice, own_url, url, model, api_key)
+    return _start(shared, known, arguments, choose, api_key, requires_suitable=model is None and not anyway)
+
+
+def _list_agents() -> int:
+    """Prints the agents, and where they are or how to install them. Returns the exit code."""
+    click.echo("\n".join(f"{each.name:<12} {_location(each)}" for each in agents()))
+    return 0
+
+
+def _print_recipe(known: KnownAgent, arguments: Sequence[str], served: Served, profile: Path) -> int:
+    """Prints the settings of an agent and its command. Returns the exit code."""
+    settings = recipe(known.name, served, profile)
+    click.echo(replace(settings, run=" ".join((settings.run, *map(shlex.quote, arguments)))).shown())
+    return 0
+
+
+def _choice(own_url: str | None, url: str, model: str | None, api_key: str | None, stack: ExitStack) -> Choice:
+    """Returns the model at the daemon that the user named, or else at the one that `find_daemon` finds or starts."""
+    if own_url is None:
+        return find_daemon(stack, url, model, api_key)
+    return ask_served(running_daemon(own_url, api_key), own_url, model, api_key)
+
+
+def _start(
+    shared: LaunchedDaemon,
+    known: KnownAgent,
+    arguments: Sequence[str],
+    choose: Callable[[ExitStack], Choice],
+    api_key: str | None,
+    *,
+    requires_suitable: bool,
+) -> int:
+    """Runs an agent with the model that `choose` returns, and keeps its daemon until the agent ends. Returns the
+    agent's exit code. Raises `SettingsError` if it is not installed, or if `requires_suitable` and the model does not
+    suit agents."""
     program = shutil.which(known.program)
     if program is None:
         raise SettingsError(f"{known.title} is not installed (no {known.program} in PATH); install it: {known.install}")
     with _signals() as agent_process, ExitStack() as stack:
-        if own_url is None:
-            choice = find_daemon(stack, url, model, api_key)
-        else:
-            choice = ask_served(running_daemon(own_url, api_key), own_url, model, api_key)
-        if choice.problem and model is None and not anyway:
+        choice = choose(stack)
+        if choice.problem and requires_suitable:
             raise SettingsError(f"{choice.problem}; {choice.advice}, or start {known.title} all the same: --anyway")
+        profile = shared.folder / known.name
         was_launched = profile.exists()
         settings = recipe(known.name, choice.served, profile)
         with shared.mutex():
@@ -175,6 +208,7 @@ def _clean(shared: LaunchedDaemon, known: Sequence[KnownAgent], *, yes: bool) ->
             is_used = daemon.end_unused()
         if not is_used:
             shutil.rmtree(daemon.folder)
+            daemon.remove_logs()
     with shared.mutex():
         is_used = shared.end_unused()
         for title, profile in existing.items():
@@ -182,14 +216,16 @@ def _clean(shared: LaunchedDaemon, known: Sequence[KnownAgent], *, yes: bool) ->
                 say(f"removed {profile.folder}")
         if not is_used and not any(path.is_dir() for path in shared.folder.iterdir()):
             shutil.rmtree(shared.folder)
-    with suppress(OSError):
-        shared.folder.parent.rmdir()
+            shared.remove_logs()
+    for folder in (shared.logs, shared.logs.parent, shared.folder.parent):
+        with suppress(OSError):
+            folder.rmdir()
     return 0
 
 
 def _served(running_url: str | None, url: str, model: str | None, api_key: str | None) -> Served:
-    """Returns the values of the daemon at `running_url`, or those that are known of a daemon that would be started. The
-    key of this user is neither drawn nor shown."""
+    """Returns the values of the daemon at `running_url`, or the known values of a daemon that would be started. This
+    user's key is neither generated nor shown."""
     key = api_key or "KEY"
     with suppress(NotServed):
         if running_url is not None:

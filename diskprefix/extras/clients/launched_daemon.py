@@ -1,7 +1,7 @@
 """The daemons that `diskprefix launch` and `run` start and share.
 
 A daemon holds a lock on `daemon.json`, and each launch that uses it holds a shared lock on `daemon.users`. So the locks
-tell whether the daemon runs and whether it is in use, even after a launch was killed. The daemon has a front, which
+tell whether the daemon runs and whether it is in use, even after a launch was killed. The daemon has a router, which
 starts the process of a model again when that dies.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -35,10 +36,12 @@ from diskprefix.server.process.token_file import UNPUBLISHED, daemon_at, token_f
 SERVE = (sys.executable, "-P", "-m", "diskprefix", "serve")
 """Without -P, Python would run a `diskprefix` of the current folder."""
 _POLL_S, _PATIENCE_S = 0.05, 5.0
-_DEATH = b"[front] the worker of"
-"""The beginning of what a front logs when the process of a model dies."""
+_DEATH = b"[router] the worker of"
+"""The beginning of what a router logs when the process of a model dies."""
+_NUMBERED = re.compile(r"daemon-\d+")
+"""The folder of a daemon beside the first one."""
 STAYS = ("--idle-unload", "5m")
-"""The flags of a daemon that goes on when nobody uses it. It unloads its model then."""
+"""The flags of a daemon that stays when nobody uses it. It then unloads its model."""
 
 
 @contextmanager
@@ -60,16 +63,23 @@ def locked(file: Path, kind: int = fcntl.LOCK_EX) -> Iterator[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchedDaemon:
-    """A daemon that launches share. `folder` has its files; the first daemon's folder has the agents' profiles, too."""
+    """A daemon that launches share. `folder` has its files; the first daemon's folder has the agents' profiles, too.
+    `logs` is the folder of the logs of all of them."""
 
     folder: Path
+    logs: Path
     _turn: threading.RLock = field(default_factory=threading.RLock, init=False, repr=False)
     _held: list[bool] = field(default_factory=list, init=False, repr=False)
     """Not empty while this process holds the lock of `mutex`."""
 
     @property
     def log(self) -> Path:
-        return self.folder / "daemon.log"
+        number = self.folder.name if _NUMBERED.fullmatch(self.folder.name) else "daemon"
+        return self.logs / f"{number}.log"
+
+    def remove_logs(self) -> None:
+        for log in (self.log, self.log.with_name(f"{self.log.name}.1")):
+            log.unlink(missing_ok=True)
 
     @contextmanager
     def mutex(self) -> Iterator[None]:
@@ -92,28 +102,29 @@ class LaunchedDaemon:
         return f"http://127.0.0.1:{state['port']}" if state else None
 
     def is_listening(self) -> bool:
-        """Returns whether the daemon itself has its port. While it starts or ends, another user's program may have it,
-        and would get what an agent sends, and answer it."""
+        """Returns whether the daemon itself has its port. While it starts or ends, another user's program may listen
+        there, read an agent's requests, and answer them."""
         state = self._state() if self.url() is not None else {}
         daemon = daemon_at("127.0.0.1", state["port"]) if state else None
         # The launch may have been killed before it wrote the process.
         return daemon is not None and daemon[0] == state.get("pid", daemon[0])
 
     def _state(self) -> dict[str, Any]:
-        """Returns the first line of `daemon.json`, or an empty dict if the start has just begun. Behind that line
-        there may be the rest of an older, longer line. Raises `ValueError` if the file is damaged."""
+        """Returns the first line of `daemon.json`, or an empty dict if the start has just begun. After that line there
+        may be the rest of an older, longer line. Raises `ValueError` if the file is damaged."""
         line = (self.folder / "daemon.json").read_text(encoding="utf-8").partition("\n")[0]
         return dict(json.loads(line)) if line else {}
 
     def candidates(self) -> Iterator[LaunchedDaemon]:
-        """Yields this daemon, then without end the daemons to start while all before are in use with other models."""
+        """Yields this daemon, then more without end: each is for when all before it are in use with other models."""
         yield self
         for number in count(2):
-            yield LaunchedDaemon(folder=self.folder / f"daemon-{number}")
+            yield LaunchedDaemon(folder=self.folder / f"daemon-{number}", logs=self.logs)
 
     def all(self) -> list[LaunchedDaemon]:
         """Returns the candidates that have files. The caller holds no `mutex` of theirs."""
-        return [self, *(LaunchedDaemon(folder=folder) for folder in sorted(self.folder.glob("daemon-*")))]
+        folders = sorted(self.folder.glob("daemon-*"))
+        return [self, *(LaunchedDaemon(folder=folder, logs=self.logs) for folder in folders)]
 
     @contextmanager
     def use(self, port: int, flags: Sequence[str], environment: Mapping[str, str] | None = None) -> Iterator[DaemonUse]:
@@ -136,7 +147,7 @@ class LaunchedDaemon:
         return [] if self.url() is None else self._state().get("flags", [])
 
     def end_unused(self) -> bool:
-        """Ends the daemon if no launch uses it, and waits for its end. Returns whether it goes on. The caller holds
+        """Ends the daemon if no launch uses it, and waits for its end. Returns whether it still runs. The caller holds
         `mutex`."""
         if self.url() is None:
             return False
@@ -156,13 +167,14 @@ class LaunchedDaemon:
     def start(
         self, usual_port: int, flags: Sequence[str], environment: Mapping[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
-        """Starts the daemon at the usual port, or at a free one if that is in use, and returns when it answers: it, and
-        no other program that took the port first. Its `environment` is that of this process if it is None. Raises
+        """Starts the daemon at the usual port, or at a free one if that is in use. Returns when this daemon answers,
+        not another program that took the port first. An `environment` of None means this process's environment. Raises
         `NotReady` if it ends before. The caller holds `mutex`."""
         port = _free_port(usual_port)
         call = running_daemon(f"http://127.0.0.1:{port}", None)
+        make_private_folder(self.logs)
         if self.log.exists():
-            self.log.replace(self.log.with_name("daemon.log.1"))
+            self.log.replace(self.log.with_name(f"{self.log.name}.1"))
         state = {"port": port, "flags": [*flags]}
         process: subprocess.Popen[bytes] | None = None
         try:
@@ -175,7 +187,7 @@ class LaunchedDaemon:
                 os.pwrite(fd, f"{json.dumps(state)}\n".encode(), 0)
                 # In a new session, so that ^C in the terminal reaches only the agent. It inherits the lock.
                 process = subprocess.Popen(
-                    [*SERVE, "--front", "--host", "127.0.0.1", "--port", str(port), *flags],
+                    [*SERVE, "--router", "--host", "127.0.0.1", "--port", str(port), *flags],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -216,15 +228,18 @@ class LaunchedDaemon:
         last = [*lines[-1:], *errors[-1:]] or ["its log is empty"]
         return f"the daemon ended: {shown(last[-1], 500)} (its log: {self.log})"
 
-    def say_deaths(self, seen_bytes: int) -> None:
-        """Says how often the model's process has died since the log had `seen_bytes`, or why the daemon has ended."""
-        # --clean removes the folder of a daemon that has ended.
+    def say_end(self, seen_bytes: int, *, names_log: bool) -> None:
+        """Says how often the model's process has died since the log had `seen_bytes`, or why the daemon has ended. With
+        `names_log`, says where the log is in any case."""
+        # --clean removes the log of a daemon that has ended.
         with suppress(FileNotFoundError):
             if (url := self.url()) is None:
                 say(self.failure())
             elif num_deaths := self.log.read_bytes()[seen_bytes:].count(_DEATH):
                 died = "died once" if num_deaths == 1 else f"died {num_deaths} times"
                 say(f"the model at {url} {died} and was restarted (its log: {self.log})")
+            elif names_log:
+                say(f"the daemon's log: {self.log}")
 
 
 class DaemonUse(Struct):

@@ -41,7 +41,7 @@ _KV_PART = re.compile(r"KV memory for ([\d,]+) tokens")
 
 class Choice(Struct, frozen=True, kw_only=True):
     """A model of the daemon. `problem` says why agents may not work with it, or is empty; `advice` is what to do then.
-    `prefill_s_per_token` is measured by the daemon if `is_measured`, else guessed from the size of the weights, and
+    `prefill_s_per_token` is measured by a daemon if `is_measured`, else guessed from the size of the weights, and
     None if it is unknown."""
 
     served: Served
@@ -79,17 +79,18 @@ def ask_served(
     key = api_key or key_of(url)
     served = Served(url=full_url(url), model=card["id"], key=key, context=context, takes_images=takes_images)
     measured = _measured_speed(call, card["id"])
+    speed, is_measured = _noted_speed(card) if measured is None else (measured, True)
     return Choice(
         served=served,
         problem=_problem(card),
         advice=_advice(cards),
-        prefill_s_per_token=measured or _guessed_speed(card),
-        is_measured=measured is not None,
+        prefill_s_per_token=speed,
+        is_measured=is_measured,
     )
 
 
 def _chosen(cards: list[dict[str, Any]], model: str | None, url: str) -> dict[str, Any]:
-    """Returns the card of `model`, or without a name that of the best model."""
+    """Returns the card of `model`, or without a name the card of the best model."""
     if model is not None:
         # A file and a folder are served by their own names.
         wanted = {model, meant_name(model), plain_name(model)}
@@ -134,23 +135,25 @@ def _measured_speed(call: Call, model: str) -> float | None:
     return speed
 
 
-def _guessed_speed(card: dict[str, Any]) -> float | None:
-    """Returns the guess for a model in the table of models. Of others the weights' bytes are known, but not how many of
-    them are read for a token, so a mixture is guessed too slow."""
+def _noted_speed(card: dict[str, Any]) -> tuple[float | None, bool]:
+    """Returns the prefill seconds per token without a measurement of the running daemon, and whether an earlier daemon
+    measured them. For a model outside the table of models, the guess assumes that each token reads all weights, so it
+    is too slow for a mixture of experts."""
     if (row := short_name(card["id"])) is not None:
-        return prefill_s_per_token(row)[0]
+        return prefill_s_per_token(row)
     weights_bytes = attended_bytes = 0
     num_tokens = min(AGENT_TOKENS, card.get("context_length") or LEAST_CONTEXT)
     for part, num_bytes in card.get("needs", {}).items():
         if part.startswith("weights"):
             weights_bytes += num_bytes
-        elif found := _KV_PART.fullmatch(part):
-            attended_bytes += attention_bytes(num_bytes / max(int(found[1].replace(",", "")), 1), num_tokens)
-    return guessed_s_per_token(weights_bytes + attended_bytes, is_plain=True) if weights_bytes else None
+        elif match := _KV_PART.fullmatch(part):
+            attended_bytes += attention_bytes(num_bytes / max(int(match[1].replace(",", "")), 1), num_tokens)
+    return (guessed_s_per_token(weights_bytes + attended_bytes, is_plain=True) if weights_bytes else None), False
 
 
 def has_stored(call: Call, model: str, num_tokens: int) -> bool:
-    """Returns whether the daemon has stored prompts of `model` that are so long, as far as it tells its caller."""
+    """Returns whether the daemon has a stored prompt of `model` with at least `num_tokens` tokens that its caller may
+    see."""
     answer = call("GET", f"/dashboard/entries?model={quote(model, safe='')}", None)
     entries = answer.body.get("entries", ()) if answer.status == 200 and isinstance(answer.body, dict) else ()
     return any(entry["model"] == model and entry["num_tokens"] >= num_tokens for entry in entries)

@@ -17,7 +17,9 @@ from diskprefix.printable import escaped
 
 FOLDER = Path(__file__).parent
 _OUTPUT_SHARE = 4
-"""One part in so many of the context is for the reply, in clients that reserve room for it."""
+"""Clients that reserve room for the reply get the context divided by this number."""
+_CLAUDE_SHARE, _CLAUDE_MOST = 8, 32_000
+"""The divisor for Claude Code, which reserves much more room besides, and its own limit for a reply in tokens."""
 
 
 class Served(Struct, frozen=True, kw_only=True):
@@ -87,6 +89,7 @@ def recipe(name: str, served: Served, profile: Path | None = None) -> Recipe:
         "key": served.key,
         "context": str(served.context),
         "output": str(served.context // _OUTPUT_SHARE),
+        "claude_output": str(min(served.context // _CLAUDE_SHARE, _CLAUDE_MOST)),
         "images": json.dumps(served.takes_images),
         "home": "~" if profile is None else str(profile),
     }

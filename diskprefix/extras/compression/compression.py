@@ -120,12 +120,12 @@ def _left_out(
 
 
 def _without(messages: Sequence[Message], left_out: set[int]) -> list[Message]:
-    kept = [message for index, message in enumerate(messages) if index not in left_out]
+    remaining = [message for index, message in enumerate(messages) if index not in left_out]
     gap = min(left_out)
-    if kept[gap].role != "assistant":
+    if remaining[gap].role != "assistant":
         path = messages[gap].path
-        kept.insert(gap, Message(role="assistant", content=[TextPart(PLACEHOLDER, path)], path=path))
-    return kept
+        remaining.insert(gap, Message(role="assistant", content=[TextPart(PLACEHOLDER, path)], path=path))
+    return remaining
 
 
 def _text(message: Message) -> str:

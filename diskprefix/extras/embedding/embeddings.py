@@ -127,7 +127,7 @@ async def read_vectors(request: Request, kind: type[EmbeddingsRequest]) -> Vecto
         purpose: Purpose = state.purpose
         purpose.require()
         cache = cache_options(body, scope=serving.scope, caller=context.caller.tenant)
-        serving.engine.give_way()
+        serving.engine.on_request()
         prompts, truncated = await daemon.threads.run_for(request, "rendering", _prompts, serving, purpose, body)
         await held.aclose()
         reading = Reading(pooling=purpose.pooling)
@@ -200,7 +200,8 @@ def _written(fields: JsonObject, body: EmbeddingsRequest, values: Sequence[Value
     """Returns the reply in JSON, written item by item, because `dumps` keeps other threads from running."""
     dumps = partial(json.dumps, ensure_ascii=False, separators=(",", ":"))
     items = (
-        {"object": "embedding", "index": index, "embedding": vector(one, body)} for index, one in enumerate(values)
+        {"object": "embedding", "index": index, "embedding": vector(item_values, body)}
+        for index, item_values in enumerate(values)
     )
     written = ",".join(dumps(item) for item in items)
     return f'{dumps(fields)[:-1]},"data":[{written}]}}'.encode()

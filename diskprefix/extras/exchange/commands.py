@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,13 @@ from typing import Any
 import click
 
 from diskprefix.cli.options import PathType
-from diskprefix.cli.tooling import find_entry, opened_store, print_json, progress, short_id, store_options
+from diskprefix.cli.tooling import find_entry, opened_store, print_json, progress, short_id, store_options, tenant_names
 from diskprefix.errors import SettingsError
 from diskprefix.extras.exchange.entry_file import EntryReader
 from diskprefix.extras.exchange.exchange import export_entry, import_entry, require_known_model, require_room
 from diskprefix.printable import printable_only
 from diskprefix.settings import Settings
 from diskprefix.store.tree import list_entries
-from diskprefix.tenant_ids import short_tenant
 from diskprefix.units import counted, format_size
 
 
@@ -38,7 +38,8 @@ def export(entry: str, output: Path | None, force: bool, kv_cache_dir: Path, as_
     ENTRY is an id from inspect, or the beginning of one. `diskprefix import` adds the file to another store, on this
     machine or on one with the same model and libraries.
 
-    The prompt keeps its tenant: in the other store, only requests with the same key and salt can use it.
+    A prompt of your own programs belongs to the programs of the user who imports it. Any other keeps its tenant: in the
+    other store, only requests with the same key and salt can use it.
 
     The command is safe beside a running daemon. Every block is verified; if one is damaged, no file is written. The
     file contains the prompt, so only its owner may read it.
@@ -66,7 +67,7 @@ def export(entry: str, output: Path | None, force: bool, kv_cache_dir: Path, as_
         known = {name: getattr(info, name) for name in ("id", "model", "tenant", "num_tokens")}
         print_json({"file": str(path), "file_bytes": file_bytes} | known)
     else:
-        content = f"{info.num_tokens:,} tokens of {_named(info.model, info.tenant)}"
+        content = f"{info.num_tokens:,} tokens of {_named(info.model, info.tenant, tenant_names())}"
         click.echo(f"{path}: {content}, {format_size(file_bytes)}, entry {short_id(info.id)}")
 
 
@@ -78,15 +79,18 @@ def export(entry: str, output: Path | None, force: bool, kv_cache_dir: Path, as_
     is_flag=True,
     help="Import the state of any model. Only a daemon with the same model, libraries and settings can use this state.",
 )
+@click.option("--mine", is_flag=True, help="Give the prompts to your programs, whoever they belong to.")
 @store_options
-def import_(files: tuple[Path, ...], dry_run: bool, force: bool, kv_cache_dir: Path, as_json: bool) -> None:
+def import_(files: tuple[Path, ...], dry_run: bool, force: bool, mine: bool, kv_cache_dir: Path, as_json: bool) -> None:
     """Add exported prompts to the store.
 
     The command is safe beside a running daemon, whose next request can restore the prompts. All files are verified
     before anything is written. Blocks that the store already has are not stored again. If the store is full, other
     blocks are evicted. A file larger than the budget is refused.
 
-    A prompt keeps its tenant: only requests with the same key and salt can use it.
+    A prompt of the exporting user's programs is given to your programs, which a daemon without API keys tells by their
+    user or by your key. Any other keeps its tenant: only requests with the same key and salt can use it. With --mine,
+    it is given to your programs, too.
 
     State can be restored only with the same weights, libraries, device and settings. A file is therefore refused if its
     model was not served with this store; the error says what differs.
@@ -106,6 +110,8 @@ def import_(files: tuple[Path, ...], dry_run: bool, force: bool, kv_cache_dir: P
     done: list[dict[str, Any]] = []
     with ExitStack() as stack:
         readers = [stack.enter_context(EntryReader.open(path)) for path in files]
+        for reader in readers:
+            reader.give(mine=mine)
         min_free_bytes = Settings.kv_cache_min_free
         store = stack.enter_context(opened_store(kv_cache_dir, write=not dry_run, min_free_bytes=min_free_bytes))
         num_bytes = sum(sum(reader.manifest.payload_bytes()) for reader in readers)
@@ -122,9 +128,13 @@ def import_(files: tuple[Path, ...], dry_run: bool, force: bool, kv_cache_dir: P
     results = [_summary(reader) | result for reader, result in zip(readers, done or [{}] * len(readers), strict=True)]
     if as_json:
         print_json({"dry_run": dry_run, "entries": results})
-    else:
-        for result in results:
-            click.echo(f"{result['file']}: {_sentence(result)}")
+        return
+    tenant_text = tenant_names()
+    for reader, result in zip(readers, results, strict=True):
+        click.echo(f"{result['file']}: {_sentence(result, tenant_text)}")
+        if not reader.manifest.is_own:
+            only = "requests with its key and salt" if result["tenant"] else "requests that have no key or user"
+            click.echo(f"  only {only} restore it; `import --mine` gives it to your programs")
 
 
 def _summary(reader: EntryReader) -> dict[str, Any]:
@@ -133,8 +143,8 @@ def _summary(reader: EntryReader) -> dict[str, Any]:
     return model | {"num_tokens": manifest.entry.num_tokens, "num_nodes": len(manifest.nodes)}
 
 
-def _sentence(result: dict[str, Any]) -> str:
-    content = f"{result['num_tokens']:,} tokens of {_named(result['model'], result['tenant'])}"
+def _sentence(result: dict[str, Any], tenant_text: Callable[[str], str]) -> str:
+    content = f"{result['num_tokens']:,} tokens of {_named(result['model'], result['tenant'], tenant_text)}"
     blocks = counted(result["num_nodes"], "block")
     if "id" not in result:
         return f"would import {content} in {blocks}"
@@ -143,5 +153,5 @@ def _sentence(result: dict[str, Any]) -> str:
     return f"imported {content} in {blocks}, {new}{evicted}, entry {short_id(result['id'])}"
 
 
-def _named(model: str, tenant: str) -> str:
-    return printable_only(model) + (f" of tenant {short_tenant(tenant)}" if tenant else "")
+def _named(model: str, tenant: str, tenant_text: Callable[[str], str]) -> str:
+    return printable_only(model) + (f" of tenant {tenant_text(tenant)}" if tenant else "")

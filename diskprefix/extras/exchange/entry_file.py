@@ -5,6 +5,7 @@ The checksums find damage. They do not prevent forgery.
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import tempfile
@@ -19,12 +20,13 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from diskprefix.errors import SettingsError, StoreCorrupt, StoreFormatError, StoreUnavailable
-from diskprefix.identity import identity_fields, identity_text
+from diskprefix.identity import identity_fields, identity_of_tenant, identity_text
 from diskprefix.printable import escaped, first_line
 from diskprefix.store.folder import sync
 from diskprefix.store.pieces import PayloadLayout
-from diskprefix.store.schema import MAX_PREFILL_S, EntryRecord, Kind, RootRecord
+from diskprefix.store.schema import MAX_PREFILL_S, EntryRecord, NodeKind, RootRecord
 from diskprefix.tokens import TokenIds, checksum, root_hash
+from diskprefix.user_key import user_tenant
 from diskprefix.values import Tenant
 
 FORMAT, VERSION = "diskprefix-entry", "1"
@@ -35,7 +37,7 @@ _TENSORS = {"token_ids": ("I32", 4), "payloads": ("U8", 1), "checksums": ("U8", 
 class EntryNode(msgspec.Struct, frozen=True, array_like=True):
     """A node of the prompt: `num_tokens` tokens from `position` on. `prefill_s` is its compute time, 0 if unknown."""
 
-    kind: Kind
+    kind: NodeKind
     position: int
     num_tokens: int
     prefill_s: float
@@ -46,11 +48,20 @@ class EntryNode(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """The content of a file. `nodes` are in the order of their payloads: each block, then its checkpoints."""
+    """The content of a file. `nodes` are in the order of their payloads: each block, then its checkpoints. `is_own`:
+    the prompt belonged to the programs of the user who exported it."""
 
     root: RootRecord
     entry: EntryRecord
     nodes: tuple[EntryNode, ...]
+    is_own: bool = False
+
+    def of_tenant(self, tenant: Tenant) -> Manifest:
+        """Returns the manifest of the same prompt as this `tenant` stores it."""
+        identity = identity_of_tenant(self.root.identity, str(tenant))
+        root = msgspec.structs.replace(self.root, identity=identity, tenant=str(tenant))
+        entry = msgspec.structs.replace(self.entry, root=root_hash(identity))
+        return msgspec.structs.replace(self, root=root, entry=entry)
 
     def require_sound(self) -> None:
         """Raises `StoreCorrupt` for a manifest that no export writes."""
@@ -78,15 +89,15 @@ class Manifest(msgspec.Struct, frozen=True):
         position = 0
         for node in self.nodes:
             is_last = node is self.nodes[-1]
-            if node.kind == Kind.BLOCK:
+            if node.kind == NodeKind.BLOCK:
                 is_right = node.num_tokens == size or (is_last and not has_states and 0 < node.num_tokens < size)
-            elif node.kind in (Kind.TAIL, Kind.CHECKPOINT):
-                is_right = 0 <= node.num_tokens < size and (is_last if node.kind == Kind.TAIL else has_states)
+            elif node.kind in (NodeKind.TAIL, NodeKind.CHECKPOINT):
+                is_right = 0 <= node.num_tokens < size and (is_last if node.kind == NodeKind.TAIL else has_states)
             else:
                 is_right = False
             if node.position != position or not is_right:
                 return False
-            position = node.end if node.kind == Kind.BLOCK else position
+            position = node.end if node.kind == NodeKind.BLOCK else position
         places = [(node.position, node.num_tokens, node.kind) for node in self.nodes]
         is_whole = bool(self.nodes) and self.nodes[-1].end == self.entry.num_tokens
         return is_whole and places == sorted(set(places), key=lambda place: place[:2])
@@ -106,8 +117,8 @@ class EntryReader:
             raise StoreFormatError(f"its format is version {version}, this diskprefix reads version {VERSION}")
         text = metadata.get("manifest", "")
         for name, (dtype, _) in _TENSORS.items():
-            found = file.get_slice(name)
-            if found.get_dtype() != dtype or len(found.get_shape()) != 1:
+            tensor = file.get_slice(name)
+            if tensor.get_dtype() != dtype or len(tensor.get_shape()) != 1:
                 raise StoreCorrupt(f"its tensor {name} is not a list of {dtype}, as its format says")
         self.token_ids: TokenIds = file.get_tensor("token_ids")
         *self._checksums, of_index = file.get_tensor("checksums").view("<u8").tolist()
@@ -129,11 +140,21 @@ class EntryReader:
         with _naming(path):
             if not path.is_file():
                 raise SettingsError("no such file")
+            _require_tensors(path)
             file: Any = safe_open(path, "np")
         with file:
             with _naming(path):
                 reader = cls(path, file)
             yield reader
+
+    def give(self, *, mine: bool = False) -> None:
+        """Gives a prompt of the exporting user's programs to this user's programs; with `mine` any prompt, without its
+        salt. Raises `SettingsError` as `user_tenant`."""
+        if mine:
+            self.manifest = msgspec.structs.replace(self.manifest.of_tenant(user_tenant()), is_own=True)
+        elif self.manifest.is_own:
+            salts = Tenant.parse(self.manifest.root.tenant).ids[1:]
+            self.manifest = self.manifest.of_tenant(Tenant((*user_tenant().ids, *salts)))
 
     def verify_payloads(self, advance: Callable[[int], None]) -> None:
         """Reads and checks all payloads, and reports their bytes to `advance`. Raises `StoreCorrupt`."""
@@ -201,6 +222,37 @@ def refuse_existing(path: Path) -> None:
     """Raises `SettingsError` if there is a file."""
     if os.path.lexists(path):
         raise SettingsError(f"{path} exists; add --force to overwrite it, or choose another name with -o")
+
+
+_HEADER_BYTES, _MAX_HEADER_BYTES = 8, 100_000_000
+"""The length of a .safetensors file's header, which is JSON, and the most that the library reads."""
+_LOOKED_AT_BYTES = 512
+
+
+def _require_tensors(path: Path) -> None:
+    """Raises `SettingsError` for a file that is not of the form .safetensors, and says what it seems to be."""
+    with path.open("rb") as file:
+        begin = file.read(_LOOKED_AT_BYTES)
+    size = int.from_bytes(begin[:_HEADER_BYTES], "little")
+    if len(begin) > _HEADER_BYTES and size <= _MAX_HEADER_BYTES and begin[_HEADER_BYTES:][:1] == b"{":
+        return
+    kind = "is no .safetensors file"
+    if not begin:
+        kind = "is empty"
+    elif begin.startswith(b"GGUF"):
+        kind = "is a .gguf model"
+    elif _is_text(begin):
+        kind = "is a text"
+    raise SettingsError(f"it {kind}; import takes files that `diskprefix export` wrote")
+
+
+def _is_text(begin: bytes) -> bool:
+    try:
+        # Not to its end: the last character may be cut.
+        text = codecs.getincrementaldecoder("utf-8")().decode(begin)
+    except UnicodeDecodeError:
+        return False
+    return all(char.isprintable() or char.isspace() for char in text)
 
 
 @contextmanager

@@ -21,11 +21,12 @@ from diskprefix.identity import differing, identity_fields
 from diskprefix.printable import shown
 from diskprefix.store.changes import NewNode, node_bytes
 from diskprefix.store.pieces import PayloadLayout, split_payload
-from diskprefix.store.schema import MAX_PREFILL_S, Kind, ModelRecord, NodeRecord, RootRecord, node_name
+from diskprefix.store.schema import MAX_PREFILL_S, ModelRecord, NodeKind, NodeRecord, RootRecord, node_name
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.tree import PrefixTree
 from diskprefix.store.verify import stored_pieces
+from diskprefix.user_key import is_users
 
 Advance = Callable[[int], None]
 """Takes the bytes of raw payload done since the last call."""
@@ -55,7 +56,7 @@ def export_entry(store: Store, name: bytes, path: Path, *, force: bool, advance:
             advance(len(payload))
 
     # Checkpoints repeat tokens of blocks, except at the end.
-    token_ids = [node.token_ids for key, node in nodes.items() if node.kind == Kind.BLOCK or key == name]
+    token_ids = [node.token_ids for key, node in nodes.items() if node.kind == NodeKind.BLOCK or key == name]
     return write_entry(path, manifest, np.concatenate(token_ids), payloads(), force=force)
 
 
@@ -67,14 +68,15 @@ def _read_entry(snapshot: Snapshot, secret: int, name: bytes) -> tuple[Manifest,
     if root is None:
         raise StoreCorrupt(f"entry {name.hex()} belongs to a root without a record; run `diskprefix verify`")
     nodes = PrefixTree(snapshot, secret).entry(name)
-    if PayloadLayout.parse(root.layout).states and all(node.kind == Kind.BLOCK for node in nodes.values()):
+    if PayloadLayout.parse(root.layout).states and all(node.kind == NodeKind.BLOCK for node in nodes.values()):
         problem = "has lost the checkpoint at which it could be restored; send the prompt again, then export it"
         raise SettingsError(f"entry {name.hex()} {problem}")
     usages = [snapshot.usage(key) for key in nodes]
     seconds = [usage.prefill_s if usage and 0 <= usage.prefill_s <= MAX_PREFILL_S else 0.0 for usage in usages]
     described = [EntryNode(n.kind, n.position, n.num_tokens, s) for n, s in zip(nodes.values(), seconds, strict=True)]
     # The tokenizer's folder is on this machine only.
-    manifest = Manifest(structs.replace(root, created_at=entry.created_at, tokenizer=""), entry, tuple(described))
+    record = structs.replace(root, created_at=entry.created_at, tokenizer="")
+    manifest = Manifest(record, entry, tuple(described), is_own=is_users()(root.tenant))
     try:
         manifest.require_sound()
     except (StoreCorrupt, ValueError, TypeError, KeyError) as error:
@@ -147,7 +149,7 @@ def import_entry(store: Store, reader: EntryReader, *, advance: Advance) -> Impo
     # `inspect` would read a tokenizer from the folder that a forged file names.
     root_record = structs.replace(manifest.root, tokenizer="")
     num_new = new_bytes = evicted = waiting_bytes = 0
-    epoch = store.epoch
+    epoch = store.epochs.of(root_record.tenant)
     for index, (node, size) in enumerate(zip(all_nodes, manifest.payload_bytes(), strict=True)):
         with store.snapshot() as snapshot:
             is_there = snapshot.has(node.name, node.parent, node.position, node.kind, node.token_ids.tobytes())
@@ -179,5 +181,5 @@ def _new_nodes(secret: int, reader: EntryReader) -> list[NewNode]:
         name = node_name(secret, parent, token_ids, node.kind)
         nodes.append(NewNode(name, parent, node.position, token_ids, node.kind, (), pieces, node.prefill_s))
         # A checkpoint continues its block; nothing continues a checkpoint.
-        parent = name if node.kind == Kind.BLOCK else parent
+        parent = name if node.kind == NodeKind.BLOCK else parent
     return nodes

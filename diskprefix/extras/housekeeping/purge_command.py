@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from msgspec.structs import asdict
+from msgspec import Struct
+from msgspec.structs import asdict, replace
 
 from diskprefix import hooks
 from diskprefix.cli.options import nonempty, setting_option
@@ -22,6 +24,7 @@ from diskprefix.cli.tooling import (
     shortened,
     show_first,
     store_options,
+    tenant_names,
 )
 from diskprefix.errors import CacheError, SettingsError
 from diskprefix.store.compact import compact_folder, compacted_bytes, rewrite_folder
@@ -29,8 +32,9 @@ from diskprefix.store.opening import DAMAGED
 from diskprefix.store.purge import Purged, PurgeFilter, PurgePlan, plan_purge
 from diskprefix.store.purge import purge as purge_store
 from diskprefix.store.snapshot import Snapshot
+from diskprefix.store.store import Store
 from diskprefix.store.tree import EntryInfo, list_entries
-from diskprefix.tenant_ids import matches, short_tenant
+from diskprefix.tenant_ids import matches
 from diskprefix.units import counted, format_size, parse_duration
 
 if TYPE_CHECKING:
@@ -102,57 +106,102 @@ def purge(
         wrong = "--all takes no conditions" if everything else "give ENTRY, --model, --salt, --older-than or --all"
         raise SettingsError(f"{wrong}; see `diskprefix purge --help`")
     older_than_s = None if older_than is None else parse_duration(older_than, param="--older-than")
-    now = time.time()
+    conditions = PurgeFilter(model=model, salt=salt, older_than_s=older_than_s)
     with opened_store(kv_cache_dir, write=not dry_run) as store:
-        with store.snapshot() as snapshot:
-            infos = list_entries(snapshot)
-            chosen_infos = [find_entry(infos, entry) for entry in entries]
-            names = frozenset(bytes.fromhex(info.id) for info in chosen_infos)
-            purge_filter = PurgeFilter(entries=names, model=model, salt=salt, older_than_s=older_than_s)
-            plan = plan_purge(snapshot, purge_filter, now)
-            if remote_tier is None:
-                # A bucket may have prompts that this store never had, or that an earlier purge removed from here only.
-                _require_known(snapshot, model, salt)
-        chosen = [info for info in infos if bytes.fromhex(info.id) in plan.entries]
+        selection = _select(store, entries, conditions, requires_known=remote_tier is None)
         if not as_json:
-            _show_plan(plan, chosen, "would be removed" if dry_run else "to remove")
+            _show_plan(selection, "would be removed" if dry_run else "to remove")
         if dry_run:
             if as_json:
-                print_json(_report(plan, chosen, None))
+                print_json(_report(selection, None))
             return 0
-        bucket = why_not = None
-        # Opened first: a prompt that is gone here can no longer be named there.
-        if store.names.namespace or remote_tier is not None:
-            bucket, why_not = _bucket(purge_filter, remote_tier, namespace_key_file)
-        if (plan or bucket) and not yes and not _confirmed(plan, remote_tier if bucket else None):
+        result = _purge_selected(store, selection, remote_tier, namespace_key_file, yes=yes)
+        if result is None:
             click.echo("nothing was purged", err=True)
             return 1
-        with progress("purging", plan.stored_bytes) as advance:
-            purged = purge_store(store, purge_filter, now, advance)
-        if bucket is not None:
-            _purge_bucket(purged, purge_filter, bucket)
-        elif plan:
-            purged.remote_error = why_not
         stored_bytes = store.file_bytes()
-    not_erased, size = None, ""
-    if erase:
+    return _rewrite_and_show(kv_cache_dir, selection, result, stored_bytes, erases=erase, as_json=as_json)
+
+
+class _Selection(Struct, frozen=True, kw_only=True):
+    """The conditions of a purge, the time at which they hold, and what meets them: the plan and its saved prompts."""
+
+    conditions: PurgeFilter
+    now: float
+    plan: PurgePlan
+    chosen: list[EntryInfo]
+
+
+class _Result(Struct, frozen=True, kw_only=True):
+    """The result of a purge, and whether the bucket was purged too."""
+
+    purged: Purged
+    has_bucket: bool
+
+    @property
+    def exit_code(self) -> int:
+        return 1 if self.purged.left_blocks or (self.has_bucket and self.purged.remote_error) else 0
+
+
+def _select(store: Store, entries: Sequence[str], conditions: PurgeFilter, *, requires_known: bool) -> _Selection:
+    """Returns what a purge of these entries removes. `requires_known`: a model or tenant of which nothing is stored is
+    an error. Raises `SettingsError`."""
+    now = time.time()
+    with store.snapshot() as snapshot:
+        infos = list_entries(snapshot)
+        names = frozenset(bytes.fromhex(find_entry(infos, entry).id) for entry in entries)
+        conditions = replace(conditions, entries=names)
+        plan = plan_purge(snapshot, conditions, now)
+        # A bucket may have prompts that this store never had, or that an earlier purge removed from here only.
+        if requires_known:
+            _require_known(snapshot, conditions.model, conditions.salt)
+    chosen = [info for info in infos if bytes.fromhex(info.id) in plan.entries]
+    return _Selection(conditions=conditions, now=now, plan=plan, chosen=chosen)
+
+
+def _purge_selected(
+    store: Store, selection: _Selection, remote_tier: str | None, namespace_key_file: Path | None, *, yes: bool
+) -> _Result | None:
+    """Purges the store, and the bucket if it is given. Asks first, unless `yes`; returns None if that is declined."""
+    plan, bucket, why_not = selection.plan, None, None
+    # Opened first: a prompt that is gone here can no longer be named there.
+    if store.names.namespace or remote_tier is not None:
+        bucket, why_not = _bucket(selection.conditions, remote_tier, namespace_key_file)
+    if (plan or bucket) and not yes and not _confirmed(plan, remote_tier if bucket else None):
+        return None
+    with progress("purging", plan.stored_bytes) as advance:
+        purged = purge_store(store, selection.conditions, selection.now, advance)
+    if bucket is not None:
+        _purge_bucket(purged, selection.conditions, bucket)
+    elif plan:
+        purged.remote_error = why_not
+    return _Result(purged=purged, has_bucket=bucket is not None)
+
+
+def _rewrite_and_show(
+    folder: Path, selection: _Selection, result: _Result, stored_bytes: int, *, erases: bool, as_json: bool
+) -> int:
+    """Rewrites or shrinks the store's file, and prints the result of the purge. Returns the exit code. Raises
+    `CacheError`, after the result is printed, if `erases` and the file cannot be rewritten."""
+    purged, not_erased, size = result.purged, None, ""
+    if erases:
         try:
             with progress("rewriting the file", stored_bytes) as advance:
-                purged.is_erased = rewrite_folder(store.path, advance)
+                purged.is_erased = rewrite_folder(folder, advance)
         except CacheError as error:
             not_erased = error
     elif purged.stored_bytes:
-        size = _shrunk(kv_cache_dir, purged.stored_bytes, stored_bytes)
+        size = _shrunk(folder, purged.stored_bytes, stored_bytes)
     if as_json:
-        print_json(_report(plan, chosen, purged))
+        print_json(_report(selection, purged))
     else:
-        if plan:
-            _show_purged(kv_cache_dir, purged)
+        if selection.plan:
+            _show_purged(folder, purged)
         click.echo(size, nl=bool(size))
         _show_elsewhere(purged)
     if not_erased is not None:
         raise not_erased
-    return 1 if purged.left_blocks or (bucket is not None and purged.remote_error) else 0
+    return result.exit_code
 
 
 def _bucket(
@@ -172,7 +221,7 @@ def _purge_bucket(purged: Purged, purge_filter: PurgeFilter, bucket: Bucket) -> 
     """Removes the prompts from the shared bucket too, and records the result in `purged`."""
     try:
         if purge_filter.entries:
-            purged.remote_objects = bucket.forget(purged.texts)
+            purged.remote_objects = bucket.delete_texts(purged.texts)
         else:
             purged.remote_objects = bucket.purge(purge_filter.is_of)
     except CacheError as error:
@@ -209,15 +258,17 @@ def _others(num_prompts: int, num_notes: int) -> str:
     return f"{prompts}, {counted(num_notes, 'record')} of replies" if num_notes else prompts
 
 
-def _show_plan(plan: PurgePlan, chosen: list[EntryInfo], title: str) -> None:
+def _show_plan(selection: _Selection, title: str) -> None:
+    plan = selection.plan
     if not plan:
         click.echo("nothing to purge here")
         return
+    named = tenant_names()
     show_first(
         [
-            f"{short_id(info.id)}  {info.model}  {short_tenant(info.tenant)}  {info.num_tokens:,} tokens  "
+            f"{short_id(info.id)}  {info.model}  {named(info.tenant)}  {info.num_tokens:,} tokens  "
             f"{shortened(info.preview, 60)}"
-            for info in chosen
+            for info in selection.chosen
         ]
     )
     amounts = _amounts(len(plan.entries), len(plan.nodes), plan.stored_bytes)
@@ -264,8 +315,9 @@ def _show_elsewhere(purged: Purged) -> None:
         click.echo(f"rewrote the file, but {why}", err=True)
 
 
-def _report(plan: PurgePlan, chosen: list[EntryInfo], purged: Purged | None) -> dict[str, Any]:
+def _report(selection: _Selection, purged: Purged | None) -> dict[str, Any]:
     """Returns the output of --json: the numbers of `purged`, or without it of the plan."""
+    plan = selection.plan
     done = purged or Purged(
         blocks=len(plan.nodes),
         prompts=len(plan.prompts),
@@ -273,5 +325,5 @@ def _report(plan: PurgePlan, chosen: list[EntryInfo], purged: Purged | None) -> 
         roots=len(plan.roots),
         stored_bytes=plan.stored_bytes,
     )
-    listed = {"kept_blocks": plan.kept_blocks, "entries": [asdict(info) for info in chosen]}
+    listed = {"kept_blocks": plan.kept_blocks, "entries": [asdict(info) for info in selection.chosen]}
     return {"dry_run": purged is None} | done.counts() | listed

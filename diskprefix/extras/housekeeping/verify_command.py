@@ -1,4 +1,4 @@
-"""`diskprefix verify`: check the store, and remove what is damaged."""
+"""`diskprefix verify`: check the store, and remove damaged records."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from transformers.utils import ModelOutput
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.cache.resources import open_store
+from diskprefix.cache.tiered_store import open_store
 from diskprefix.chat.boundaries import text_boundaries
 from diskprefix.engine.forward import prefill
 from diskprefix.errors import CacheError, InvalidRequest, ModelError, StoreUnavailable
@@ -165,7 +165,7 @@ class PrefixCacheSession:
         """
         self._require_open()
         writer = self._cache.writer
-        flushed = self._cache.settle(timeout_s) and writer.flush(timeout_s)
+        flushed = self._cache.finish_aside(timeout_s) and writer.flush(timeout_s)
         refused, self._refused = writer.dropped - self._refused, writer.dropped
         problem = self._cache.store.problem or self._cache.store.write_stall or writer.error
         if problem is not None:
@@ -302,7 +302,8 @@ class PrefixCacheSession:
             raise InvalidRequest.at("attention_mask", "a session takes one prompt without padding")
 
     def _prompt(self, token_ids: TokenIds) -> Prompt:
-        """Returns the prompt with its special tokens as boundaries. If only the first ones are, it has none."""
+        """Returns the prompt with its special tokens as boundaries. If only its first tokens are special, it has no
+        boundaries."""
         beginning = token_ids[:_PREVIEW_TOKENS].tolist()
         text = "" if self.tokenizer is None else str(self.tokenizer.decode(beginning))
         bos_id = getattr(self.tokenizer, "bos_token_id", None)

@@ -220,7 +220,7 @@ class Ollama:
         )
 
     def without_prompt(self, body: OllamaBody, model: str, /, *, may_unload: bool) -> Json | None:
-        # The front reads `keep_alive`, too, and unloads the model.
+        # The router reads `keep_alive`, too, and unloads the model.
         is_unloaded = body.keep_alive is not None and keep_alive_seconds(body.keep_alive) == 0 and may_unload
         if any(getattr(body, name, None) for name in ("messages", "prompt", "suffix", "images")):
             return None

@@ -1,4 +1,4 @@
-"""Models in the form of Ollama's lists, made from the cards of `/v1/models`. The front imports it: no pydantic."""
+"""Models in the form of Ollama's lists, made from the cards of `/v1/models`. The router imports it: no pydantic."""
 
 from __future__ import annotations
 

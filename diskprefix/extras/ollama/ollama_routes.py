@@ -75,8 +75,8 @@ async def _facts(request: Request, serving: Serving) -> dict[str, Any]:
     state = request.app.state
     if state.file_facts is None:
         state.file_facts = await state.daemon.threads.run("inspecting", facts_of, serving.engine.origin)
-    found: dict[str, Any] = state.file_facts
-    return found
+    facts: dict[str, Any] = state.file_facts
+    return facts
 
 
 @routes.add("POST /api/show", "Ollama: show a model", ShowRequest)

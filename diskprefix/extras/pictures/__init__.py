@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def open_pictures(model: PicturesModel) -> PictureProcessor:
-    """Returns what reads the pictures of a model."""
+    """Returns the reader of a model's pictures."""
     from diskprefix.extras.pictures.picture_reader import PictureReader
 
     return PictureReader.load(model)

@@ -226,9 +226,9 @@ def _decode(content: bytes, arguments: tuple[Any, ...], param: str) -> Any:
 
 
 def _key_of(files: Iterable[Path]) -> str:
-    """Returns what changes with the files of a model, and with the packages that read them."""
+    """Returns a key that changes with the files of a model and with the versions of the packages that read them."""
     versions = [*map(_installed, ("transformers", "pillow", "torchvision"))]
-    text = json.dumps([__version__, versions, [[str(one.absolute()), *file_stamp(one)] for one in files]])
+    text = json.dumps([__version__, versions, [[str(file.absolute()), *file_stamp(file)] for file in files]])
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 

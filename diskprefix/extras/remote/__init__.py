@@ -1,1 +1,1 @@
-"""The bucket that machines share: a tier behind the tiers of one machine."""
+"""The bucket that machines share: a tier below the tiers of one machine."""

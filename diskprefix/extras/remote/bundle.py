@@ -15,7 +15,7 @@ from diskprefix.extras.remote.signing import PREAMBLE_BYTES, ObjectRefused, sign
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.store.codec.codec import Codec, decode_piece, encode_piece
 from diskprefix.store.pieces import Payload
-from diskprefix.store.schema import Kind
+from diskprefix.store.schema import NodeKind
 from diskprefix.tokens import ID_BYTES
 
 ABOUT = "about"
@@ -59,7 +59,7 @@ class BundleSlot(NamedTuple):
 
 def blocks_per_bundle(nodes: PromptNodes) -> int:
     """Returns the number of blocks in a bundle, which depends on the layout only."""
-    block_bytes = nodes.layout.payload_bytes(nodes.block_size, Kind.BLOCK)
+    block_bytes = nodes.layout.payload_bytes(nodes.block_size, NodeKind.BLOCK)
     return max(1, min(_MAX_BLOCKS, -(-_TARGET_BYTES // max(1, block_bytes))))
 
 
@@ -87,8 +87,8 @@ def max_object_bytes(nodes: PromptNodes, slot: BundleSlot) -> int:
     """Returns the maximum size of the object in this place. A larger object, which somebody may have planted, is not
     read."""
     block, checkpoint, tail = (
-        sum(cut.piece.max_bytes for cut in nodes.layout.cuts(nodes.block_size, kind))
-        for kind in (Kind.BLOCK, Kind.CHECKPOINT, Kind.TAIL)
+        sum(piece.max_bytes for piece in nodes.layout.pieces(nodes.block_size, kind))
+        for kind in (NodeKind.BLOCK, NodeKind.CHECKPOINT, NodeKind.TAIL)
     )
     return PREAMBLE_BYTES + _MAX_HEADER_BYTES + (slot.last - slot.first) * (block + checkpoint) + slot.has_tail * tail
 
@@ -113,8 +113,8 @@ def encode_bundle(
     body: list[bytes | bytearray] = []
     for node, payload in payloads:
         # Always the smallest codec, because a network is slower than a decoder. No checksum: there is a MAC.
-        cuts = zip(payload, nodes.cuts(node), strict=True)
-        pieces = [encode_piece(raw, cut.piece, Codec.PLANES, None) for raw, cut in cuts]
+        parts = zip(payload, nodes.pieces(node), strict=True)
+        pieces = [encode_piece(raw, piece, Codec.PLANES, None) for raw, piece in parts]
         token_ids, sizes = nodes.token_bytes(node), tuple(map(len, pieces))
         bundled.append(BundledNode(node.name, node.parent, node.position, node.kind, token_ids, sizes))
         body += pieces
@@ -154,20 +154,20 @@ def _require_prompt(nodes: PromptNodes, slot: BundleSlot, header: Header) -> lis
     checked: list[Node] = []
     for item in header.nodes:
         label = f"node {item.name.hex()}"
-        if item.kind == Kind.CHECKPOINT and checked and checked[-1].kind == Kind.BLOCK:
+        if item.kind == NodeKind.CHECKPOINT and checked and checked[-1].kind == NodeKind.BLOCK:
             if len(item.token_ids) % ID_BYTES or len(item.token_ids) // ID_BYTES >= nodes.block_size:
                 raise ObjectRefused("mismatch", f"{label} has too many tokens")
             # Its tokens may differ from the prompt's: then the prompt has no use for it.
-            node = nodes.behind(checked[-1].end // nodes.block_size, item.token_ids, Kind.CHECKPOINT)
+            node = nodes.child(checked[-1].end // nodes.block_size, item.token_ids, NodeKind.CHECKPOINT)
         elif expected:
             node = expected.pop(0)
         else:
             raise ObjectRefused("mismatch", "it has more nodes than its name says")
         if (item.name, item.parent, item.position, item.kind) != (node.name, node.parent, node.position, node.kind):
             raise ObjectRefused("mismatch", "it has other nodes than its name says")
-        if item.kind != Kind.CHECKPOINT and item.token_ids != nodes.token_bytes(node):
+        if item.kind != NodeKind.CHECKPOINT and item.token_ids != nodes.token_bytes(node):
             raise ObjectRefused("mismatch", f"{label} has other tokens")
-        limits, sizes = [cut.piece.max_bytes for cut in nodes.cuts(node)], item.sizes
+        limits, sizes = [piece.max_bytes for piece in nodes.pieces(node)], item.sizes
         if len(sizes) != len(limits) or not all(0 <= n <= limit for n, limit in zip(sizes, limits, strict=True)):
             raise ObjectRefused("mismatch", f"{label} has another layout")
         checked.append(node)
@@ -178,10 +178,10 @@ def _require_prompt(nodes: PromptNodes, slot: BundleSlot, header: Header) -> lis
 
 def _decode_payload(nodes: PromptNodes, node: Node, bundled: BundledNode, stored: memoryview) -> Payload:
     payload: list[memoryview] = []
-    for cut, size in zip(nodes.cuts(node), bundled.sizes, strict=True):
-        out = np.empty((cut.piece.num_rows, cut.piece.row_bytes), dtype=np.uint8)
+    for piece, size in zip(nodes.pieces(node), bundled.sizes, strict=True):
+        out = np.empty((piece.num_rows, piece.row_bytes), dtype=np.uint8)
         try:
-            decode_piece(stored[:size], cut.piece, None, out)
+            decode_piece(stored[:size], piece, None, out)
         except StoreCorrupt as error:
             raise ObjectRefused("mismatch", f"a piece of node {node.name.hex()}: {error}") from error
         stored = stored[size:]

@@ -29,7 +29,7 @@ _MAX_RETRY_S = 5.0
 _WRITE_S = 60.0
 """Longer than for reads, because no request waits for a write."""
 _MAX_PATHS = 4_000_000
-"""As many bundles have some 10 TB."""
+"""The maximum length of a listing: so many bundles take about 10 TB."""
 _FLAG = "--remote-tier"
 _REFUSED = {"PermissionDeniedError": 403, "UnauthenticatedError": 401}
 _STATUS = re.compile(r"\bstatus:? (40[0-3]|407|501)\b")
@@ -59,7 +59,7 @@ class ObjectStore:
         self.url, self._obstore = url, _import()
         self.breaker, self.write_breaker = Breaker(), Breaker()
         self.problem = ""
-        """Why the last request was refused, with what to check; "" if it was not."""
+        """Why the last read was refused, with what to check; "" if it was not. A bucket may be read-only."""
         try:
             folder = _folder_of(url)
             if folder is not None:
@@ -139,6 +139,7 @@ class ObjectStore:
         """Returns the result of a request, or None if there is no such object. `breaker` defaults to the breaker for
         reading."""
         breaker = breaker or self.breaker
+        reads = breaker is not self.write_breaker
         if not breaker.allows():
             raise RemoteUnavailable(f"{self.url} failed several times and is left alone for a while")
         result: _Result | None = None
@@ -152,20 +153,22 @@ class ObjectStore:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic in obstore is no `Exception`
-            self._note_refusal(error)
-            if breaker.failed() and not self.problem:
+            if reads:
+                self._note_refusal(error)
+            if breaker.failed() and not (reads and self.problem):
                 log.warning("[remote] going on without %s: %s", self.url, escaped(first_line(error)))
             raise RemoteUnavailable(f"{self.url}: {escaped(first_line(error))}") from error
-        if breaker.is_failing or self.problem:
+        if breaker.is_failing or (reads and self.problem):
             log.info("[remote] %s answers again", self.url)
-        self.problem = ""
+        if reads:
+            self.problem = ""
         breaker.succeeded()
         return result
 
     def _note_refusal(self, error: BaseException) -> None:
         """Keeps and logs why the server refuses the caller, once until a request succeeds."""
         text = first_line(error)
-        status = _REFUSED.get(type(error).__name__) or ((found := _STATUS.search(text)) and found[1])
+        status = _REFUSED.get(type(error).__name__) or ((match := _STATUS.search(text)) and match[1])
         if status and not self.problem:
             variables = _CHECK.get(urlsplit(self.url).scheme, "the credentials in the environment")
             self.problem = f"the bucket {self.url} answers {status}: check {variables}"

@@ -28,7 +28,7 @@ from diskprefix.namespace_key import NamespaceKey
 from diskprefix.settings import Settings
 from diskprefix.store.changes import NewNode
 from diskprefix.store.purge import GoneText
-from diskprefix.store.schema import Kind
+from diskprefix.store.schema import NodeKind
 
 log = logging.getLogger("diskprefix")
 
@@ -49,8 +49,8 @@ def open_tier(settings: Settings) -> RemoteTier:
 
 @dataclass
 class RemoteTier:
-    """The objects of one namespace. Methods are for any thread. Only `forget` raises network errors. With `writes`
-    False, nothing is ever written."""
+    """The objects of one namespace. Methods are for any thread. Only `delete_texts` raises network errors. With
+    `writes` False, nothing is ever written."""
 
     objects: ObjectStore
     key: NamespaceKey
@@ -83,7 +83,7 @@ class RemoteTier:
         if nodes.num_blocks * nodes.block_size - num_held < nodes.block_size:
             # Less than a block takes about as long to compute as to ask for.
             return Prefetched()
-        num_bytes = (nodes.num_blocks - num_near) * nodes.layout.payload_bytes(nodes.block_size, Kind.BLOCK)
+        num_bytes = (nodes.num_blocks - num_near) * nodes.layout.payload_bytes(nodes.block_size, NodeKind.BLOCK)
         if not request.pays(len(nodes.token_ids) - num_held, num_bytes):
             self.counted.count("slower")
             return Prefetched()
@@ -123,11 +123,11 @@ class RemoteTier:
             self._uploads.append(upload)
             self._has_upload.notify_all()
 
-    def forget(self, texts: Sequence[GoneText], timeout_s: float) -> int:
+    def delete_texts(self, texts: Sequence[GoneText], timeout_s: float) -> int:
         """Removes the objects of deleted texts; see `upkeep`. Waits up to `timeout_s` seconds for uploads. Returns the
         number of objects. Raises `RemoteUnavailable`."""
         self.flush(timeout_s)
-        paths = NamespaceObjects(self.objects, self.key).delete_texts(texts)
+        paths = NamespaceObjects(self.objects, self.key).delete_objects_of(texts)
         self.counted.forget(paths)
         return len(paths)
 
@@ -200,7 +200,7 @@ class RemoteTier:
                 token_ids=np.frombuffer(token_ids, dtype=np.int32),
                 kind=node.kind,
                 payload=payload,
-                pieces=tuple(cut.piece for cut in request.nodes.cuts(node)),
+                pieces=request.nodes.pieces(node),
                 prefill_s=request.prefill_s_per_token * node.num_tokens,
                 ttl_s=request.ttl_s,
                 replaces=request.replaces,

@@ -15,7 +15,7 @@ from diskprefix.extras.remote.signing import ObjectRefused, verified
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.settings import expanded
 from diskprefix.store.purge import GoneText
-from diskprefix.store.schema import Kind, RootRecord, node_name
+from diskprefix.store.schema import NodeKind, RootRecord, node_name
 from diskprefix.tokens import ID_BYTES
 
 _BATCH_PATHS = 500
@@ -47,11 +47,11 @@ class NamespaceObjects(Struct, frozen=True):
         self._delete(paths)
         return sum(not path.endswith(f"/{ABOUT}") for path in paths)
 
-    def forget(self, texts: Iterable[GoneText]) -> int:
+    def delete_texts(self, texts: Sequence[GoneText]) -> int:
         """See `Bucket`."""
-        return len(self.delete_texts(texts))
+        return len(self.delete_objects_of(texts))
 
-    def delete_texts(self, texts: Iterable[GoneText]) -> list[str]:
+    def delete_objects_of(self, texts: Iterable[GoneText]) -> list[str]:
         """Removes the objects that hold parts of these texts that no remaining saved prompt has. Returns their paths.
         Objects are named by their ends, so objects that extend beyond a text are not found."""
         names: dict[bytes, set[str]] = defaultdict(set)
@@ -84,12 +84,12 @@ def _object_names(key: NamespaceKey, text: GoneText) -> Iterator[str]:
     """Yields the names of all objects that may end within the part of a text that is not kept."""
     secret = key.names_seed
     token_ids, size, parent = text.token_ids.tobytes(), ID_BYTES * text.block_size, text.root
-    kept = ID_BYTES * text.num_kept
+    kept_bytes = ID_BYTES * text.num_kept
     for start in range(0, len(token_ids) + 1, size):
         part = token_ids[start : start + size]
-        if start + size > kept:
-            for end in range(max(0, kept - start), len(part) + 1, ID_BYTES):
-                yield node_name(secret, parent, part[:end], Kind.TAIL).hex()
-        parent = node_name(secret, parent, part, Kind.BLOCK)
-        if len(part) == size and start + size > kept:
+        if start + size > kept_bytes:
+            for end in range(max(0, kept_bytes - start), len(part) + 1, ID_BYTES):
+                yield node_name(secret, parent, part[:end], NodeKind.TAIL).hex()
+        parent = node_name(secret, parent, part, NodeKind.BLOCK)
+        if len(part) == size and start + size > kept_bytes:
             yield parent.hex()

@@ -27,7 +27,7 @@ from diskprefix.extras.remote.objects import ObjectStore
 from diskprefix.extras.remote.signing import ObjectRefused, signed, verified
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.store.pieces import Payload
-from diskprefix.store.schema import Kind
+from diskprefix.store.schema import NodeKind
 
 
 def write_prompt(
@@ -111,9 +111,9 @@ def _payloads(upload: Upload, slot: BundleSlot) -> list[tuple[Node, Payload]]:
             if (view := _nearest(nodes, views, node)) is None:
                 return []
             payloads.append((node, _read(nodes, node, view)))
-            if nodes.layout.states and node.kind == Kind.BLOCK:
+            if nodes.layout.states and node.kind == NodeKind.BLOCK:
                 for point in nodes.checkpoints(node.end // nodes.block_size, upload.num_tokens):
-                    if point.kind == Kind.CHECKPOINT and (view := _nearest(nodes, views, point)) is not None:
+                    if point.kind == NodeKind.CHECKPOINT and (view := _nearest(nodes, views, point)) is not None:
                         payloads.append((point, _read(nodes, point, view)))
                         break
     return payloads
@@ -121,9 +121,9 @@ def _payloads(upload: Upload, slot: BundleSlot) -> list[tuple[Node, Payload]]:
 
 def _read(nodes: PromptNodes, node: Node, view: View) -> Payload:
     """Returns a copy of a node's raw payload. Raises `StoreCorrupt`."""
-    cuts, payload = nodes.cuts(node), list[memoryview]()
-    for cut, write in zip(cuts, view.pieces(node, cuts, range(len(cuts))), strict=True):
-        out = np.empty((cut.piece.num_rows, cut.piece.row_bytes), dtype=np.uint8)
+    pieces, payload = nodes.pieces(node), list[memoryview]()
+    for piece, write in zip(pieces, view.piece_writes(node, pieces, range(len(pieces))), strict=True):
+        out = np.empty((piece.num_rows, piece.row_bytes), dtype=np.uint8)
         write(out)
         payload.append(out.reshape(-1).data)
     return tuple(payload)

@@ -8,6 +8,7 @@ import platform
 import socket
 from collections.abc import Iterator
 from contextlib import closing
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -16,10 +17,11 @@ from msgspec import Struct
 from diskprefix.cli.tooling import existing_folder
 from diskprefix.errors import CacheError, NotReady, SettingsError, StoreCorrupt, StoreFormatError
 from diskprefix.extras.daemon_call import running_daemon
+from diskprefix.model.load.imports import INSTALL
 from diskprefix.printable import shown
 from diskprefix.settings import Settings
 from diskprefix.store.folder import DATA, check_folder, disk_full
-from diskprefix.store.savings import total_savings
+from diskprefix.store.statistics.savings import total_savings
 from diskprefix.store.store import Store
 from diskprefix.units import format_size
 
@@ -41,6 +43,14 @@ class Finding(Struct, frozen=True):
 
 def torch_findings(settings: Settings) -> Iterator[Finding]:
     """Yields the findings about torch's build and instruction sets, the device and the kernels."""
+    if find_spec("torch") is None:
+        yield Finding("torch", "ok", f"not installed: only models without a plan and images need it ({INSTALL})")
+    else:
+        yield from _installed_torch_findings(settings)
+    yield _kernels_finding(settings.kernels)
+
+
+def _installed_torch_findings(settings: Settings) -> Iterator[Finding]:
     import torch
 
     from diskprefix.model.load.loader import pick_device
@@ -56,7 +66,6 @@ def torch_findings(settings: Settings) -> Iterator[Finding]:
         text = f"on {kind} models are computed plainly: exact in steps of one grid, one sequence a step"
         advice = "--device cpu is exact at every token; vLLM serves many users on GPUs"
         yield Finding("accelerator", "note", text, advice)
-    yield _kernels_finding(settings.kernels)
 
 
 def _kernels_finding(kernels: str) -> Finding:

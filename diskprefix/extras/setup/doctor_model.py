@@ -27,8 +27,8 @@ _SHORT_CONTEXT = 16_384
 
 
 def together_finding(settings: Settings, models: Sequence[KnownModel]) -> Finding:
-    """Returns whether the models of a daemon with several fit into memory together, as its front counts them."""
-    from diskprefix.extras.front.listing import fit_beside
+    """Returns whether the models of a daemon with several fit into memory together, as its router counts them."""
+    from diskprefix.extras.router.listing import fit_beside
     from diskprefix.model.load.memory import available_ram_bytes
 
     if not models:
@@ -79,7 +79,9 @@ def _listing_finding(settings: Settings) -> Finding:
     model = settings.model
     listing = None if model is None or model == EMBEDDED.name else listing_of(model)
     if listing is not None:
-        finding = _fit_finding(settings, listing.needs(settings.dtype).of(settings.kv_type, settings.context))
+        finding = _fit_finding(
+            settings, listing.needs(settings.dtype, settings.weights).of(settings.kv_type, settings.context)
+        )
         return replace(finding, text=f"{finding.text}; it is not on this machine yet")
     name = "the embedded model" if model is None else repr(model)
     return Finding("model", "skipped", f"{name} is not on this machine yet: the first start downloads it")

@@ -12,7 +12,7 @@ from diskprefix.cache.policy.select import StateKind
 from diskprefix.store.changes import node_bytes
 from diskprefix.store.codec.codec import Element, Piece
 from diskprefix.store.pieces import PayloadLayout
-from diskprefix.store.schema import Kind
+from diskprefix.store.schema import NodeKind
 
 _ROW_BYTES = 128
 _STATE_ROW_BYTES = 1 << 10
@@ -43,7 +43,7 @@ class Geometry(Struct, frozen=True, dict=True):
             states=states if self.state_bytes else (),
         )
 
-    def stored_bytes(self, num_tokens: int, kind: Kind) -> int:
+    def stored_bytes(self, num_tokens: int, kind: NodeKind) -> int:
         """Returns the size of an uncompressed node in the file: its records, and whole pages for its pieces."""
         return node_bytes(num_tokens, [piece.num_bytes for piece in self.layout.pieces(num_tokens, kind)])
 

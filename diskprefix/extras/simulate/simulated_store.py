@@ -25,7 +25,7 @@ from diskprefix.store.eviction import (
     usable_bytes,
     with_uses,
 )
-from diskprefix.store.schema import USAGE_DTYPE, Kind, UsageRecord
+from diskprefix.store.schema import USAGE_DTYPE, NodeKind, UsageRecord
 from diskprefix.tokens import TokenIds, num_common
 
 _UNUSED = np.zeros((), USAGE_DTYPE)
@@ -186,7 +186,7 @@ class SimulatedStore:
         if not entry.token_ids:
             return None
         for listed, name in self._starting_with(entry.node.parent, entry.token_ids):
-            has_logits = self._nodes[self._rows[name]].kind == Kind.TAIL and entry.node.kind == Kind.BLOCK
+            has_logits = self._nodes[self._rows[name]].kind == NodeKind.TAIL and entry.node.kind == NodeKind.BLOCK
             if len(listed) > len(entry.token_ids) or has_logits:
                 return name
         return None
@@ -215,7 +215,9 @@ class SimulatedStore:
             bytes_wanted=wanted,
             pinned=keep,
             now=now,
-            saves_nothing=(lambda name: self._nodes[self._rows[name]].kind == Kind.BLOCK) if self._has_states else None,
+            saves_nothing=(lambda name: self._nodes[self._rows[name]].kind == NodeKind.BLOCK)
+            if self._has_states
+            else None,
         )
         room = usable - self.used_bytes
         room += sum(int(self._records["stored_bytes"][self._rows[name]]) for name in victims)

@@ -1,6 +1,6 @@
 """Runs a workload through a policy. Each request takes the steps of `cache.cached_request`, without any state.
 
-README.md lists what is not simulated.
+README.md lists the omissions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from diskprefix.extras.simulate.geometry import Geometry
 from diskprefix.extras.simulate.simulated_memory import SimulatedMemory
 from diskprefix.extras.simulate.simulated_store import NewEntry, SimulatedStore
 from diskprefix.extras.simulate.trace import Trace, TraceRequest
-from diskprefix.store.schema import Kind
+from diskprefix.store.schema import NodeKind
 from diskprefix.store.written import WrittenBytes
 from diskprefix.tokens import LEAST_TOKENS, TokenIds, TokenPath, root_hash
 from diskprefix.values import CacheOptions, Scope, Selection
@@ -224,7 +224,7 @@ class Simulator:
         plan = planner.plan(selection, {at for at in selection.checkpoints if at > restored.num_tokens})
         written = self._store(request, planner, plan, selection)
         keeps_logits = selection.keep_tail and self._geometry.state_kind == "token"
-        if keeps_logits and not (plan.nodes and plan.nodes[-1].kind == Kind.TAIL):
+        if keeps_logits and not (plan.nodes and plan.nodes[-1].kind == NodeKind.TAIL):
             self._ends.add(nodes.end_id)
         if request.save:
             for name, ttl_s in marked_nodes(nodes, request.prompt.marks, request.ttl_s):
@@ -260,7 +260,7 @@ class Simulator:
             return 0
         entries = [entry for entry in entries if entry.node.name in self.store]
         for entry in entries if self._geometry.state_bytes else ():
-            if entry.node.kind != Kind.BLOCK:
+            if entry.node.kind != NodeKind.BLOCK:
                 self.store.remove_superseded(nodes, entry, selection.anchors)
         for entry in entries:
             self.totals.written_bytes += entry.num_bytes

@@ -22,20 +22,20 @@ def upper_bound(trace: Trace, policy: Policy, geometry: Geometry) -> Totals:
     are exact at every token, else one block, and at most `min_tokens`. Requests' own options are ignored, except the
     scope `off` and `save: false`.
     """
-    totals, kept = Totals(), RadixTree(max_tokens=None)
+    totals, tree = Totals(), RadixTree(max_tokens=None)
     min_restored = min(policy.block_size, max(policy.min_tokens, 1))
     if geometry.state_kind == "token":
         min_restored = min(min_restored, LEAST_TOKENS)
     for request in trace:
         token_ids, root = request.prompt.token_ids, request.tenant.encode()
         if request.is_ahead:
-            kept.add(root, token_ids)
+            tree.add(root, token_ids)
             continue
         totals.requests += 1
         totals.prompt_tokens += len(token_ids)
         if request.scope == _OFF:
             continue
-        shared = kept.shared(root, token_ids)
+        shared = tree.shared(root, token_ids)
         restored = shared if shared >= min_restored else 0
         totals.hits += restored > 0
         totals.restored_tokens += restored
@@ -44,8 +44,8 @@ def upper_bound(trace: Trace, policy: Policy, geometry: Geometry) -> Totals:
             # The state of a reply is kept only if decoding gives the bits of a prefill.
             whole = np.concatenate([token_ids, request.reply]) if geometry.state_kind == "token" else token_ids
             totals.selected_tokens += len(token_ids)
-            totals.written_tokens += len(whole) - kept.shared(root, whole)
-            kept.add(root, whole)
+            totals.written_tokens += len(whole) - tree.shared(root, whole)
+            tree.add(root, whole)
     num_bytes = totals.written_tokens * geometry.bytes_per_token
     totals.written_bytes = totals.peak_bytes = num_bytes
     return totals

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -15,10 +18,13 @@ from msgspec import Struct, field
 from diskprefix.cli.options import api_key_option, option, url_option
 from diskprefix.cli.tooling import status
 from diskprefix.errors import DiskPrefixError, NotReady, SettingsError
-from diskprefix.extras.daemon_call import Stream, running_daemon, streaming_daemon, wait_ready
+from diskprefix.extras.daemon_call import ConnectionBroken, Stream, running_daemon, streaming_daemon, wait_ready
 from diskprefix.extras.open_page import open_page
 from diskprefix.printable import printable_only, shown
 from diskprefix.units import counted, format_duration
+
+if TYPE_CHECKING:
+    from diskprefix.extras.talk.wrapped_text import WrappedText
 
 _EPILOG = """\b
 Examples:
@@ -61,6 +67,7 @@ class Talk(Struct):
             **{name: value for name, value in self.fields.items() if value is not None},
         }
         reply: list[str] = []
+        thoughts, text_of_reply = _output(dim=True), _output()
         is_thinking, is_cut, done = False, False, None
         try:
             with self.stream(_PATH, body) as events:
@@ -72,13 +79,18 @@ class Talk(Struct):
                         is_cut = choice.get("finish_reason") == "length"
                         if thought := delta.get("reasoning_content"):
                             is_thinking = True
-                            click.secho(_without_controls(thought), dim=True, nl=False)
+                            thoughts.add(_without_controls(thought))
                         if text := delta.get("content"):
-                            click.echo("\n" * is_thinking + _without_controls(text), nl=False)
+                            thoughts.end()
+                            text_of_reply.add("\n" * is_thinking + _without_controls(text))
                             is_thinking = False
                             reply.append(text)
                     done = event if "prefix_cache" in event else done
+        except ConnectionBroken as error:
+            raise NotReady(_broken_off(sum(map(len, reply)))) from error
         finally:
+            thoughts.end()
+            text_of_reply.end()
             click.echo()
             if reply:
                 self.messages.append({"role": "assistant", "content": "".join(reply)})
@@ -209,6 +221,31 @@ def _wait_for_daemon(url: str, api_key: str | None) -> None:
 def _without_controls(text: str) -> str:
     """Returns a piece of a reply without characters that would control the terminal."""
     return "".join(char for char in text if char.isprintable() or char in "\n\t")
+
+
+def _output(*, dim: bool = False) -> WrappedText | _Raw:
+    """Returns an output for the pieces of a reply: wrapped at words in a terminal, unchanged elsewhere."""
+    write = partial(click.secho, dim=True, nl=False) if dim else partial(click.echo, nl=False)
+    if not sys.stdout.isatty():
+        return _Raw(write)
+    # The help needs no rich.
+    from diskprefix.extras.talk.wrapped_text import WrappedText
+
+    return WrappedText(lambda: shutil.get_terminal_size().columns, write)
+
+
+class _Raw(Struct):
+    """Prints pieces as they are."""
+
+    add: Callable[[str], None]
+
+    def end(self) -> None:
+        """Nothing is held back."""
+
+
+def _broken_off(num_chars: int) -> str:
+    where = f"after {counted(num_chars, 'character')} of the reply" if num_chars else "before the reply began"
+    return f"the connection broke {where}; try again"
 
 
 def _figures(done: dict[str, Any]) -> str:

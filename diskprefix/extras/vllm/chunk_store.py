@@ -30,7 +30,7 @@ from diskprefix.store.changes import NewNode, batches
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.store.pieces import DTYPES, LAYOUT_VERSION, LayoutGroup, LayoutText, PayloadLayout, split_payload
 from diskprefix.store.save import Save
-from diskprefix.store.schema import Kind, RootRecord, node_name
+from diskprefix.store.schema import NodeKind, RootRecord, node_name
 from diskprefix.store.store import Publication
 from diskprefix.tokens import ID_BYTES, as_token_ids
 
@@ -38,7 +38,7 @@ log = logging.getLogger("diskprefix")
 
 DIGEST_BYTES = 32
 NUM_IDS = DIGEST_BYTES // ID_BYTES
-"""The number of token ids whose place a digest takes."""
+"""The number of token ids that a digest replaces."""
 GROUP = "kv_group"
 """The field of an identity that has the index of the group."""
 _ROW_BYTES = 4096
@@ -78,7 +78,7 @@ class ChunkStore:
         """`identity` is the identity of group 0 for all ranks, with a layout from `chunk_layout`."""
         self._shared, self._identity = shared, identity
         self._layout = PayloadLayout.parse(identity.layout)
-        self.chunk_bytes = self._layout.payload_bytes(NUM_IDS, Kind.BLOCK)
+        self.chunk_bytes = self._layout.payload_bytes(NUM_IDS, NodeKind.BLOCK)
         self._staging = Staging(self.chunk_bytes)
         self._readers = ThreadPoolExecutor(READER_THREADS, thread_name_prefix="kv-reader", initializer=unbind)
         self._roots: dict[int, tuple[bytes, RootRecord]] = {}
@@ -156,7 +156,9 @@ class ChunkStore:
 
     def _node(self, key: ChunkKey) -> Node:
         root, _ = self._root_of(key.group)
-        return Node(node_name(self._shared.store.secret, root, key.digest, Kind.BLOCK), root, 0, NUM_IDS, Kind.BLOCK)
+        return Node(
+            node_name(self._shared.store.secret, root, key.digest, NodeKind.BLOCK), root, 0, NUM_IDS, NodeKind.BLOCK
+        )
 
     def _find(self, views: Sequence[View], key: ChunkKey) -> tuple[Node, View] | None:
         """Returns a chunk's node and the first view that has it, or None."""
@@ -172,12 +174,12 @@ class ChunkStore:
         if (stored := self._find(views, key)) is None:
             return None
         node, view = stored
-        cuts, rows = self._layout.cuts(NUM_IDS, Kind.BLOCK), place.reshape(-1, _ROW_BYTES)
+        pieces, rows = self._layout.pieces(NUM_IDS, NodeKind.BLOCK), place.reshape(-1, _ROW_BYTES)
         reads: list[Future[None]] = []
         # The view owns the memory that is read, so it must not be closed before.
         reading.callback(wait, reads)
-        for cut, write in zip(cuts, view.pieces(node, cuts, range(len(cuts))), strict=True):
-            reads.append(self._readers.submit(write, rows[cut.first_row : cut.first_row + cut.piece.num_rows]))
+        for piece, write in zip(pieces, view.piece_writes(node, pieces, range(len(pieces))), strict=True):
+            reads.append(self._readers.submit(write, rows[piece.rows]))
         return node, view, reads
 
     def _finish_read(self, node: Node, view: View, reads: Sequence[Future[None]]) -> bool:
@@ -186,16 +188,16 @@ class ChunkStore:
             for read in reads:
                 read.result()
         except StoreCorrupt as error:
-            view.drop(node, error)
+            view.drop_damaged(node, error)
             return False
         return True
 
     def _publish(self, group: int, chunks: Sequence[tuple[ChunkKey, Bytes]]) -> bool:
-        save, writer = Save(self._shared.store.epoch), self._shared.writer
+        root, record = self._root_of(group)
+        save, writer = Save(self._shared.store.epochs.of(record.tenant)), self._shared.writer
         if (room := writer.reserve(len(chunks) * self.chunk_bytes)) is None:
             return False
         try:
-            root, record = self._root_of(group)
             publication = Publication(
                 epoch=save.epoch,
                 root=root,
@@ -205,19 +207,19 @@ class ChunkStore:
         except BaseException:
             room.release()
             raise
-        writer.add(save, publication, [room], is_last=True)
+        writer.queue_publication(save, publication, [room], is_last=True)
         return True
 
     def _captured(self, key: ChunkKey, place: Bytes) -> NewNode:
         payload, node = self._staging.take(), self._node(key)
         payload[:] = place
-        pieces = self._layout.pieces(NUM_IDS, Kind.BLOCK)
+        pieces = self._layout.pieces(NUM_IDS, NodeKind.BLOCK)
         return NewNode(
             name=node.name,
             parent=node.parent,
             position=0,
             token_ids=as_token_ids(np.frombuffer(key.digest, "<i4")),
-            kind=Kind.BLOCK,
+            kind=NodeKind.BLOCK,
             payload=split_payload(payload.data, pieces),
             pieces=pieces,
         )

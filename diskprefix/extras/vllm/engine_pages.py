@@ -219,13 +219,13 @@ def _stack(run: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class PageSink:
-    """The pages of some blocks, as a `cache.tiers.tier.BlockSink`. `blocks` maps the position of each block in tokens
-    to the engine's blocks by group."""
+    """The pages of some blocks, which `fill` fills. `blocks` maps the position of each block in tokens to the engine's
+    blocks by group."""
 
     def __init__(self, pages: Pages, blocks: Mapping[int, Sequence[Sequence[int]]]) -> None:
         self._pages, self._blocks = pages, blocks
 
     def fill(self, position: int, num_tokens: int, group: int, rows: slice, write: Write) -> None:
-        """See `BlockSink`. Fills whole blocks only."""
+        """See `cache.tiers.tier.Fill`. Fills whole blocks only."""
         del num_tokens
         self._pages.fill(self._blocks[position], group, rows, write)

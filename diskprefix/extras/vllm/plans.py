@@ -11,7 +11,7 @@ from msgspec import Struct
 from diskprefix.cache.tiers.nodes import Node
 from diskprefix.identity import differing, identity_fields, identity_text
 from diskprefix.printable import shown
-from diskprefix.store.schema import Kind, RootRecord
+from diskprefix.store.schema import NodeKind, RootRecord
 from diskprefix.store.store import Store
 from diskprefix.tokens import root_hash
 
@@ -32,7 +32,7 @@ class PlannedBlock(Struct, frozen=True):
 
     def node(self, rank: int) -> Node:
         num_tokens = len(self.token_ids) // 4
-        return Node(self.names[rank], self.parents[rank], self.position, num_tokens, Kind.BLOCK)
+        return Node(self.names[rank], self.parents[rank], self.position, num_tokens, NodeKind.BLOCK)
 
 
 class Load(Struct, frozen=True):

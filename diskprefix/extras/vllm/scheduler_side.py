@@ -23,8 +23,8 @@ from diskprefix.extras.vllm.request_options import BadParameters, options_of
 from diskprefix.extras.vllm.shared_store import SharedStore
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.save import Save
-from diskprefix.store.savings import Tally
-from diskprefix.store.schema import Kind, node_name
+from diskprefix.store.schema import NodeKind, node_name
+from diskprefix.store.statistics.savings import Tally
 from diskprefix.store.store import Publication
 from diskprefix.tokens import TokenIds, TokenPath, as_token_ids
 from diskprefix.values import MAX_VALUE, SHARED, CacheOptions, CacheReport, Mark, Prompt, Selection, Tenant
@@ -105,7 +105,7 @@ class SchedulerSide:
         self._recorder = hooks.open_recorder(shared.settings, lambda: shared.store.secret)
         if self._recorder is not None:
             layouts = (PayloadLayout.parse(rank.layout) for rank in ranks)
-            block_bytes = sum(layout.payload_bytes(self._block_size, Kind.BLOCK) for layout in layouts)
+            block_bytes = sum(layout.payload_bytes(self._block_size, NodeKind.BLOCK) for layout in layouts)
             self._recorder.describe(
                 bytes_per_token=block_bytes // self._block_size, state_bytes=0, logits_bytes=0, exact_at="grid"
             )
@@ -283,7 +283,7 @@ class SchedulerSide:
         num_blocks, size = len(tracked.names[0]) - 1, self._block_size
         for names in tracked.names:
             for index in range(num_blocks):
-                node = Node(names[index + 1], names[index], index * size, size, Kind.BLOCK)
+                node = Node(names[index + 1], names[index], index * size, size, NodeKind.BLOCK)
                 if not any(view.has(node, self._block_tokens(tracked, index)) for view in views):
                     num_blocks = index
                     break
@@ -293,7 +293,7 @@ class SchedulerSide:
         """Returns the policy's choice of how much to keep, and remembers the prompt as seen."""
         options, prompt = tracked.options, Prompt(tracked.prompt, marks=tracked.marks)
         namespace = self._namespaces.get(tracked.tenant)
-        self._namespaces.read(namespace)
+        self._namespaces.read_seen(namespace)
         names = tracked.names[0][1:]
         restored = tracked.num_matched * self._block_size
         selection = selection_of(
@@ -305,7 +305,7 @@ class SchedulerSide:
 
     def _remember(self, tracked: Tracked, namespace: TenantNamespace, names: Sequence[bytes]) -> None:
         namespace.remember(tracked.prompt, b"", names, self._shared.store.clock(), math.inf)
-        epoch = self._shared.store.epoch
+        epoch = self._shared.store.epochs.of(namespace.record.tenant)
         publication = Publication(
             epoch=epoch,
             root=namespace.root,
@@ -313,13 +313,14 @@ class SchedulerSide:
             nodes=(),
             prompt=TokenPath(epoch.secret, namespace.root, tracked.prompt, self._block_size),
         )
-        self._shared.writer.add(Save(epoch), publication, is_last=True)
+        self._shared.writer.queue_publication(Save(epoch), publication, is_last=True)
 
     def _tally(self, tracked: Tracked) -> None:
         num_tokens = tracked.num_restored
         namespace = self._namespaces.get(tracked.tenant)
         tally = Tally(requests=1, prompt_tokens=len(tracked.prompt), restored_tokens=num_tokens)
-        self._shared.writer.savings.record(self._shared.store.epoch, namespace.root, namespace.record, tally)
+        epoch = self._shared.store.epochs.of(namespace.record.tenant)
+        self._shared.savings.record_request(epoch, namespace.root, namespace.record, tally)
 
     def _plan_save(self, tracked: Tracked, num_computed: int, blocks: Sequence[Sequence[int]]) -> BlocksToSave | None:
         """Returns the blocks to save: wanted, not stored, and complete when `num_computed` tokens are computed. Draft
@@ -377,7 +378,7 @@ class SchedulerSide:
         for index in range(num_named, num_blocks):
             for names in tracked.names:
                 token_ids = self._block_tokens(tracked, index)
-                names.append(node_name(self._shared.store.secret, names[-1], token_ids, Kind.BLOCK))
+                names.append(node_name(self._shared.store.secret, names[-1], token_ids, NodeKind.BLOCK))
 
     def _block_tokens(self, tracked: Tracked, index: int) -> bytes:
         """Returns the token ids of a block, int32, little-endian."""

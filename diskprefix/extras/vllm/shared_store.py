@@ -7,7 +7,7 @@ import os
 import threading
 from pathlib import Path
 
-from diskprefix.cache.resources import TieredStore, open_store
+from diskprefix.cache.tiered_store import TieredStore, open_store
 from diskprefix.extras.vllm.processors import unbound
 from diskprefix.settings import Settings
 

@@ -23,9 +23,9 @@ from diskprefix.extras.vllm.processors import unbind
 from diskprefix.extras.vllm.shared_store import SharedStore
 from diskprefix.extras.vllm.staging import Staging
 from diskprefix.store.changes import NewNode
-from diskprefix.store.pieces import PayloadLayout, split_payload
-from diskprefix.store.save import Hold, Save
-from diskprefix.store.schema import EntryRecord, Kind
+from diskprefix.store.pieces import Hold, PayloadLayout, split_payload
+from diskprefix.store.save import Save
+from diskprefix.store.schema import EntryRecord, NodeKind
 from diskprefix.store.store import Publication
 from diskprefix.tokens import TokenPath, as_token_ids
 
@@ -43,7 +43,7 @@ class WorkerSide:
         self._layout = PayloadLayout.parse(identity.layout)
         self.block_bytes = pages.block_bytes(identity.block_size)
         """The bytes of one block in the pages of this rank."""
-        assert self.block_bytes == self._layout.payload_bytes(identity.block_size, Kind.BLOCK)
+        assert self.block_bytes == self._layout.payload_bytes(identity.block_size, NodeKind.BLOCK)
         self._staging = Staging(self.block_bytes)
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="kv-loader", initializer=unbind)
         self._readers = ThreadPoolExecutor(READER_THREADS, thread_name_prefix="kv-reader", initializer=unbind)
@@ -136,16 +136,16 @@ class WorkerSide:
             if not path:
                 return 0
             sink = PageSink(self._pages, {block.position: block.pages for block in load.blocks})
-            if (bad := Loader(nodes, path, 0, path[-1][0].end, {}, sink).run(self._readers)) is not None:
+            if (bad := Loader(nodes, path, 0, path[-1][0].end, {}, sink.fill).run(self._readers)) is not None:
                 damaged, view, error = bad
-                view.drop(damaged, error)
+                view.drop_damaged(damaged, error)
                 path = [(node, view) for node, view in path if node.end <= damaged.position]
         if path:
             self._shared.writer.touch(path[-1][0].name, self._shared.store.clock())
         return len(path)
 
     def _save(self, save: BlocksToSave) -> None:
-        writer, new = self._shared.writer, Save(self._shared.store.epoch)
+        writer, new = self._shared.writer, Save(self._shared.store.epochs.of(save.tenant))
         saving = self._saves.setdefault(save.request_id, new)
         if saving.has_failed or self._shared.store.problem is not None:
             return
@@ -161,7 +161,7 @@ class WorkerSide:
                 log.exception("[disk-cache] %s: the rest is not saved", save.request_id)
                 break
         if nodes:
-            writer.add(saving, self._publication(save.tenant, saving, nodes), rooms)
+            writer.queue_publication(saving, self._publication(save.tenant, saving, nodes), rooms)
         is_dropped = len(nodes) < len(save.blocks) and saving.lost is None
         if is_dropped:
             writer.fail(saving, "the write buffer has no room for it")
@@ -170,13 +170,13 @@ class WorkerSide:
     def _captured(self, block: PlannedBlock, ttl_s: float | None) -> NewNode:
         payload = self._staging.take()
         self._pages.read(block.pages, payload)
-        pieces = self._layout.pieces(self._identity.block_size, Kind.BLOCK)
+        pieces = self._layout.pieces(self._identity.block_size, NodeKind.BLOCK)
         return NewNode(
             name=block.names[self._rank],
             parent=block.parents[self._rank],
             position=block.position,
             token_ids=as_token_ids(np.frombuffer(block.token_ids, "<i4")),
-            kind=Kind.BLOCK,
+            kind=NodeKind.BLOCK,
             payload=split_payload(payload.data, pieces),
             pieces=pieces,
             ttl_s=ttl_s,
@@ -207,7 +207,7 @@ class WorkerSide:
             entry=entry,
             ttl_s=ended.ttl_s,
         )
-        self._shared.writer.add(saving, last, is_last=True)
+        self._shared.writer.queue_publication(saving, last, is_last=True)
 
     def _publication(self, tenant: str, saving: Save, nodes: Sequence[NewNode]) -> Publication:
         root, record = self._identity.root(tenant), self._identity.record(tenant)

@@ -9,6 +9,7 @@ from diskprefix.printable import printable_only
 
 _ADVICE = {
     "not_stored": "raise --kv-cache-budget; or keep more, with the scope `full`",
+    "other_key": "send one of the user's keys, always the same",
     "no_checkpoint": "mark the end of what comes again with cache_control",
     "no_logits": "nothing: it is at most one block",
     "damaged": "run `diskprefix verify`, and look at the disk",
@@ -21,8 +22,8 @@ _OF_CLIENT = "; `diskprefix clients` says what to switch off in agents that shor
 
 
 def advised(rows: Iterable[Mapping[str, Any]], texts: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Returns rows of `store.lost_tokens.of_last_day`, each with `advice` and `what`: its cause, client, tool and line.
-    `texts` has the texts of masked lines, where they may be shown."""
+    """Returns rows of `statistics.lost_tokens.of_last_day`, each with `advice` and `what`: its cause, client, tool and
+    line. `texts` has the texts of masked lines, where they may be shown."""
     return [dict(row) | {"what": _what(row, texts), "advice": _advice(row)} for row in rows]
 
 
@@ -37,7 +38,7 @@ def _what(row: Mapping[str, Any], texts: Mapping[str, str]) -> str:
 def _advice(row: Mapping[str, Any]) -> str:
     if row["cause"] != "diverged":
         return _ADVICE.get(row["cause"], "read the daemon's log")
-    if row["normalisers"]:
-        return f"start with --normalise {','.join(f'{name}=on' for name in row['normalisers'])}"
+    if row["canonicalisers"]:
+        return f"start with --canonicalise {','.join(f'{name}=on' for name in row['canonicalisers'])}"
     written = f"what the tool {printable_only(row['tool'])} writes" if row["tool"] else "the line"
     return f"leave {written} as it was, or move it to the end of the prompt{_OF_CLIENT if row['client'] else ''}"

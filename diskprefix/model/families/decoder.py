@@ -1,16 +1,16 @@
-"""Decoders: attention and gated products in each layer, and what takes their place in some.
+"""Decoders: layers of attention and gated products, or of their alternatives.
 
 y = x + o(attention(q(n), k(n), v(n))), z = y + down(f(gate(m)) × up(m)), where n and m are norms of x and y. With norms
-around a part, what is added has a norm of its own. If the parts are parallel, m is a norm of x, or n.
+around a part, the part's result is normalised before it is added. If the parts are parallel, m is a norm of x, or n.
 """
 
 from __future__ import annotations
 
 from diskprefix.model.config import DecoderConfig, LayerConfig
 from diskprefix.model.families.altup import correct, expanded, mean_of_streams, predicted
-from diskprefix.model.families.feed_forward import FEED_FORWARD
+from diskprefix.model.families.feed_forward import FEED_FORWARD, mixture, router_logits
 from diskprefix.model.families.head_attention import attention
-from diskprefix.model.families.late_gemma import inputs_of_layers, laurel, layer_input, mixture_beside
+from diskprefix.model.families.late_gemma import gated_plus_mixture, inputs_of_layers, laurel, layer_input
 from diskprefix.model.families.latent_decoder import latent_attention
 from diskprefix.model.families.state_layers import delta_rule, short_convolution, state_space
 from diskprefix.model.operands import Buffer, RotaryAngles
@@ -19,45 +19,45 @@ from diskprefix.model.slots import Slots
 
 
 def decoder(plan: ComputePlan, config: DecoderConfig, slots: Slots, *, with_hidden: bool) -> None:
-    """Writes the plan of a step. Only `with_hidden` are there hidden states of rows that get no logits."""
+    """Writes the plan of a step. Without `with_hidden`, the last layers may compute only rows that get logits."""
     angles = {name: plan.angles(rotary) for name, rotary in config.rotary.items()}
     hidden = plan.embeddings(slots.table("embed_tokens"))
-    plan.scale(hidden, config.embedding_multiplier)
-    if config.position_offset is not None:
-        plan.add(hidden, plan.of_positions(slots.table("embed_positions"), config.position_offset))
-    if config.has_embedding_norm:
+    plan.scale(hidden, config.inputs.multiplier)
+    if config.inputs.position_offset is not None:
+        plan.add(hidden, plan.of_positions(slots.table("embed_positions"), config.inputs.position_offset))
+    if config.norms.of_embeddings:
         hidden = plan.norm(hidden, slots.norm("embedding_norm"))
     plan.pictures(hidden)
     if config.has_float_residual:
         hidden = plan.widened(hidden)
-    inputs = inputs_of_layers(plan, config, slots, hidden) if config.has_layer_inputs else None
+    inputs = inputs_of_layers(plan, config, slots, hidden) if config.inputs.of_layers else None
     streams = expanded(plan, slots, hidden, config.num_streams)
     for number, layer in enumerate(config.layers):
         if number == config.num_writing and not with_hidden:
-            streams = [plan.that_get_logits(one) for one in streams]
-            inputs = None if inputs is None else plan.that_get_logits(inputs)
-            angles = {name: plan.angles_of_logits(one) for name, one in angles.items()}
-        of_layer = slots.within(f"layers.{number}")
+            streams = [plan.select_logit_rows(stream) for stream in streams]
+            inputs = None if inputs is None else plan.select_logit_rows(inputs)
+            angles = {name: plan.angles_of_logits(each) for name, each in angles.items()}
+        in_layer = slots.within(f"layers.{number}")
         with plan.scratch():
-            before = predicted(plan, of_layer.within("altup"), streams)
+            before = predicted(plan, in_layer.within("altup"), streams)
             hidden = plan.copy(before[0]) if config.num_streams > 1 else streams[0]
             is_last = config.ends_early and number + 1 == len(config.layers) and not with_hidden
-            hidden = decoder_layer(plan, config, layer, of_layer, hidden, angles, is_last=is_last)
+            hidden = decoder_layer(plan, config, layer, in_layer, hidden, angles, is_last=is_last)
             if is_last:
                 streams = [hidden]
             if config.num_streams > 1:
-                correct(plan, of_layer.within("altup"), streams, before, hidden)
-                hidden = plan.weighed(streams[0], of_layer.vector("altup.correct_output_scale"))
+                correct(plan, in_layer.within("altup"), streams, before, hidden)
+                hidden = plan.weighed(streams[0], in_layer.vector("altup.correct_output_scale"))
             if inputs is not None:
-                found = layer_input(plan, config, of_layer, hidden, inputs, number)
+                own_input = layer_input(plan, config, in_layer, hidden, inputs, number)
                 for stream in streams[1:] or streams:
-                    plan.add(stream, found)
+                    plan.add(stream, own_input)
             if config.has_layer_scales:
-                plan.scale(streams[0], of_layer.factor("layer_scalar"))
-        if number < config.deepstack:
+                plan.scale(streams[0], in_layer.factor("layer_scalar"))
+        if number < config.inputs.deepstack:
             plan.pictures(hidden, number + 1)
     plan.hidden = plan.norm(mean_of_streams(plan, slots, streams), slots.norm("norm"))
-    plan.logits = plan.product(plan.that_get_logits(plan.hidden), slots.head())
+    plan.logits = plan.product(plan.select_logit_rows(plan.hidden), slots.head())
     plan.scale(plan.logits, config.logits_multiplier)
     if config.logits_softcap:
         plan.logits = plan.gated(plan.logits, None, "tanh", config.logits_softcap)
@@ -73,31 +73,37 @@ def decoder_layer(
     *,
     is_last: bool = False,
 ) -> Buffer:
-    """Adds what a layer computes to `hidden`, and returns it. Behind the last one are the rows that get logits."""
-    rows = normed = plan.norm(hidden, slots.norm("input_layernorm")) if layer.norms != "behind" else hidden
-    before = "pre_feedforward_layernorm" if layer.norms == "around" else "post_attention_layernorm"
+    """Adds the results of a layer to `hidden`, and returns it. With `is_last`, returns only rows that get logits."""
+    mix = config.mixture if layer.feed_forward == "mixture" else None
+    logits = router_logits(plan, mix, slots.within("mlp"), hidden) if mix is not None and mix.reads_input else None
+    rows = normed = plan.norm(hidden, slots.norm("input_layernorm")) if layer.norm_place != "after" else hidden
+    before = "pre_feedforward_layernorm" if layer.norm_place == "around" else "post_attention_layernorm"
     if config.parallel == "two_norms":
         normed = plan.norm(hidden, slots.norm(before))
     if layer.mixer != "none":
-        beside = laurel(plan, slots.within("laurel"), rows) if config.num_streams > 1 else None
+        branch = laurel(plan, slots.within("laurel"), rows) if config.num_streams > 1 else None
         rows = mixed(plan, config, layer, slots, rows, angles, is_last=is_last)
         if is_last:
-            hidden, rows = plan.that_get_logits(hidden), plan.that_get_logits(rows)
-            normed = plan.that_get_logits(normed) if config.parallel else normed
-        if layer.norms != "before":
+            hidden, rows = plan.select_logit_rows(hidden), plan.select_logit_rows(rows)
+            normed = plan.select_logit_rows(normed) if config.parallel else normed
+            logits = logits and plan.select_logit_rows(logits)
+        if layer.norm_place != "before":
             rows = plan.norm(rows, slots.norm("post_attention_layernorm"))
         plan.add(hidden, rows, config.residual_multiplier)
-        if beside is not None:
-            plan.add(hidden, beside)
+        if branch is not None:
+            plan.add(hidden, branch)
             plan.scale(hidden, 2**-0.5)
     if layer.feed_forward == "none":
         return hidden
     if not (config.parallel or layer.mixer == "none"):
-        normed = plan.norm(hidden, slots.norm(before)) if layer.norms != "behind" else hidden
-    rows = FEED_FORWARD[layer.feed_forward](plan, config, layer, slots.within("mlp"), normed)
-    if layer.feed_forward == "gated beside mixture":
-        rows = mixture_beside(plan, config, slots, hidden, rows)
-    if layer.norms != "before":
+        normed = plan.norm(hidden, slots.norm(before)) if layer.norm_place != "after" else hidden
+    if logits is not None:
+        rows = mixture(plan, config, layer, slots.within("mlp"), normed, logits)
+    else:
+        rows = FEED_FORWARD[layer.feed_forward](plan, config, layer, slots.within("mlp"), normed)
+    if layer.feed_forward == "gated plus mixture":
+        rows = gated_plus_mixture(plan, config, slots, hidden, rows)
+    if layer.norm_place != "before":
         rows = plan.norm(rows, slots.norm("post_feedforward_layernorm"))
     plan.add(hidden, rows, config.residual_multiplier)
     return hidden
@@ -113,8 +119,8 @@ def mixed(
     *,
     is_last: bool,
 ) -> Buffer:
-    """Returns what a layer computes from other tokens."""
-    is_last &= not config.joined and layer.tempering is None
+    """Returns the result of the part of a layer that reads other tokens."""
+    is_last &= not config.joined and layer.position_scaling is None
     match layer.mixer:
         case "short_convolution":
             return short_convolution(plan, layer, slots.within("conv"), rows)

@@ -1,22 +1,22 @@
-"""The options of configurations that plans do not know. One that changes numbers must not be passed over: a model with
-another value than its type's is not computed by a plan."""
+"""The options of configurations that no plan reads. A model that sets one to another value than its type's default has
+no plan, because the option may change numbers."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from diskprefix.model.families.type_table import options_of, unread_options
+from diskprefix.model.families.types.known_types import type_of
 
 _OF_LAYERS = {"head_dim", "intermediate_size", "num_attention_heads", "num_key_value_heads"}
-"""Those that a layer may have of its own: shapes say them."""
+"""Options that may differ between layers, because the shapes of weights show them."""
 _OF_ALL = {"chunk_size_feed_forward": 0, "is_encoder_decoder": False}
 """Options of all types."""
-_GEMMA_4 = ("gemma4_text", "gemma4_unified_text")
 
 
 def unknown_option(config: Any) -> str:
-    """Returns the name of an option of a decoder's configuration that plans do not know and that has another value than
-    its type gives it, "" if there is none."""
+    """Returns the first option of a decoder's configuration that no plan reads and that differs from its default, or
+    ""."""
     if (config.per_layer_attributes or set()) - _OF_LAYERS:
         return "per_layer_config"
     usual = _OF_ALL | {name: options_of(config.model_type)[name][1] for name in unread_options(config.model_type)}
@@ -25,8 +25,8 @@ def unknown_option(config: Any) -> str:
 
 def _is_usual(config: Any, name: str, usual: Any) -> bool:
     value = getattr(config, name, None)
-    if name == "use_bidirectional_attention" and config.model_type in _GEMMA_4:
-        # About pictures alone.
+    if name == "use_bidirectional_attention" and type_of(config).pictures_by_option:
+        # It matters for pictures only.
         return value in (None, False, "vision")
-    # False says what None says.
+    # False and None mean the same.
     return bool((value or None) == (usual or None))

@@ -1,4 +1,4 @@
-"""The layout of the state of a decoder that has a plan, by its configuration: rows of keys and values, and states."""
+"""The memory layout of a decoder that has a plan: rows of keys and values, and states, from its configuration."""
 
 from __future__ import annotations
 
@@ -8,21 +8,17 @@ from typing import Any, TypeVar
 
 from diskprefix.errors import SettingsError
 from diskprefix.kv.layout import Group, LayerKind, LayerSpec, Layout, StateGroup, StateSpec, TensorSpec
-from diskprefix.kv.sizes import EIGHTS
-from diskprefix.model.families.mixture_types import first_of
+from diskprefix.kv.sizes import Q8_BLOCK
+from diskprefix.model.families.declared import first_of, option
+from diskprefix.model.families.types.known_types import type_of
 from diskprefix.model.load.draft_layer import with_one_more
 
 _Spec = TypeVar("_Spec", TensorSpec, StateSpec)
-_WITH_LARGE_KEYS = ("qwen2", "qwen2_moe", "qwen2_vl_text", "qwen2_5_vl_text")
-"""Those whose keys have biases that make a number up to 300 times as large as others, which would share its scale: the
-perplexity of Qwen2.5-Coder-0.5B would rise by 0.6 %. Their keys keep the type of the model."""
-_FLOAT_LOGITS = ("mamba2", "nemotron_h")
-"""Those whose logits are float32 in models of any type of numbers."""
 
 
 def layout_of(config: Any, dtype: str, kv_type: str = "auto", *, with_draft_layer: bool = False) -> Layout:
-    """Returns the layout of a model with a plan that computes in `dtype`. `config` is that of the whole model. Raises
-    `SettingsError` for rows that `kv_type` does not take."""
+    """Returns the layout of a model with a plan that computes in `dtype`. `config` is the configuration of the whole
+    model. Raises `SettingsError` for rows that `kv_type` does not take."""
     text = config.get_text_config(decoder=True)
     text = with_one_more(text) if with_draft_layer else text
     kinds = _kinds_of_layers(text)
@@ -34,26 +30,24 @@ def layout_of(config: Any, dtype: str, kv_type: str = "auto", *, with_draft_laye
         layers=tuple(spec for spec, _, _ in layers),
         groups=tuple(map(Group, _by_form(tensors))),
         vocab_size=text.vocab_size,
-        logits_dtype="float32" if text.model_type in _FLOAT_LOGITS else dtype,
+        logits_dtype="float32" if type_of(text).float_logits else dtype,
         states=tuple(map(StateGroup, _by_form([spec for *_, of_layer in layers for spec in of_layer]))),
     )
 
 
 def _kinds_of_layers(config: Any) -> list[str]:
-    """Returns the kind of each layer, as transformers calls them, "none" for those that keep nothing."""
+    """Returns the kind of each layer by transformers' names, "none" for layers without state."""
     count = config.num_hidden_layers
-    plain = "linear_attention" if config.model_type == "mamba2" else "full_attention"
-    if getattr(config, "sliding_window", None) is not None:
-        plain = "sliding_attention"
-    kinds = [*(getattr(config, "layer_types", None) or [plain] * count)]
-    own = count - (getattr(config, "num_kv_shared_layers", None) or 0)
+    plain = type_of(config).all_layers if option(config, "sliding_window") is None else "sliding_attention"
+    kinds = [*(option(config, "layer_types") or [plain] * count)]
+    own = count - (option(config, "num_kv_shared_layers") or 0)
     return ["none" if kind in ("moe", "mlp") else kind for kind in kinds[:own]] + ["none"] * (count - own)
 
 
 def _layer(
     config: Any, number: int, kind: str, dtype: str, kv_type: str
 ) -> tuple[LayerSpec, list[TensorSpec], list[StateSpec]]:
-    """Returns a layer, with its rows of tokens and its states."""
+    """Returns a layer, its rows of keys and values, and its states."""
     has_states, has_rows = (
         kind in ("linear_attention", "conv", "hybrid"),
         kind not in ("linear_attention", "conv", "none"),
@@ -64,18 +58,18 @@ def _layer(
     window = config.sliding_window if kind == "sliding_attention" else None
     window = config.attention_chunk_size if kind == "chunked_attention" else window
     form: LayerKind = "full" if window is None else "sliding"
-    rank = getattr(config, "kv_lora_rank", None)
+    rank = option(config, "kv_lora_rank")
     if rank is not None:
         heads, key_dim, value_dim = 1, rank, config.qk_rope_head_dim
     else:
         heads, key_dim, value_dim = _heads(config, number, kind)
-    # Keys and values of a single head are in one row, if they have other sizes.
+    # Keys and values of a single head share a row if their sizes differ.
     is_latent = rank is not None or (heads == 1 and key_dim != value_dim)
     parts = [("latent", key_dim + value_dim)] if is_latent else [("keys", key_dim), ("values", value_dim)]
-    if kv_type == "q8" and is_latent and key_dim % EIGHTS:
-        raise SettingsError(f"--kv-type q8 has no place for latents of {key_dim} numbers: {EIGHTS} share a scale")
+    if kv_type == "q8" and is_latent and key_dim % Q8_BLOCK:
+        raise SettingsError(f"--kv-type q8 has no place for latents of {key_dim} numbers: {Q8_BLOCK} share a scale")
     of_rows = dtype if kv_type == "auto" else kv_type
-    of_keys = dtype if config.model_type in _WITH_LARGE_KEYS else of_rows
+    of_keys = dtype if type_of(config).wide_keys else of_rows
     rows = [TensorSpec(number, part, heads, dim, of_keys if part == "keys" else of_rows, window) for part, dim in parts]
     latent_dim = key_dim if is_latent else 0
     if has_states:
@@ -84,17 +78,17 @@ def _layer(
 
 
 def _heads(config: Any, number: int, kind: str) -> tuple[int, int, int]:
-    """Returns the heads of keys in a layer, and the sizes of a head's keys and values."""
+    """Returns the number of key-value heads of a layer, and the sizes of a head's keys and values."""
     own = config.per_layer_config[number]
     heads = first_of(own, "num_key_value_heads num_attention_heads", 1)
-    dim = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
-    if config.model_type == "mimo_v2_flash":
+    dim = option(own, "head_dim") or own.hidden_size // own.num_attention_heads
+    if type_of(config).windows_double_heads:
         return heads * (2 if kind == "sliding_attention" else 1), dim, config.v_head_dim
-    return 1 if getattr(config, "multi_query", False) else heads, dim, dim
+    return 1 if option(config, "multi_query", False) else heads, dim, dim
 
 
 def _states(config: Any, number: int, kind: str, dtype: str) -> Iterator[StateSpec]:
-    """Yields the states of a layer: of its convolution, and of its recurrence."""
+    """Yields the states of a layer: of its convolution, then of its recurrence."""
     if kind == "conv":
         yield StateSpec(number, "conv", 0, (config.hidden_size, config.conv_L_cache), dtype)
         return
@@ -119,6 +113,6 @@ def _states(config: Any, number: int, kind: str, dtype: str) -> Iterator[StateSp
 
 
 def _by_form(specs: list[_Spec]) -> list[tuple[_Spec, ...]]:
-    """Returns the specs grouped by form, in the order of the first of each form."""
+    """Returns the specs grouped by form. Groups are in the order of their first spec."""
     forms = dict.fromkeys(spec.form for spec in specs)
     return [tuple(spec for spec in specs if spec.form == form) for form in forms]

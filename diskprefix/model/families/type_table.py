@@ -1,10 +1,11 @@
 """The options of the configurations of each type of model that has a plan.
 
-`option_defaults.json` is made of transformers' classes by `tests/model/option_table.py`. Each type has `options`, with
-letters for the types that a value may have, and a default; other `names` of options; `unread` ones, which no plan
-knows; the base of its positions (`theta`); and its `class`. Models with encoders have the type of their `text`, whose
-options stand among theirs in `flat` configurations, and may tie the embeddings (`tied_by_text`). Options that change no
-number are missing.
+`tests/model/option_table.py` generates `option_defaults.json` from transformers' classes. Each type has `options`, with
+letters for the types that a value may have, and a default; other `names` of options; `unread` options, which no plan
+reads; the base of its rotary embedding (`theta`); and its `class`. Models with encoders have the type of their `text`
+model. In `flat` configurations, the whole model has the options of the text model, and the text model
+may tie the embeddings (`tied_by_text`). A type that transformers has no class of has `without_class`. Options that
+change no number are left out.
 """
 
 from __future__ import annotations
@@ -15,24 +16,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-LATENT = "axk1 deepseek_v2 deepseek_v3 glm4_moe_lite kimi_linear minicpm3 mistral4 youtu"
-"""The types with latent attention."""
-_OF_ALL = ("chunk_size_feed_forward", "is_encoder_decoder", "tie_word_embeddings")
-"""What transformers' common class of configurations has, so all types have it."""
-_WITH_HEAD_DIM = """
-    bamba bitnet cohere dots1 ernie4_5_moe exaone4 exaone_moe falcon_h1 flex_olmo glm4_moe granite granite_swa
-    granitemoe granitemoe_swa granitemoehybrid granitemoeshared lfm2 lfm2_moe nanochat olmo olmo2 olmo3 olmo_hybrid
-    olmoe phi phi3 phimoe qwen2 qwen2_moe qwen3_moe smollm3 starcoder2
-"""
-"""Types whose class does not declare `head_dim`, and whose modules read it all the same. Published configurations have
-it, such as those of Qwen3-30B-A3B (128 in a width of 2,048 with 32 heads) and GLM-4.5."""
 TABLE = Path(__file__).with_name("option_defaults.json")
 
 
 @cache
 def _table() -> Mapping[str, Mapping[str, Any]]:
-    found: Mapping[str, Mapping[str, Any]] = json.loads(TABLE.read_text(encoding="utf-8"))
-    return found
+    table: Mapping[str, Mapping[str, Any]] = json.loads(TABLE.read_text(encoding="utf-8"))
+    return table
 
 
 def has_type(kind: str) -> bool:
@@ -41,26 +31,27 @@ def has_type(kind: str) -> bool:
 
 
 def class_of(kind: str) -> str:
-    """Returns the name of transformers' class of models of a type, "" without one for text."""
+    """Returns the name of transformers' class for the text models of a type, "" if there is none."""
     return str(_table()[kind].get("class", ""))
 
 
 def text_of(kind: str, named: Any) -> str:
-    """Returns the type of the decoder of a model with encoders, whose part about text is of the type `named`; "" for a
-    model of text."""
+    """Returns the type of the text decoder of a model with encoders; "" for a text model. `named` is the type that the
+    configuration gives its text model."""
     entry = _table()[kind]
     return str(named or entry["text"]) if entry.get("any_text") else str(entry.get("text", ""))
 
 
 def has_trait(kind: str, trait: str) -> bool:
-    """Returns whether models with encoders of a type are `flat` or `tied_by_text`."""
+    """Returns whether models of a type with encoders have a trait (`flat` or `tied_by_text`), or whether a type has
+    `without_class`."""
     return trait in _table()[kind]
 
 
 def levels_of(kind: str) -> Sequence[int]:
-    """Returns the layers of an encoder whose output is added behind the first layers of the decoder."""
-    found: Sequence[int] = _table()[kind].get("levels", ())
-    return found
+    """Returns the layers of an encoder whose outputs are added after the first layers of the decoder."""
+    levels: Sequence[int] = _table()[kind].get("levels", ())
+    return levels
 
 
 @cache
@@ -71,24 +62,19 @@ def options_of(kind: str) -> Mapping[str, tuple[str, Any]]:
 
 
 def other_names(kind: str) -> Mapping[str, str]:
-    """Returns other names of options."""
-    found: Mapping[str, str] = _table()[kind].get("names", {})
-    return found
-
-
-def read_undeclared(kind: str) -> Sequence[str]:
-    """Returns options that the class of a type does not declare, and that the code of its modules reads."""
-    return (*_OF_ALL, "head_dim") if kind in _WITH_HEAD_DIM.split() else _OF_ALL
+    """Returns other names of options, and the options that they name."""
+    names: Mapping[str, str] = _table()[kind].get("names", {})
+    return names
 
 
 def unread_options(kind: str) -> Sequence[str]:
-    """Returns the options that no plan knows."""
-    found: str = _table()[kind].get("unread", "")
-    return found.split()
+    """Returns the options that no plan reads."""
+    names: str = _table()[kind].get("unread", "")
+    return names.split()
 
 
 def base_of(kind: str) -> float:
-    """Returns the base of rotary positions where a configuration says none."""
+    """Returns the default base of the rotary embedding."""
     return float(_table()[kind].get("theta", 10000.0))
 
 

@@ -1,7 +1,7 @@
 """The configuration that the metadata of a `.gguf` file describe.
 
-What most architectures have in common is in `_COMMON`; an `Architecture` says the rest. A key that is not there has the
-value that llama.cpp takes.
+`_COMMON` has the keys that most architectures share; an `Architecture` adds the others. A missing key has llama.cpp's
+default.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from diskprefix.errors import ModelError
-from diskprefix.model.families.model_types import OPTIONS
 from diskprefix.model.families.type_table import is_declared
+from diskprefix.model.families.types.known_types import TYPES
 from diskprefix.model.gguf.metadata import Metadata, shown
 from diskprefix.model.gguf.sources import head_dim
 from diskprefix.model.model_config import ModelConfig
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from diskprefix.model.gguf.architecture import Architecture
 
 _LEFT = object()
-"""No default: what the class has stays, or the architecture says it."""
+"""No default: the default of the class stays, or the architecture sets the option."""
 BASE = 10000.0
-"""The base of rotary positions where a file has none."""
+"""The base of the rotary embedding if a file has none."""
 _ROTARY, _ROTARY_OF_WINDOWS = "rope.dimension_count", "rope.dimension_count_swa"
 _EPSILONS = ("rms_norm_eps", "norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
 _EPSILON_KEYS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
@@ -63,9 +63,9 @@ _COMMON: tuple[tuple[str, str, Any], ...] = (
     ("ssm.conv_kernel", "linear_conv_kernel_dim mamba_d_conv conv_kernel", None),
     ("ssm.inner_size", "mamba_d_ssm", None),
 )
-"""Keys, the names that configurations have for them, and what a file without the key means. None: it must be there."""
+"""Keys, the names of their options in configurations, and the value if the key is missing. None: it is required."""
 _OFF_AS_NONE = {"sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}
-"""What has no value where a file has zero."""
+"""Options that are None if a file has zero."""
 _FLAGS: Mapping[str, tuple[str, ...]] = {
     "attention_bias": ("attn_q.bias", "attn_qkv.bias", "attn_output.bias"),
     "attention_out_bias": ("attn_output.bias",),
@@ -77,29 +77,29 @@ _FLAGS: Mapping[str, tuple[str, ...]] = {
     "mamba_rms_norm": ("ssm_norm.weight",),
     "use_expert_bias": ("exp_probs_b.bias",),
 }
-"""What is true of a model that has one of these tensors."""
+"""Options that are true if the model has one of these tensors."""
 _QUOTIENTS = (
     ("ssm.time_step_rank", ("linear_value_head_dim", "mamba_d_head", "mamba_head_dim")),
     ("embedding_length", ("mamba_expand", "expand")),
 )
-"""Keys that `ssm.inner_size` is divided by, and what that is in configurations."""
+"""Keys by which `ssm.inner_size` is divided, and the options that have the quotient."""
 
 
 def make_configuration(architecture: Architecture, metadata: Metadata) -> ModelConfig:
-    """Returns the configuration, without the scaling of positions. Raises `ModelError` for a key that is missing, that
-    nothing reads, or that says something else than the model has."""
+    """Returns the configuration, without the scaling of rotary embeddings. Raises `ModelError` for a key that is
+    missing, that nothing reads, or that contradicts the configuration."""
     kind = architecture.model_type
-    found = {"num_hidden_layers": metadata.num_layers, **_tokens(metadata)}
-    expected = _common(kind, metadata, found, architecture.own)
-    _attention(kind, metadata, found)
-    found |= {name: metadata.has(*tensors) for name, tensors in _FLAGS.items() if is_declared(kind, name)}
-    found |= _epsilon(kind, metadata)
+    options = {"num_hidden_layers": metadata.num_layers, **_tokens(metadata)}
+    expected = _common(kind, metadata, options, architecture.own)
+    _attention(kind, metadata, options)
+    options |= {name: metadata.has(*tensors) for name, tensors in _FLAGS.items() if is_declared(kind, name)}
+    options |= _epsilon(kind, metadata)
     if is_declared(kind, "rope_parameters"):
-        found["rope_parameters"] = _rotary(metadata, found)
+        options["rope_parameters"] = _rotary(metadata, options)
     elif not architecture.is_rotary:
         for key in ("rope.freq_base", _ROTARY):
             metadata.get(key)
-    config = _checked(architecture, metadata, found)
+    config = _checked(architecture, metadata, options)
     gate = metadata.get("expert_gating_func")
     if count := metadata.get("expert_count", 0):
         if gate not in (None, 0, architecture.gate):
@@ -114,9 +114,9 @@ def make_configuration(architecture: Architecture, metadata: Metadata) -> ModelC
     return config
 
 
-def _checked(architecture: Architecture, metadata: Metadata, found: dict[str, Any]) -> ModelConfig:
-    """Returns the configuration of what was found. Raises `ModelError` for values that are of another type than it
-    has, or that exclude each other."""
+def _checked(architecture: Architecture, metadata: Metadata, options: dict[str, Any]) -> ModelConfig:
+    """Returns the configuration with these options. Raises `ModelError` for values of a wrong type, or that exclude
+    each other."""
     kind = architecture.model_type
     try:
         own = {
@@ -125,14 +125,14 @@ def _checked(architecture: Architecture, metadata: Metadata, found: dict[str, An
             for name in names
             if is_declared(kind, name)
         }
-        own |= dict(architecture.fixed) | architecture.config(metadata, found)
+        own |= dict(architecture.fixed) | architecture.config(metadata, options)
     except (TypeError, ValueError, LookupError, ArithmeticError) as error:
         raise ModelError(f"the metadata of the file are not those of {kind}: {first_line(error)}") from error
-    return ModelConfig.of({"model_type": kind, **found, **own})
+    return ModelConfig.of({"model_type": kind, **options, **own})
 
 
 def _require_scale(config: ModelConfig, metadata: Metadata) -> None:
-    """Raises `ModelError` if the file scales scores in another way than the model, which has no value for it."""
+    """Raises `ModelError` if the file scales attention scores otherwise than a model without an option for it."""
     if is_declared(config.model_type, "attention_multiplier") or not (scale := metadata.get("attention.scale", 0)):
         return
     expected = float(getattr(config, "query_pre_attn_scalar", None) or head_dim(config)) ** -0.5
@@ -166,8 +166,8 @@ def _tokens(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def _common(kind: str, metadata: Metadata, found: dict[str, Any], own: Collection[str]) -> dict[str, str]:
-    """Puts what most architectures have into `found`, but for `own` keys. Returns the names by the keys of the file."""
+def _common(kind: str, metadata: Metadata, options: dict[str, Any], own: Collection[str]) -> dict[str, str]:
+    """Sets the `options` of most architectures, except for `own` keys. Returns the options' names by key."""
     expected = {}
     for key, names, default in _COMMON:
         name = next((name for name in names.split() if is_declared(kind, name)), None)
@@ -176,74 +176,75 @@ def _common(kind: str, metadata: Metadata, found: dict[str, Any], own: Collectio
         value = metadata(key) if default is None else metadata.get(key, default)
         if value is _LEFT:
             continue
-        found[name] = value or None if name in _OFF_AS_NONE else value
+        options[name] = value or None if name in _OFF_AS_NONE else value
         if key in metadata:
             expected[key] = name
     return expected
 
 
-def _attention(kind: str, metadata: Metadata, found: dict[str, Any]) -> None:
-    heads, keys = found.get("num_attention_heads"), "attention.head_count_kv"
+def _attention(kind: str, metadata: Metadata, options: dict[str, Any]) -> None:
+    heads, keys = options.get("num_attention_heads"), "attention.head_count_kv"
     if heads is None:
         return
-    if not 0 < heads <= found["hidden_size"]:
+    if not 0 < heads <= options["hidden_size"]:
         raise ModelError(
-            f"the file's {metadata.architecture}.attention.head_count is {heads}, of a width of {found['hidden_size']}"
+            f"the file's {metadata.architecture}.attention.head_count is {heads}, of a width of "
+            f"{options['hidden_size']}"
         )
     if is_declared(kind, "num_key_value_heads") and not metadata.varies(keys):
-        found["num_key_value_heads"] = metadata.get(keys, heads)
-        if found["num_key_value_heads"] <= 0:
-            raise ModelError(f"the file's {metadata.architecture}.{keys} is {found['num_key_value_heads']}")
-    plain = found["hidden_size"] // heads
+        options["num_key_value_heads"] = metadata.get(keys, heads)
+        if options["num_key_value_heads"] <= 0:
+            raise ModelError(f"the file's {metadata.architecture}.{keys} is {options['num_key_value_heads']}")
+    plain = options["hidden_size"] // heads
     width = metadata.get("attention.key_length", plain)
     if not is_declared(kind, "v_head_dim") and (values := metadata.get("attention.value_length", width)) != width:
         raise _differs(metadata, "attention.value_length", values, width)
-    # Some classes take it and do not declare it. Those that do not have matrices of other shapes.
+    # Some classes read `head_dim` without declaring it. If a class does not, its matrices have other shapes.
     if is_declared(kind, "head_dim") or width != plain:
-        found["head_dim"] = width
+        options["head_dim"] = width
 
 
 def _epsilon(kind: str, metadata: Metadata) -> dict[str, float]:
-    """Returns what is added to variances. Of two numbers in a file, that of the model's kind of norms counts, as it
-    does in llama.cpp."""
+    """Returns the epsilon of norms by the names of its options. As in llama.cpp, if a file has two, the key for the
+    model's kind of norms counts."""
     names = [name for name in _EPSILONS if is_declared(kind, name)]
-    order = _EPSILON_KEYS[::-1] if str(OPTIONS[kind].get("norm")).startswith("layer") else _EPSILON_KEYS
+    order = _EPSILON_KEYS[::-1] if TYPES[kind].norms.kind.startswith("layer") else _EPSILON_KEYS
     key = next((key for key in order if key in metadata), _EPSILON_KEYS[0])
     if not any("rms" in name for name in names):
-        # Converters write both for a configuration that has both names.
+        # Converters write both keys for a configuration with both names.
         for other in _EPSILON_KEYS:
             metadata.get(other)
     return dict.fromkeys(names, metadata(key))
 
 
-def _rotary(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
-    """Returns the parameters of positions, without their scaling."""
-    heads = found.get("num_attention_heads") or 1
-    width = found.get("head_dim") or found["hidden_size"] // heads
+def _rotary(metadata: Metadata, options: dict[str, Any]) -> dict[str, Any]:
+    """Returns the rotary parameters, without their scaling."""
+    heads = options.get("num_attention_heads") or 1
+    width = options.get("head_dim") or options["hidden_size"] // heads
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": metadata.get("rope.freq_base", BASE)}
     if (part := metadata.get("rope.dimension_count", width)) != width:
         parameters["partial_rotary_factor"] = part / width
     return parameters
 
 
-def _is_same(expected: Any, found: Any) -> bool:
-    if isinstance(expected, int | float) and isinstance(found, int | float | None):
-        return math.isclose(float(expected), float(found or 0), rel_tol=1e-6)
-    return bool(expected == found)
+def _is_same(expected: Any, actual: Any) -> bool:
+    if isinstance(expected, int | float) and isinstance(actual, int | float | None):
+        return math.isclose(float(expected), float(actual or 0), rel_tol=1e-6)
+    return bool(expected == actual)
 
 
-def require_rotary(config: Any, found: Collection[int], architecture: Architecture, metadata: Metadata) -> None:
-    """Raises `ModelError` if the model, whose heads turn in `found` of their numbers, turns another part of them than
-    the file says. `config` is that of its decoder."""
+def require_rotary(config: Any, rotated_dims: Collection[int], architecture: Architecture, metadata: Metadata) -> None:
+    """Raises `ModelError` if the file says another number of rotated elements of a head than the model has:
+    `rotated_dims`, one for each kind of layers. `config` is the decoder's."""
     has_none = not architecture.is_rotary or not metadata.scaling().get("finetuned", True)
-    if not found and (has_none or _ROTARY not in metadata):
+    if not rotated_dims and (has_none or _ROTARY not in metadata):
         return
     heads = getattr(config, "num_attention_heads", 0)
     plain = config.hidden_size // heads if heads else 0
     expected = metadata.get(_ROTARY, metadata.get("attention.key_length", plain))
     kinds = getattr(config, "layer_types", None) or ("sliding_attention",)
     of_windows = metadata.get(_ROTARY_OF_WINDOWS, expected) if "sliding_attention" in kinds else expected
-    if {*found} != {expected, of_windows}:
-        key, value = (_ROTARY, expected) if expected not in found else (_ROTARY_OF_WINDOWS, of_windows)
-        rotated = " and ".join(map(str, sorted(found))) or "nothing"
+    if {*rotated_dims} != {expected, of_windows}:
+        key, value = (_ROTARY, expected) if expected not in rotated_dims else (_ROTARY_OF_WINDOWS, of_windows)
+        rotated = " and ".join(map(str, sorted(rotated_dims))) or "nothing"
         raise ModelError(f"the file's {metadata.architecture}.{key} is {value}, and the model would rotate {rotated}")

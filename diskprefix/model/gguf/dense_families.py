@@ -1,4 +1,4 @@
-"""Architectures whose layers are attention and a feed-forward part, alike in all layers or with windows in some."""
+"""Architectures whose layers are attention and a feed-forward part. Some layers may have windows."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from diskprefix.model.gguf.architecture import Architecture
 from diskprefix.model.gguf.configuration import BASE
 from diskprefix.model.gguf.metadata import Metadata
 from diskprefix.model.gguf.sources import (
+    Array,
     Sources,
     attention_part,
     changed,
@@ -21,11 +22,11 @@ PAIRED: Sources = {
     "self_attn.q_proj": (moved("attn_q", paired_queries), attention_part(0, paired_queries)),
     "self_attn.k_proj": (moved("attn_k", paired_keys), attention_part(1, paired_keys)),
 }
-"""Rotary pairs of queries and keys lie side by side in files of Llama's kind."""
+"""In files of Llama's kind, the rotary pairs of queries and keys are interleaved."""
 
 
 AROUND: Sources = {"post_attention_layernorm": "post_attention_norm"}
-"""There is a norm behind attention, whether or not one stands before the feed-forward part."""
+"""There is a norm after attention, whether or not there is one before the feed-forward part."""
 PLUS_ONE: Sources = {
     parameter: changed(tensor, minus_one)
     for parameter, tensor in {
@@ -38,37 +39,65 @@ PLUS_ONE: Sources = {
         "model.norm": "output_norm",
     }.items()
 }
-"""Norms that files have with one more than the model."""
+"""Norms whose weights in files are the model's weights plus 1."""
+XIELU = ("alpha_p", "alpha_n", "beta", "eps")
+"""The numbers of the activation of Apertus, which files have as metadata."""
+WEIGHTS_PLUS_ONE: Sources = {
+    f"{parameter}.weight": changed(tensor, minus_one)
+    for parameter, tensor in {
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "model.norm": "output_norm",
+    }.items()
+}
+"""Norms whose weights in files are the model's weights plus 1, and whose biases are the model's."""
 
 
-def windows_and_all(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
-    """Returns the positions of models that have others in layers with a window."""
+def _by_head(config: Any, both: Array) -> Array:
+    """Returns the queries, keys and values of each head. The file has all queries, then all keys and all values."""
+    return both.reshape(3, config.num_attention_heads, -1, *both.shape[1:]).swapaxes(0, 1).reshape(both.shape)
+
+
+NEOX: Sources = {
+    **{f"{model}.embed_in": "token_embd" for model in ("model", "gpt_neox")},
+    **{f"{model}.final_layer_norm": "output_norm" for model in ("model", "gpt_neox")},
+    "post_attention_layernorm": "ffn_norm",
+    "attention.query_key_value": moved("attn_qkv", _by_head),
+    "attention.dense": "attn_output",
+    "mlp.dense_h_to_4h": "ffn_up",
+    "mlp.dense_4h_to_h": "ffn_down",
+}
+
+
+def windows_and_all(metadata: Metadata, options: dict[str, Any]) -> dict[str, Any]:
+    """Returns the rotary parameters of models whose layers with a window have their own."""
     windows = {"rope_type": "default", "rope_theta": metadata.get("rope.freq_base_swa", BASE)}
-    return {"rope_parameters": {"sliding_attention": windows, "full_attention": found["rope_parameters"]}}
+    return {"rope_parameters": {"sliding_attention": windows, "full_attention": options["rope_parameters"]}}
 
 
-def _query_scale(metadata: Metadata, found: dict[str, Any], largest: int) -> dict[str, Any]:
-    """Returns the scale of queries. In llama.cpp that of 27B parameters, with the `largest` layers, is another one."""
+def _query_scale(metadata: Metadata, options: dict[str, Any], largest: int) -> dict[str, Any]:
+    """Returns the scale of queries. As in llama.cpp, the model with `largest` layers (27B parameters) has another
+    one."""
     is_largest = metadata.num_layers == largest
-    plain = found["hidden_size"] // found["num_attention_heads"]
-    return {"query_pre_attn_scalar": plain if is_largest else found["head_dim"]}
+    plain = options["hidden_size"] // options["num_attention_heads"]
+    return {"query_pre_attn_scalar": plain if is_largest else options["head_dim"]}
 
 
-def _gemma_2(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
+def _gemma_2(metadata: Metadata, options: dict[str, Any]) -> dict[str, Any]:
     """Older files lack the window and the caps."""
-    return _query_scale(metadata, found, 46) | {
+    return _query_scale(metadata, options, 46) | {
         "sliding_window": metadata.get("attention.sliding_window", 4096) or None,
         "attn_logit_softcapping": metadata.get("attn_logit_softcapping", 50.0) or None,
         "final_logit_softcapping": metadata.get("final_logit_softcapping", 30.0) or None,
     }
 
 
-def _gemma_3(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
-    return _query_scale(metadata, found, 62) | windows_and_all(metadata, found)
+def _gemma_3(metadata: Metadata, options: dict[str, Any]) -> dict[str, Any]:
+    return _query_scale(metadata, options, 62) | windows_and_all(metadata, options)
 
 
 def kinds_of_layers(metadata: Metadata, every: int = 0) -> list[str]:
-    """Returns which layers have a window: those that the file says, or else all but each `every`th."""
+    """Returns the kinds of layers: windows as in the file, or else in all layers except every `every`th."""
     key = "attention.sliding_window_pattern"
     if metadata.is_array(key):
         pattern = metadata.each_layer(key)
@@ -78,19 +107,19 @@ def kinds_of_layers(metadata: Metadata, every: int = 0) -> list[str]:
     return ["sliding_attention" if has_window else "full_attention" for has_window in pattern]
 
 
-def windows_of_layers(metadata: Metadata, found: dict[str, Any]) -> list[str]:
-    """Returns which layers have a window, if the file has one: as it says, or else all but each fourth."""
-    if not found.get("sliding_window"):
+def windows_of_layers(metadata: Metadata, options: dict[str, Any]) -> list[str]:
+    """Returns the kinds of layers. If the file has a window: as in the file, or else all layers except every fourth."""
+    if not options.get("sliding_window"):
         return ["full_attention"] * metadata.num_layers
     return kinds_of_layers(metadata, 4)
 
 
-def _windows(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
-    return {"layer_types": windows_of_layers(metadata, found)}
+def _windows(metadata: Metadata, options: dict[str, Any]) -> dict[str, Any]:
+    return {"layer_types": windows_of_layers(metadata, options)}
 
 
 def of_text(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
-    """Pictures are what else is put into the first layers."""
+    """Accepts the number of encoder levels, which matters for pictures only."""
     metadata.get("n_deepstack_layers")
     return {}
 
@@ -103,7 +132,7 @@ def _stable_lm(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
 
 
 def _smol_lm_3(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
-    """Each fourth layer has no positions."""
+    """Every fourth layer has no rotary embedding."""
     return {"no_rope_layers": [int((i + 1) % 4 != 0) for i in range(metadata.num_layers)], "no_rope_layer_interval": 4}
 
 
@@ -115,29 +144,38 @@ def granite_factors(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
     return {"logits_scaling": metadata.get("logit_scale", 1.0), "attention_multiplier": metadata("attention.scale")}
 
 
-def scaled_by_position(metadata: Metadata, found: dict[str, Any], default: float) -> dict[str, Any]:
-    """Returns the parameters of positions by which queries are scaled, with `default` where a file has no factor."""
-    original = metadata.scaling().get("original_context_length", found["max_position_embeddings"])
+def scaled_by_position(metadata: Metadata, options: dict[str, Any], default: float) -> dict[str, Any]:
+    """Returns the rotary parameters that scale queries by their position. A missing factor is `default`."""
+    original = metadata.scaling().get("original_context_length", options["max_position_embeddings"])
     return {
         "llama_4_scaling_beta": metadata.get("attention.temperature_scale", default),
         "original_max_position_embeddings": original,
     }
 
 
-def _ministral(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
+def _ministral(metadata: Metadata, options: dict[str, Any]) -> dict[str, Any]:
     return {
-        "rope_parameters": found["rope_parameters"] | scaled_by_position(metadata, found, 0.0),
+        "rope_parameters": options["rope_parameters"] | scaled_by_position(metadata, options, 0.0),
         "sliding_window": None,
     }
 
 
 DENSE: dict[str, Architecture] = {
     "llama": Architecture(model_type="llama", sources=PAIRED),
+    "arcee": Architecture(model_type="arcee", sources=PAIRED),
+    "apertus": Architecture(
+        model_type="apertus",
+        sources={f"mlp.act_fn.{name}": f"xielu.{name}" for name in XIELU},
+        listed={f"xielu.{name}": f"xielu.{name}" for name in XIELU},
+    ),
     "mistral3": Architecture(model_type="ministral3", sources=PAIRED, config=_ministral),
     "qwen2": Architecture(model_type="qwen2"),
     "qwen3": Architecture(model_type="qwen3"),
     "qwen2vl": Architecture(model_type="qwen2"),
     "qwen3vl": Architecture(model_type="qwen3", config=of_text),
+    "gemma": Architecture(
+        model_type="gemma", sources={**PLUS_ONE, "post_attention_layernorm": changed("ffn_norm", minus_one)}
+    ),
     "gemma2": Architecture(model_type="gemma2", sources=PLUS_ONE, config=_gemma_2),
     "gemma3": Architecture(model_type="gemma3_text", sources=PLUS_ONE, config=_gemma_3),
     "phi3": Architecture(model_type="phi3"),
@@ -157,7 +195,18 @@ DENSE: dict[str, Architecture] = {
     "command-r": Architecture(model_type="cohere", config=_logit_factor),
     "cohere2": Architecture(
         model_type="cohere2",
-        config=lambda metadata, found: _logit_factor(metadata, found) | _windows(metadata, found),
+        config=lambda metadata, options: _logit_factor(metadata, options) | _windows(metadata, options),
+    ),
+    "chatglm": Architecture(model_type="glm"),
+    "jais2": Architecture(model_type="jais2"),
+    # Its files are of models with this activation, which llama.cpp has for all of them.
+    "bitnet": Architecture(model_type="bitnet", fixed={"hidden_act": "silu"}),
+    "nemotron": Architecture(model_type="nemotron", sources=WEIGHTS_PLUS_ONE),
+    "phi2": Architecture(model_type="phi"),
+    "gptneox": Architecture(
+        model_type="gpt_neox",
+        sources=NEOX,
+        config=lambda metadata, _: {"use_parallel_residual": bool(metadata("use_parallel_residual"))},
     ),
     "starcoder2": Architecture(model_type="starcoder2"),
     "stablelm": Architecture(model_type="stablelm", config=_stable_lm),
@@ -165,6 +214,6 @@ DENSE: dict[str, Architecture] = {
 OLMO_3 = Architecture(
     model_type="olmo3",
     sources=AROUND,
-    config=lambda metadata, found: _windows(metadata, found) | windows_and_all(metadata, found),
+    config=lambda metadata, options: _windows(metadata, options) | windows_and_all(metadata, options),
 )
-"""Its files are called `olmo2`, and have a window."""
+"""Its files have the architecture `olmo2`, and a window."""

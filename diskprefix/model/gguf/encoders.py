@@ -1,7 +1,7 @@
-"""Encoders of pictures, which are in `mmproj` files beside those of models of text.
+"""Encoders of pictures, in `mmproj` files next to the files of text models.
 
-Such a file has the architecture `clip`. Its projector tells the encoders apart: one table each. What the metadata mean
-is in llama.cpp's `tools/mtmd/clip.cpp`, what tensors are made of in its converter (`conversion/`).
+Such a file has the architecture `clip`. The type of its projector selects the table. The meaning of the metadata is in
+llama.cpp's `tools/mtmd/clip.cpp`, the sources of tensors in its converter (`conversion/`).
 """
 
 from __future__ import annotations
@@ -40,10 +40,9 @@ CLIP = "clip"
 """The architecture of all these files."""
 _PATCHES, _SCALE = "v.patch_embd", "vision.projector.scale_factor"
 _SOFT, _UNUSED = "<image_soft_token>", "<unused0>"
-"""The token that stands for a row of a picture in Gemma 3, and the one that does it here in files that lack the first,
-as most do."""
+"""The placeholder for a row of a picture in Gemma 3, and the placeholder here for files that lack it, as most do."""
 _OF_OTHERS = ("video", "audio", "boa", "eoa")
-"""Tokens of pictures that are not read, which a vocabulary may lack."""
+"""Special tokens of videos and sounds, which are not read. A vocabulary may lack them."""
 _SOUND = ("a.", "mm.a.")
 _UP_OR_DOWN = re.compile("ffn_(?:up|down)")
 _CHECKED = (
@@ -51,15 +50,15 @@ _CHECKED = (
     # Pictures may have their own size, or the tensors of the encoder say it.
     "vision.image_size",
 )
-"""Keys that are read where the file is found, or that change nothing."""
+"""Keys that are read when the file is found, or that change nothing."""
 
 
 class EncoderParts(Struct, frozen=True, kw_only=True):
-    """The metadata of an encoder as transformers has them: its configuration `vision`, what is `beside` that and the
-    text, and the settings of the processors of pictures and of all."""
+    """The metadata of an encoder as transformers has them: its configuration `vision`, `extra` values for the
+    configuration of the whole model, and the settings of the processors of pictures and of all."""
 
     vision: Values
-    beside: Values = field(default_factory=dict)
+    extra: Values = field(default_factory=dict)
     images: Values
     settings: Values = field(default_factory=dict)
 
@@ -67,16 +66,16 @@ class EncoderParts(Struct, frozen=True, kw_only=True):
 class PictureEncoder(EncoderArchitecture, frozen=True, kw_only=True):
     """An encoder with its `projector`. With a model of text it becomes transformers' model of the type `model_type`.
 
-    `of_text` has the architectures of files of text, with the type of the model of text within. `in_text` returns what
-    the text has besides without an encoder, of the metadata of its own file. `tokens` are the texts of special tokens:
-    by the names that processors have for them, and that configurations have with `_id`. `processors` are the classes
-    for pictures and for all.
+    `of_text` maps the architectures of text files to the types of the text decoder in the whole model. `in_text`
+    returns options of the text decoder that it has only with an encoder, from the metadata of the text file. `tokens`
+    has the texts of special tokens by their names in processors; configurations append `_id`. `processors` are the
+    class for pictures and the class of the whole processor.
     """
 
     projector: str
     of_text: Mapping[str, str]
     parts: Callable[[Metadata], EncoderParts]
-    in_text: Callable[[Metadata, Values], Values] = lambda _metadata, _found: {}
+    in_text: Callable[[Metadata, Values], Values] = lambda _metadata, _options: {}
     tokens: Mapping[str, str]
     processors: tuple[str, str]
 
@@ -86,8 +85,8 @@ class PictureEncoder(EncoderArchitecture, frozen=True, kw_only=True):
 
 
 class PictureSettings(Struct, frozen=True, kw_only=True, eq=False):
-    """The settings of a processor: the names of its class for pictures and of its own, the settings of each, and the
-    special tokens by the names that it has for them."""
+    """The settings of a processor: the name of its class for pictures and of its own class, the settings of both, and
+    its special tokens by name."""
 
     processors: tuple[str, str]
     images: Mapping[str, Any]
@@ -98,9 +97,11 @@ class PictureSettings(Struct, frozen=True, kw_only=True, eq=False):
 def make_composite(
     encoder: PictureEncoder, metadata: Metadata, text: ModelConfig, of_text: Metadata
 ) -> tuple[ModelConfig, PictureSettings]:
-    """Returns the configuration of a model of `text`, from a file with the metadata `of_text`, with an encoder, whose
-    file has these `metadata`; and what its processor is made of. Raises `ModelError` for a key that is missing, or that
-    nothing reads."""
+    """Returns the configuration of a text model with an encoder, and the settings of its processor.
+
+    `metadata` is of the encoder's file, `of_text` of the text file; `text` is the configuration of the text model.
+    Raises `ModelError` for a key that is missing, or that nothing reads.
+    """
     kind, named = encoder.model_type, encoder.tokens
     array = of_text.header.arrays.get("tokenizer.ggml.tokens")
     numbers = {} if array is None else {token: number for number, token in enumerate(array.content)}
@@ -117,9 +118,9 @@ def make_composite(
             "vision_config": parts.vision,
             "tie_word_embeddings": text.tie_word_embeddings,
             **{name: number for name, number in ids.items() if is_declared(kind, name)},
-            **parts.beside,
+            **parts.extra,
         }
-        found = ModelConfig.of(given)
+        config = ModelConfig.of(given)
         settings = PictureSettings(
             processors=encoder.processors,
             images=_normalised(metadata) | parts.images,
@@ -134,20 +135,20 @@ def make_composite(
     for key in _CHECKED:
         metadata.mark_read(key)
     metadata.require_read()
-    return found, settings
+    return config, settings
 
 
 def _normalised(metadata: Metadata) -> Values:
-    found = {name: metadata.numbers(f"vision.{name}") for name in ("image_mean", "image_std")}
-    for name, values in found.items():
+    statistics = {name: metadata.numbers(f"vision.{name}") for name in ("image_mean", "image_std")}
+    for name, values in statistics.items():
         if len(values) < 3:
             raise ModelError(f"the file's clip.vision.{name} is {shown(values)}, which is not three numbers")
-    return {name: list(values[:3]) for name, values in found.items()}
+    return {name: list(values[:3]) for name, values in statistics.items()}
 
 
 def _sizes(metadata: Metadata, activation: str, names: str, expected: float | None = None) -> Values:
-    """Returns the sizes of an encoder. `names` are those of its blocks and heads, and of what it adds to variances, in
-    its configuration. The last one has no name if the class has a fixed value, which is `expected`."""
+    """Returns the sizes of an encoder. `names` are the options for its blocks, its heads, and its epsilon; there is no
+    option for the epsilon if the class has a fixed one, `expected`."""
     blocks, heads, *others = names.split()
     epsilon = metadata("vision.attention.layer_norm_epsilon")
     if expected is not None and abs(epsilon / expected - 1) > 1e-3:
@@ -160,7 +161,7 @@ def _sizes(metadata: Metadata, activation: str, names: str, expected: float | No
         raise ModelError(f"the file's clip.vision.block_count is {count}: no encoder has so many")
     return {
         "hidden_size": metadata("vision.embedding_length"),
-        # Old files have 0 here, or the matrices by each other's names.
+        # In old files this is 0, or the names of the two matrices are swapped.
         "intermediate_size": metadata.get("vision.feed_forward_length", 0)
         or max(metadata.num_rows(f"v.blk.0.ffn_{part}.weight") for part in ("up", "down")),
         blocks: count,
@@ -192,7 +193,7 @@ def _siglip(metadata: Metadata) -> Values:
 
 
 def _rows_of_square(metadata: Metadata, scale: int) -> int:
-    """Returns the rows that a square picture becomes."""
+    """Returns the number of rows of a square picture."""
     side = metadata("vision.image_size") // metadata("vision.patch_size") // metadata.get(_SCALE, scale)
     return int(side**2)
 
@@ -201,7 +202,7 @@ def _gemma_3(metadata: Metadata) -> EncoderParts:
     size, rows = metadata("vision.image_size"), _rows_of_square(metadata, 4)
     return EncoderParts(
         vision=_siglip(metadata) | {"vision_use_head": False},
-        beside={"mm_tokens_per_image": rows},
+        extra={"mm_tokens_per_image": rows},
         images={"size": {"height": size, "width": size}},
         settings={"image_seq_length": rows},
     )
@@ -212,7 +213,7 @@ def _idefics_3(metadata: Metadata) -> EncoderParts:
     longest = metadata.get("vision.preproc_image_size", size)
     return EncoderParts(
         vision=_siglip(metadata),
-        beside={"scale_factor": metadata.get(_SCALE, 2)},
+        extra={"scale_factor": metadata.get(_SCALE, 2)},
         images={"size": {"longest_edge": longest}, "max_image_size": {"longest_edge": size}},
         settings={"image_seq_len": _rows_of_square(metadata, 2)},
     )
@@ -228,7 +229,7 @@ _QWEN_LAYER: Sources = {
     "mlp.linear_fc1": "ffn_up",
     "mlp.linear_fc2": "ffn_down",
     **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
-    # Outside of the layers. The kernel has a matrix for each of two frames, which are one picture here.
+    # Outside of the layers. The kernel has a matrix for each of two frames; a picture is used for both.
     "model.visual.patch_embed.proj.weight": TensorSource(
         (f"{_PATCHES}.weight", f"{_PATCHES}.weight.1"), lambda _, *frames: np.stack(frames, axis=2), same
     ),
@@ -248,7 +249,7 @@ def _deep_layers(metadata: Metadata) -> list[int]:
 
 
 def _deepstack(metadata: Metadata) -> Sources:
-    """Returns the sources of what some layers add to the first ones of the model of text."""
+    """Returns the sources of the encoder levels that are added after the first layers of the text model."""
     parts = {"norm": "norm", "linear_fc1": "fc1", "linear_fc2": "fc2"}
     return {
         f"model.visual.deepstack_merger_list.{i}.{name}": f"v.deepstack.{layer}.{tensor}"
@@ -258,7 +259,7 @@ def _deepstack(metadata: Metadata) -> Sources:
 
 
 def _qwen(metadata: Metadata, activation: str, fewest: int) -> EncoderParts:
-    """Returns the parts of an encoder of pictures of any size, of at least so many tokens."""
+    """Returns the parts of an encoder for pictures of any size, with at least `fewest` tokens."""
     sizes = _sizes(metadata, activation, "depth num_heads", 1e-6)
     patch, merge = sizes["patch_size"], metadata.get("vision.spatial_merge_size", 2)
     of_token = (patch * merge) ** 2
@@ -275,7 +276,7 @@ def _qwen(metadata: Metadata, activation: str, fewest: int) -> EncoderParts:
 def _qwen_2_5(metadata: Metadata) -> EncoderParts:
     parts, every = _qwen(metadata, "silu", 4), metadata("vision.n_wa_pattern")
     whole = [i for i in range(parts.vision["depth"]) if (i + 1) % every == 0]
-    # The side of windows is that of llama.cpp, too.
+    # The side of windows, as in llama.cpp.
     return replace(parts, vision=parts.vision | {"fullatt_block_indexes": whole, "window_size": 112})
 
 
@@ -285,10 +286,10 @@ def _qwen_3(metadata: Metadata) -> EncoderParts:
     return replace(parts, vision=parts.vision | own)
 
 
-def _in_sections(metadata: Metadata, found: Values) -> Values:
-    """Returns the positions, of which tokens of pictures have three."""
+def _in_sections(metadata: Metadata, options: Values) -> Values:
+    """Returns the rotary parameters for positions with three dimensions."""
     interleaved = {} if metadata.architecture == "qwen2vl" else {"mrope_interleaved": True}
-    return {"rope_parameters": found["rope_parameters"] | {"mrope_section": metadata.sections()} | interleaved}
+    return {"rope_parameters": options["rope_parameters"] | {"mrope_section": metadata.sections()} | interleaved}
 
 
 # -- Mistral 3 -------------------------------------------------------------------------------------------------------
@@ -321,7 +322,7 @@ def _pixtral(metadata: Metadata) -> EncoderParts:
     }
     return EncoderParts(
         vision=sizes | own,
-        beside={"spatial_merge_size": merge, "multimodal_projector_bias": metadata.has("mm.1.bias")},
+        extra={"spatial_merge_size": merge, "multimodal_projector_bias": metadata.has("mm.1.bias")},
         images={"size": {"longest_edge": size}, "patch_size": sizes["patch_size"]},
         settings={"patch_size": sizes["patch_size"], "spatial_merge_size": merge},
     )
@@ -330,7 +331,7 @@ def _pixtral(metadata: Metadata) -> EncoderParts:
 # -- Gemma 4 ---------------------------------------------------------------------------------------------------------
 
 _CAUSAL_WIDTHS = (1536, 2560)
-"""Of E2B and E4B, in which no token of a picture sees later ones."""
+"""The widths of E2B and E4B, in which a token of a picture sees no later ones."""
 _LINEAR = {f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"} | {
     "self_attn.o_proj": "attn_out",
     **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
@@ -339,7 +340,7 @@ _BOUNDS = [f"{side}_{end}" for side in ("input", "output") for end in ("min", "m
 
 
 def _pixels_last(config: Any, patches: Array) -> Array:
-    """Returns [out, rows × columns × colours] of [out, colours, rows, columns]."""
+    """Returns [out, rows × columns × colours] from [out, colours, rows, columns]."""
     side = config.patch_size
     by_colour = patches.reshape(len(patches), -1, side, side)
     return by_colour.transpose(0, 2, 3, 1).reshape(len(patches), -1)
@@ -376,11 +377,11 @@ def _gemma_4(metadata: Metadata) -> EncoderParts:
     return EncoderParts(vision=sizes | own, images=kernel | {"patch_size": sizes["patch_size"]})
 
 
-def _with_pictures_of_gemma_4(metadata: Metadata, found: Values) -> Values:
+def _with_pictures_of_gemma_4(metadata: Metadata, options: Values) -> Values:
     return {
         "use_bidirectional_attention": None if metadata("embedding_length") in _CAUSAL_WIDTHS else "vision",
-        # The class looks it up for tokens of pictures.
-        "pad_token_id": found["pad_token_id"] or 0,
+        # The class embeds it for the tokens of pictures.
+        "pad_token_id": options["pad_token_id"] or 0,
     }
 
 
@@ -452,7 +453,7 @@ _ENCODERS: Sequence[PictureEncoder] = (
         of_text={"llama": "llama", "mistral3": "ministral3"},
         layers=_layers(r"vision_tower\.transformer\.layers"),
         sources=_PIXTRAL,
-        # It is a row of the embeddings of text.
+        # This tensor is a row of the text embeddings.
         unused=("v.token_embd.img_break",),
         parts=_pixtral,
         tokens={"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"},
@@ -473,40 +474,40 @@ _ENCODERS: Sequence[PictureEncoder] = (
         processors=("Idefics3ImageProcessorPil", "Idefics3Processor"),
     ),
 )
-MAY_HAVE_ENCODER = frozenset(text for one in _ENCODERS for text in one.of_text)
+MAY_HAVE_ENCODER = frozenset(text for encoder in _ENCODERS for text in encoder.of_text)
 HAVE_ENCODER = MAY_HAVE_ENCODER - {"llama", "mistral3", "gemma3"}
-"""Architectures of files of text of which some models, or all, have an encoder of pictures."""
+"""Architectures of text files: some of their models have an encoder of pictures (MAY), or all of them (HAVE)."""
 
 
 def tensors_of_pictures(width: int, tensors: Sequence[FileTensor]) -> list[FileTensor]:
-    """Returns the tensors without those of sound. In old files, the two matrices of a feed-forward part in an encoder
-    of this width have each other's names."""
-    found = [tensor for tensor in tensors if not tensor.name.startswith(_SOUND)]
-    rows = {tensor.name: tensor.shape[0] for tensor in found}
+    """Returns the tensors that are not for sound. Swaps the names of the up and down matrices of old files, which
+    confuse them, in an encoder of this width."""
+    vision = [tensor for tensor in tensors if not tensor.name.startswith(_SOUND)]
+    rows = {tensor.name: tensor.shape[0] for tensor in vision}
     if rows.get("v.blk.0.ffn_up.weight") != width or rows.get("v.blk.0.ffn_down.weight") == width:
-        return found
+        return vision
     other = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}
-    return [replace(one, name=_UP_OR_DOWN.sub(lambda part: other[part[0]], one.name)) for one in found]
+    return [replace(tensor, name=_UP_OR_DOWN.sub(lambda part: other[part[0]], tensor.name)) for tensor in vision]
 
 
 def projector_type(metadata: Metadata) -> str:
-    """Returns the type of a file's projector of pictures, empty if it has none."""
+    """Returns the type of a file's projector of pictures, "" if it has none."""
     if metadata.architecture != CLIP or not metadata.get("has_vision_encoder", True):
         return ""
     return metadata.text("projector_type") or metadata.text("vision.projector_type")
 
 
 def encoder_for(text: str, projector: str) -> PictureEncoder | None:
-    """Returns the encoder with this projector for files of text of an architecture, None if there is no table."""
-    return next((one for one in _ENCODERS if one.projector == projector and text in one.of_text), None)
+    """Returns the encoder with this projector for text files of the architecture `text`, None if there is no table."""
+    return next((encoder for encoder in _ENCODERS if encoder.projector == projector and text in encoder.of_text), None)
 
 
 def with_encoder(architecture: Architecture, text: str, encoder: PictureEncoder) -> Architecture:
-    """Returns the architecture of a file of text whose model has an encoder."""
+    """Returns the architecture of a text file, for a model with an encoder."""
     return replace(
         architecture,
         model_type=encoder.of_text[text],
-        config=lambda metadata, found: architecture.config(metadata, found) | encoder.in_text(metadata, found),
+        config=lambda metadata, options: architecture.config(metadata, options) | encoder.in_text(metadata, options),
         encoder=encoder,
         unused=(*architecture.unused, *encoder.unused),
     )

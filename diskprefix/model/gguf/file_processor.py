@@ -1,4 +1,4 @@
-"""Processors of pictures without their parts for videos and sounds, and the one that a `mmproj` file describes."""
+"""Processors of pictures without parts for videos and sounds, and the processor that an `mmproj` file describes."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 
 def lenient_class(named: Any) -> Any:
-    """Returns a class of processors that takes None for parts. Those for videos often need torchvision. `named` is
-    transformers' class, or what stands for it without torchvision."""
+    """Returns a class of processors that accepts None for parts, because parts for videos often need torchvision.
+    `named` is transformers' class, or its placeholder without torchvision."""
     from transformers.models.pixtral import image_processing_pil_pixtral
 
     if find_spec("torchvision") is None:
-        # Pixtral's module takes one function from a module that needs torchvision; this one has it, too.
+        # Pixtral's module imports a function from a module that needs torchvision. This module has it, too.
         sys.modules.setdefault("transformers.models.pixtral.image_processing_pixtral", image_processing_pil_pixtral)
     module: Any = import_module(named.__module__)
-    # SmolVLM's writes the number of a video's frames with it.
+    # SmolVLM's module writes the number of a video's frames with it.
     module.num2words = str
     wanted = getattr(module, named.__name__)
 
@@ -45,5 +45,5 @@ def make_processor(pictures: PictureSettings, tokenizer: Tokenizer) -> Processor
     own._set_model_specific_special_tokens(dict(pictures.tokens))
     parts = {"tokenizer": own, "image_processor": image_class(**pictures.images)}
     parts |= dict.fromkeys(lenient.get_attributes() - parts.keys())
-    found: ProcessorMixin = lenient(**parts, **pictures.settings)
-    return found
+    processor: ProcessorMixin = lenient(**parts, **pictures.settings)
+    return processor

@@ -1,7 +1,7 @@
 """The tokenizer that the metadata of a `.gguf` file describe.
 
-What is added to a text, what is found in it first and how it is cut are the rules of llama.cpp's `src/llama-vocab.cpp`.
-Where that has two spellings of a pattern, ours is the one of the models' `tokenizer.json`, which is quoted beside it.
+The added tokens, the special tokens and the cuts of a text follow llama.cpp's `src/llama-vocab.cpp`. Where it has two
+spellings of a pattern, ours is the spelling of the models' `tokenizer.json`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 _PREFIX = "tokenizer.ggml."
 _OTHERS = ("tokenizer.huggingface.json", "tokenizer.rwkv.world")
-"""Keys of further tokenizers that the format allows. Nothing says whether they are the same."""
+"""Keys of further tokenizers that the format allows. They may differ from the first one."""
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
-"""The types of tokens that are found in a text before anything else."""
+"""The types of tokens that a text is searched for before it is cut."""
 _TEMPLATES = {"default": "tokenizer.chat_template", "tool_use": "tokenizer.chat_template.tool_use"}
-"""By the names that transformers has for them. Files may have others, which nothing asks for."""
+"""The keys of templates by transformers' names. Templates with other names are not used."""
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _KEEPS_BLANKS = frozenset({"<unk>", "<s>", "<|endoftext|>"})
-"""Tokens of Phi 3 that do not take the blanks behind them. All others do, which files do not say."""
+"""Special tokens of Phi 3 that do not include the blanks after them. All others do; files do not say so."""
 _OF_OLD_FILES = {"bos": 1, "eos": 2, "unknown": 0}
 
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -50,11 +50,11 @@ def _cased(ending: str, others: str, upper: str = _UPPER, lower: str = _LOWER) -
 
 _GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _DIGITS_APART = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
-"""GPT-2's pattern behind one that cuts off each digit: one pattern is faster than two."""
+"""GPT-2's pattern, with each digit cut off. One pattern is faster than two."""
 _GPT_4O = _cased(f"{_ENDING}?", r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*")
 _DEEPSEEK_LLM = (
     r"[\r\n]",
-    # The model's own list of letters lacks those of Armenian and Georgian in lower case.
+    # The model's own list of letters lacks the lower case of Armenian and Georgian.
     r"\s?[\p{Lu}\p{Ll}\p{Lt}&&[^\p{Armenian}\p{Georgian}]]+",
     r"\s?[!-/:-~\x{ff01}-\x{ff0f}\x{ff1a}-\x{ff5e}\x{2018}-\x{201f}\x{3000}-\x{3002}]+",
     r"\s+$",
@@ -66,6 +66,22 @@ _DEEPSEEK_3 = (
     r"\p{N}{1,3}",
     r"[\x{4e00}-\x{9fa5}\x{3040}-\x{309f}\x{30a0}-\x{30ff}]+",
     rf"[!-/:-@\[-`{{-~][A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
+)
+_GROUPED_DIGITS = r"\p{N}{1,2}(?=(?:\p{N}{3})*(?!\p{N}))|\p{N}{3}"
+"""Digits in groups of three, counted from the last."""
+_ASIAN = (
+    r"\x{4e00}-\x{9fff}\x{3400}-\x{4dbf}\x{f900}-\x{faff}\x{3040}-\x{30ff}\x{ff65}-\x{ff9f}\x{2f00}-\x{2fdf}"
+    r"\x{0e40}-\x{0e7f}\x{0e80}-\x{0eff}\x{1780}-\x{17ff}\x{1000}-\x{109f}\x{aa60}-\x{aa7f}\x{a9e0}-\x{a9ff}"
+    r"\x{ac00}-\x{d7af}\x{1100}-\x{11ff}"
+)
+_EXAONE_MOE = (
+    rf"{_ENDING}|{_BEFORE}(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]?"
+    r"|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+_BLANKS = "".join(rf"|\s{{{count}}}(?!\S)" for count in (512, 256, 128, 64, 32, 16, 8, 4))
+_JAIS_2 = (
+    rf"{_ENDING}|{_BEFORE}\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+{_BLANKS}"
+    r"|\s{1,2}(?!\S)|\s"
 )
 _YOUTU = "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+"
 _KIMI_CASES = [f"{letters[:-1]}&&[^\\p{{Han}}]]" for letters in (_UPPER, _LOWER)]
@@ -81,12 +97,15 @@ _CUTS: Sequence[tuple[str, tuple[str, ...]]] = (
     (f"{_LLAMA_3} dbrx smaug-bpe chatglm-bpe glm4 glm5", (_words(r"\p{N}{1,3}"),)),
     ("qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", (_words(r"\p{N}"),)),
     ("qwen35", (_QWEN_35,)),
-    # Line ends are apart, whatever stands before them.
+    # Line ends are always separate.
     ("laguna", (r"[^\n]+|[\n]+", _words(r"\p{N}"))),
     ("minicpm5", (r"\p{N}{1,3}", _words(r"\p{N}+"))),
     ("tekken", (_cased("", r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*"),)),
     ("gpt-4o llama4 kanana2 talkie minimax-m2", (_GPT_4O,)),
     ("tiny_aya cohere2moe", (r"\d{1,3}(?=(?:\d{3})*\b)", _GPT_4O)),
+    ("afmoe", (_GROUPED_DIGITS, f"[{_ASIAN}]+", _DEEPSEEK_3[-1])),
+    ("exaone-moe", (_EXAONE_MOE,)),
+    ("jais-2", (_JAIS_2,)),
     ("deepseek-llm", _DEEPSEEK_LLM),
     ("deepseek-coder", _DEEPSEEK_CODER),
     ("deepseek-v3 hunyuan-dense joyai-llm hy_v4", _DEEPSEEK_3),
@@ -97,16 +116,16 @@ _CUTS: Sequence[tuple[str, tuple[str, ...]]] = (
     ("seed-coder", (rf"{_ENDING}|{_BEFORE}\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",)),
     ("viking", (r" ?[^(\s|.,!?…。，、।۔،)]+", r"\p{N}")),
 )
-"""Names that `tokenizer.ggml.pre` has, and their patterns. Each cuts the pieces that the one before leaves."""
+"""Values of `tokenizer.ggml.pre`, and their patterns. Each pattern cuts the pieces of the previous one."""
 _PATTERNS = {name: patterns for names, patterns in _CUTS for name in names.split()}
 _ADDS_BOS = frozenset({*_LLAMA_3.split(), "tekken"})
-"""Names of tokenizers that begin each text with a token, unless the file says otherwise."""
+"""Tokenizers that begin each text with the BOS token, unless the file says otherwise."""
 _TAKES_WORDS = _ADDS_BOS | {"minicpm5", "youtu", "glm4", "glm5"}
-"""Names of those where a word that is a token needs no merges."""
+"""Tokenizers in which a word that is a token needs no merges."""
 
 
 class _Keys:
-    """The tokenizer as a file describes it, by names without their prefix."""
+    """The tokenizer's keys in a file, by names without their prefix."""
 
     def __init__(self, header: GgufHeader) -> None:
         self.architecture = header.values.get("general.architecture")
@@ -126,17 +145,17 @@ class _Keys:
         return self._metadata.tokenizer_flag(name, default=default)
 
     def array(self, name: str, count: int | None = None) -> Any:
-        """Reads strings, or `count` numbers. Raises `ModelError` if the file has something else."""
+        """Returns strings, or with `count` that many numbers. Raises `ModelError` for anything else."""
         if name not in self:
             raise ModelError(f"the file lacks the array {_PREFIX}{name}")
-        found = self._arrays[_PREFIX + name].content
-        if isinstance(found, list) != (count is None) or count not in (None, len(found)):
+        content = self._arrays[_PREFIX + name].content
+        if isinstance(content, list) != (count is None) or count not in (None, len(content)):
             raise ModelError(f"the file's {_PREFIX}{name} are not {f'{count} numbers' if count else 'strings'}")
-        return found
+        return content
 
 
 def make_tokenizer(header: GgufHeader) -> Tokenizer:
-    """Returns the tokenizer of a file, with its chat template. Raises `ModelError` with the key that is wrong."""
+    """Returns the tokenizer of a file, with its chat template. Raises `ModelError` with the name of a wrong key."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models
 
@@ -159,7 +178,7 @@ def make_tokenizer(header: GgufHeader) -> Tokenizer:
     decoded = [decoders.Replace(mark, ""), *decoded] if mark else decoded
     backend.decoder = decoders.Sequence(decoded) if len(decoded) > 1 else decoded[0]
     ends = (token for token in ENDS_OF_TURN if token in vocabulary)
-    backend.add_tokens(_found_first(keys, tokens, [*special.values(), *ends]))
+    backend.add_tokens(_added_tokens(keys, tokens, [*special.values(), *ends]))
     made = Tokenizer(backend, special, chat_template=_templates(header))
     adds_bos = keys.flag("add_bos_token", default=kind != "gpt2" or keys.get("pre") in _ADDS_BOS)
     made.add_ends(bos=adds_bos, eos=keys.flag("add_eos_token", default=False))
@@ -167,8 +186,8 @@ def make_tokenizer(header: GgufHeader) -> Tokenizer:
 
 
 def _distinct(tokens: list[str]) -> tuple[list[str], str]:
-    """Returns the texts of tokens, with marks behind one that an earlier token has, and the mark, "" if there is none.
-    So text becomes the first of them, and the decoder, which drops the marks, gives each of them the text."""
+    """Returns the texts of tokens, made distinct, and the mark that does it, "" if none is needed. Each repeated text
+    has marks appended. So a text becomes the first of its tokens; the decoder removes the marks."""
     if len(set(tokens)) == len(tokens):
         return tokens, ""
     letters = set().union(*tokens)
@@ -182,7 +201,7 @@ def _distinct(tokens: list[str]) -> tuple[list[str], str]:
 
 
 def _byte_level(made: Backend, keys: _Keys, vocabulary: dict[str, int], _unknown: str | None) -> list[Any]:
-    """Pairs of bytes are merged, each of which is written as a character. As all kinds, returns its decoders."""
+    """Sets up merges of pairs of bytes, which are written as characters. As all kinds, returns the decoders."""
     from tokenizers import Regex, decoders, pre_tokenizers
 
     name = keys.get("pre", "default")
@@ -196,7 +215,7 @@ def _byte_level(made: Backend, keys: _Keys, vocabulary: dict[str, int], _unknown
 
 
 def _sentence_pieces(made: Backend, keys: _Keys, vocabulary: dict[str, int], unknown: str | None) -> list[Any]:
-    """Pairs of characters are merged. A blank is ▁, and characters that no token has are written as bytes."""
+    """Sets up merges of pairs of characters. A blank is ▁. Characters without a token are written as bytes."""
     from tokenizers import decoders, normalizers
 
     merges = _merges(keys) if "merges" in keys else _merges_by_score(keys, vocabulary)
@@ -215,7 +234,7 @@ _KINDS: Mapping[str, Callable[[Backend, _Keys, dict[str, int], str | None], list
     "llama": _sentence_pieces,
     "gemma4": _sentence_pieces,
 }
-"""By `tokenizer.ggml.model`. No architecture that is read has another kind."""
+"""By `tokenizer.ggml.model`. No supported architecture has another kind."""
 
 
 def _merging(vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> Any:
@@ -231,35 +250,35 @@ def _merges(keys: _Keys) -> list[tuple[str, str]]:
     merges = keys.array("merges")
     parts = " ".join(merges).split(" ")
     if len(parts) == 2 * len(merges) and all(" " in merge for merge in merges):
-        # One blank each: that is fast.
+        # The fast way, if each merge has one blank.
         return list(zip(parts[::2], parts[1::2], strict=True))
     return [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
 
 
 def _merges_by_score(keys: _Keys, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    """Returns the pairs of tokens that make a token, best first. Among equals the first token comes first, then the
-    longest left part, as in each `tokenizer.json` that is made of such a vocabulary."""
-    tokens, found = list(vocabulary), []
+    """Returns the pairs of tokens that make a token, best first. Equals are in the order of tokens, then of the length
+    of the left part, longest first, as in each `tokenizer.json` made from such a vocabulary."""
+    tokens, merges = list(vocabulary), []
     scores = keys.array("scores", len(tokens)).astype(np.float64)
     lefts, rights = _longest_beginnings(tokens), _longest_beginnings([token[::-1] for token in tokens])
     for number in np.argsort(-scores, kind="stable").tolist():
-        endings = {len(tokens[one]): tokens[one] for one in _followed(rights, number)}
-        pairs = ((tokens[one], len(tokens[number]) - len(tokens[one])) for one in _followed(lefts, number))
-        found += [(left, endings[rest]) for left, rest in pairs if rest in endings]
-    return found
+        endings = {len(tokens[part]): tokens[part] for part in _followed(rights, number)}
+        pairs = ((tokens[part], len(tokens[number]) - len(tokens[part])) for part in _followed(lefts, number))
+        merges += [(left, endings[rest]) for left, rest in pairs if rest in endings]
+    return merges
 
 
 def _longest_beginnings(tokens: Sequence[str]) -> list[int]:
     """Returns for each token the number of the longest other token that it begins with, or -1. The time grows with the
     sum of the lengths, because a file may have a token of megabytes."""
-    found, beginnings = [-1] * len(tokens), list[int]()
-    # A token directly follows its beginnings and what else begins with them.
+    longest, beginnings = [-1] * len(tokens), list[int]()
+    # In sorted order, a token comes after its prefixes, with only other tokens with the same prefix between.
     for number in sorted(range(len(tokens)), key=tokens.__getitem__):
         while beginnings and not tokens[number].startswith(tokens[beginnings[-1]]):
             beginnings.pop()
-        found[number] = beginnings[-1] if beginnings else -1
+        longest[number] = beginnings[-1] if beginnings else -1
         beginnings.append(number)
-    return found
+    return longest
 
 
 def _followed(links: Sequence[int], number: int) -> Iterator[int]:
@@ -268,32 +287,32 @@ def _followed(links: Sequence[int], number: int) -> Iterator[int]:
 
 
 def _special(metadata: Metadata, tokens: Sequence[str]) -> dict[str, str]:
-    """Returns the texts of special tokens, by the names that transformers has for them."""
+    """Returns the texts of special tokens by transformers' names."""
     is_old = metadata.header.values.get(f"{_PREFIX}model") == "llama"
-    found = {name: metadata.token(key, _OF_OLD_FILES.get(key) if is_old else None) for name, key in _SPECIAL.items()}
-    return {name: tokens[number] for name, number in found.items() if number is not None}
+    numbers = {name: metadata.token(key, _OF_OLD_FILES.get(key) if is_old else None) for name, key in _SPECIAL.items()}
+    return {name: tokens[number] for name, number in numbers.items() if number is not None}
 
 
-def _found_first(keys: _Keys, tokens: Sequence[str], special: Collection[str]) -> list[AddedToken]:
-    """Returns the tokens that are found in a text before it is cut: those of some types, and `special` ones."""
+def _added_tokens(keys: _Keys, tokens: Sequence[str], special: Collection[str]) -> list[AddedToken]:
+    """Returns the tokens that a text is searched for before it is cut: tokens of some types, and `special` ones."""
     from tokenizers import AddedToken
 
-    found = dict.fromkeys(special, _CONTROL)
+    kinds = dict.fromkeys(special, _CONTROL)
     if "token_type" in keys:
         types = keys.array("token_type", len(tokens))
         first = np.flatnonzero(np.isin(types, (_UNKNOWN, _CONTROL, _USER_DEFINED)))
-        found = {tokens[number]: int(types[number]) for number in first.tolist()} | found
-    takes_blanks = found.keys() - _KEEPS_BLANKS if keys.architecture == "phi3" and keys.get("model") == "llama" else ()
+        kinds = {tokens[number]: int(types[number]) for number in first.tolist()} | kinds
+    takes_blanks = kinds.keys() - _KEEPS_BLANKS if keys.architecture == "phi3" and keys.get("model") == "llama" else ()
     return [
         AddedToken(token, special=kind != _USER_DEFINED, normalized=False, rstrip=token in takes_blanks)
-        for token, kind in found.items()
+        for token, kind in kinds.items()
     ]
 
 
 def _templates(header: GgufHeader) -> str | dict[str, str] | None:
-    """Returns the chat template. Some files have another one for tools. Raises `ModelError` for one that does not
-    parse."""
-    found: dict[str, str] = {}
+    """Returns the chat template, or two by name if the file has one for tools. Raises `ModelError` for a template that
+    does not parse."""
+    templates: dict[str, str] = {}
     for name, key in _TEMPLATES.items():
         template: Any = header.arrays.get(key) or header.values.get(key)
         if template is None:
@@ -301,5 +320,5 @@ def _templates(header: GgufHeader) -> str | dict[str, str] | None:
         not_text = "it is not UTF-8" if isinstance(template, bytes) else "it is not text"
         if fault := fault_of_template(template) if isinstance(template, str) else not_text:
             raise ModelError(f"the file's {key}: {fault}")
-        found[name] = template
-    return found if len(found) > 1 else next(iter(found.values()), None)
+        templates[name] = template
+    return templates if len(templates) > 1 else next(iter(templates.values()), None)

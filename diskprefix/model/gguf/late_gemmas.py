@@ -1,5 +1,5 @@
 """Gemma 3n and 4: windows in most layers, layers that share keys and values, inputs of each layer. Gemma 4 has heads of
-two widths. Gemma 3n has four streams, of which a layer computes one and predicts the others."""
+two widths. Gemma 3n has four streams: a layer computes one and predicts the others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from diskprefix.model.gguf.sources import Sources, TensorSource, moved
 
 _FREQUENCIES = "rope_freqs.weight"
 _OF_SHARED = ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")
-"""Files may have them in layers that share those of other layers."""
+"""Files may have these tensors in layers that share keys and values with other layers."""
 
 _SOURCES_OF_4: Sources = {
     **AROUND,
@@ -67,7 +67,7 @@ def _gemma_4(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rotated(metadata: Metadata) -> float:
-    """Returns which part of a head is rotated without a window: where the divisor of the frequencies is one."""
+    """Returns the rotated part of a head in layers without a window: where the frequencies' divisor is one."""
     tensor = metadata.tensors.get(_FREQUENCIES)
     if tensor is None:
         return 1.0
@@ -109,16 +109,16 @@ _SOURCES_OF_3N: Sources = {
 }
 
 
-def _gemma_3n(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
-    """Older files lack the cap. Of sparsity a file has deviations above the mean, a configuration the part below."""
+def _gemma_3n(metadata: Metadata, options: dict[str, Any]) -> dict[str, Any]:
+    """Older files lack the cap. Files give sparsity in standard deviations, configurations as a fraction."""
     deviations = metadata.each_layer("activation_sparsity_scale")
     if metadata("altup.num_inputs") != _NUM_STREAMS:
         raise ModelError(f"Gemma 3n has {_NUM_STREAMS} streams: altup.num_inputs is {metadata('altup.num_inputs')}")
-    return windows_and_all(metadata, found) | {
+    return windows_and_all(metadata, options) | {
         "layer_types": kinds_of_layers(metadata, 5),
         "intermediate_size": list(metadata.each_layer("feed_forward_length")),
         "final_logit_softcapping": metadata.get("final_logit_softcapping", 30.0),
-        "activation_sparsity_pattern": [round(NormalDist().cdf(one), 6) for one in deviations],
+        "activation_sparsity_pattern": [round(NormalDist().cdf(deviation), 6) for deviation in deviations],
         "altup_active_idx": metadata("altup.active_idx"),
         "altup_num_inputs": _NUM_STREAMS,
         "laurel_rank": metadata.num_rows("blk.0.laurel_l.weight"),

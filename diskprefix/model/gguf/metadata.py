@@ -1,4 +1,4 @@
-"""The metadata of a `.gguf` file below its architecture. What nobody read changes no number, or the file is refused."""
+"""The metadata of a `.gguf` file within its architecture. A file with an unread key that changes numbers is refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load.gguf_file import block_of, within_block
-from diskprefix.model.load.gguf_header import FileTensor, GgufHeader
+from diskprefix.model.load.gguf_header import FLOAT32, FileTensor, GgufHeader
 
 _HARMLESS = """
     context_length vocab_size tensor_data_layout pooling_type nextn_predict_layers attention.causal
@@ -17,10 +17,10 @@ _HARMLESS = """
     attention.kv_lora_rank shortconv.l_cache ssm.conv_kernel ssm.inner_size ssm.state_size ssm.time_step_rank
     ssm.group_count
 """
-"""Keys of numbers and strings that change no number, or that something else checks: a model with other sizes has
+"""Keys of numbers and strings that change no number, or whose value is checked indirectly: a model with other sizes has
 tensors of other names or shapes, which are refused."""
 _DESCRIPTIVE = frozenset(_HARMLESS.split())
-# All sections have the same position in text.
+# In text, all sections have the same position.
 _DESCRIPTIVE_LISTS = frozenset({"classifier.output_labels", "rope.dimension_sections"})
 _NEUTRAL: Mapping[str, tuple[float, ...]] = {
     "logit_scale": (0, 1),
@@ -38,31 +38,31 @@ _NEUTRAL: Mapping[str, tuple[float, ...]] = {
     "expert_group_used_count": (0, 1),
     **dict.fromkeys(("has_text_encoder", "has_llava_projector", "use_gelu", "use_silu"), (0,)),
 }
-"""Values that change nothing, of keys that nothing reads."""
+"""Unread keys, and the values with which they change nothing."""
 _OF_ENCODERS = ("mm.", "vision.", "audio.")
-"""What some files of text models say of the encoders of pictures and sound, which are other files."""
+"""Prefixes of keys in text files about encoders, which are in other files."""
 _OF_SOUND = ("audio.", "has_audio_encoder")
-"""What files of encoders say of sound, which is not read."""
+"""Prefixes of keys in encoders' files about sound, which is not read."""
 _WIDTHS = frozenset(
     f"{name}{ending}"
     for name in ("attention.key_length", "attention.value_length", "rope.dimension_count", "kda.head_dim")
     for ending in ("", "_mla", "_swa")
 )
 _MOST_WIDTH = 1 << 16
-"""Of heads, for each of whose numbers something is computed before a tensor of another shape is refused."""
+"""The largest width of heads. Without it, a file could cause long work before its tensors are refused."""
 _NUMBERS_OF_BLOCKS = ("block_count", "nextn_predict_layers")
 _TEXTS = (
     *(f"tokenizer.ggml.{name}" for name in ("model", "pre", "tokens", "merges")),
     *("tokenizer.chat_template", "tokenizer.chat_template.tool_use"),
 )
 _UNNEEDED = ("padding", "unknown")
-"""Special tokens that no prompt and no reply has."""
+"""Special tokens that occur in no prompt and no reply."""
 MOST_LAYERS = 512
-"""Those of llama.cpp (`LLAMA_MAX_LAYERS`). To make a model of many more takes minutes, before any tensor is missed."""
+"""The limit of llama.cpp (`LLAMA_MAX_LAYERS`). To make a model of many more layers takes minutes."""
 SCALING = "rope.scaling."
-"""The beginning of keys of the scaling of positions, which are checked where they are read."""
+"""The prefix of keys about the scaling of rotary embeddings, which are checked where they are read."""
 _COPIES = ("nextn.embed_tokens", "nextn.shared_head_head")
-"""Tensors of a draft layer that the model has."""
+"""Tensors of a draft layer that repeat tensors of the model."""
 ENDS_OF_TURN = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "[e~[", "<|endoftext|>", "<|end_of_text|>"),
     *("<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<｜end▁of▁sentence｜>", "<end_of_utterance>"),
@@ -75,35 +75,34 @@ _ENDS_OF_CALLS = "<|call|>", "<|calls|>"
 class Metadata:
     """The values of a file, without the name of its architecture, and the names of its tensors. An array is a tuple.
 
-    `tensors` are without those of the last blocks if these predict tokens after the next one. `draft_layer` are those
-    of the first such block.
+    `tensors` excludes the last blocks if they are draft layers. `draft_layer` has the tensors of the first draft layer.
     """
 
     def __init__(self, header: GgufHeader, tensors: Sequence[FileTensor]) -> None:
         self.architecture = header.shown("general.architecture")
         self.header = header
         prefix = f"{self.architecture}."
-        found = {**header.values, **header.lists}
-        self._values = {key.removeprefix(prefix): value for key, value in found.items() if key.startswith(prefix)}
+        values = {**header.values, **header.lists}
+        self._values = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
         self._read: set[str] = set()
         blocks, predictors = (self._values.get(key) for key in ("block_count", "nextn_predict_layers"))
         num_layers = math.inf
         if isinstance(blocks, int) and isinstance(predictors, int) and predictors > 0:
             num_layers = blocks - predictors
-        self.tensors = {one.name: one for one in tensors if block_of(one.name) < num_layers}
-        behind = [one for one in tensors if block_of(one.name) == num_layers]
-        if not any(within_block(one.name).startswith("nextn.") for one in behind):
-            # Some files count such blocks, and have no tensors of theirs.
-            behind = []
-        self.draft_layer = [one for one in behind if within_block(one.name) not in _COPIES]
+        self.tensors = {tensor.name: tensor for tensor in tensors if block_of(tensor.name) < num_layers}
+        draft_tensors = [tensor for tensor in tensors if block_of(tensor.name) == num_layers]
+        if not any(within_block(tensor.name).startswith("nextn.") for tensor in draft_tensors):
+            # Some files count draft layers and do not contain their tensors.
+            draft_tensors = []
+        self.draft_layer = [tensor for tensor in draft_tensors if within_block(tensor.name) not in _COPIES]
         self._of_others = _OF_SOUND if self.architecture == "clip" else _OF_ENCODERS
 
     def __call__(self, key: str) -> Any:
-        """Returns a value. Raises `ModelError` if it is not there."""
-        found = self.get(key)
-        if found is None:
+        """Returns a value. Raises `ModelError` if it is missing."""
+        value = self.get(key)
+        if value is None:
             raise ModelError(f"the file lacks {self.architecture}.{key}")
-        return found
+        return value
 
     def __contains__(self, key: str) -> bool:
         return key in self._values
@@ -114,44 +113,44 @@ class Metadata:
         self._read.add(key)
         if key not in self:
             return default
-        found = self._one_number(key, self._values[key])
-        if not is_finite(found):
+        value = self._one_number(key, self._values[key])
+        if not is_finite(value):
             raise self.fault(key, "a number")
-        if key in _WIDTHS and found > _MOST_WIDTH:
+        if key in _WIDTHS and value > _MOST_WIDTH:
             raise self.fault(key, "the width of any model's heads")
-        if key.startswith("rope.freq_base") and found <= 0:
+        if key.startswith("rope.freq_base") and value <= 0:
             raise self.fault(key, "above zero")
-        return found
+        return value
 
     def text(self, key: str, default: str = "") -> str:
         """Returns a text, or `default`. Raises `ModelError` for anything else."""
         self._read.add(key)
-        found = self._values[key] if key in self else default
-        if not isinstance(found, str):
+        value = self._values[key] if key in self else default
+        if not isinstance(value, str):
             raise self.fault(key, "a text")
-        return found
+        return value
 
     def numbers(self, key: str) -> tuple[Any, ...]:
         """Returns the numbers of an array, () without one. Raises `ModelError` for anything else."""
         self._read.add(key)
-        found = self._values[key] if key in self else ()
-        if not isinstance(found, tuple) or not all(map(is_finite, found)):
+        value = self._values[key] if key in self else ()
+        if not isinstance(value, tuple) or not all(map(is_finite, value)):
             raise self.fault(key, "an array of numbers")
-        return found
+        return value
 
     def sections(self) -> list[int]:
-        """Returns how many frequencies count the text, the rows and the columns of a picture. Raises `ModelError` for
-        other sections."""
+        """Returns the numbers of frequencies for the positions in text, and in rows and columns of a picture. Raises
+        `ModelError` for other sections."""
         key = "rope.dimension_sections"
-        found = [section for section in self.numbers(key) if section]
+        sections = [section for section in self.numbers(key) if section]
         if key not in self:
             raise ModelError(f"the file lacks {self.architecture}.{key}")
-        if len(found) != 3 or not all(isinstance(one, int) and one > 0 for one in found):
+        if len(sections) != 3 or not all(isinstance(section, int) and section > 0 for section in sections):
             raise self.fault(key, "three numbers")
-        return found
+        return sections
 
     def mark_read(self, key: str) -> None:
-        """Notes that a value was read, whatever it is."""
+        """Marks a key as read."""
         self._read.add(key)
 
     def fault(self, key: str, wanted: str) -> ModelError:
@@ -159,41 +158,50 @@ class Metadata:
         return ModelError(f"the file's {self.architecture}.{key} is {shown(self._values[key])}, which is not {wanted}")
 
     def is_array(self, key: str) -> bool:
-        """Returns whether a value is an array, of whatever."""
+        """Returns whether a value is an array."""
         return key in self and not isinstance(self._values[key], int | float | str | bytes)
 
     def varies(self, key: str) -> bool:
-        """Returns whether a value is an array that is not one number for all blocks."""
+        """Returns whether a value is an array with different numbers."""
         return self.is_array(key) and not is_finite(self._one_number(key, self._values[key]))
 
     def each_layer(self, key: str) -> tuple[Any, ...]:
-        """Returns a number for each block. Raises `ModelError` if the file has another number of them, or anything
-        else."""
+        """Returns a number for each block. Raises `ModelError` if the file has numbers for more or fewer blocks, or
+        anything else."""
         self._read.add(key)
         if key not in self:
             raise ModelError(f"the file lacks {self.architecture}.{key}")
-        found, count = self._values[key], self.num_layers
-        values = found if isinstance(found, tuple) else (found,) * count
+        value, count = self._values[key], self.num_layers
+        values = value if isinstance(value, tuple) else (value,) * count
         if not all(map(is_finite, values)):
             raise self.fault(key, "a number for each block")
         if len(values) not in (count, self("block_count")):
             raise ModelError(f"the file's {self.architecture}.{key} has {len(values)} values for {count} blocks")
         return values[:count]
 
+    def tensors_of_array(self, key: str, name: str) -> list[FileTensor]:
+        """Returns a tensor `name` of one number for each block, of an array that has them. Raises `ModelError` without
+        such an array."""
+        array, values, count = self.header.arrays.get(key), self.header.lists.get(key) or (), self.num_layers
+        if array is None or array.kind != FLOAT32 or len(values) != count or not all(map(is_finite, values)):
+            raise ModelError(f"the file's {key} is no array of {count} float32 numbers, one for each block")
+        return array.as_tensors([f"blk.{i}.{name}" for i in range(count)])
+
     def _one_number(self, key: str, value: Any) -> Any:
-        """Returns the number of an array that has it for each block, and other values as they are. Programs that prune
-        or merge models write such arrays."""
+        """Returns the number of an array that repeats it for each block, as programs that prune or merge models write;
+        returns other values unchanged."""
         owner = "vision." if self.architecture == "clip" else ""
         blocks, predictors = (self._values.get(owner + name) for name in _NUMBERS_OF_BLOCKS)
         if not isinstance(value, tuple) or key.removeprefix(owner) in _NUMBERS_OF_BLOCKS or not isinstance(blocks, int):
             return value
         counts = {blocks, blocks - predictors} if isinstance(predictors, int) else {blocks}
-        is_one = bool(value) and len(value) in counts and all(is_finite(one) and one == value[0] for one in value)
-        return value[0] if is_one else value
+        if not value or len(value) not in counts:
+            return value
+        return value[0] if all(is_finite(number) and number == value[0] for number in value) else value
 
     @property
     def num_layers(self) -> int:
-        """The blocks without those that predict further tokens. Raises `ModelError` if no model has so many."""
+        """The number of blocks without draft layers. Raises `ModelError` if it is more than `MOST_LAYERS`."""
         blocks, predictors = self("block_count"), self.get("nextn_predict_layers", 0)
         if not 0 < blocks - predictors <= MOST_LAYERS:
             of_them = f", of which {predictors} predict further tokens" if predictors else ""
@@ -201,27 +209,27 @@ class Metadata:
         return int(blocks - predictors)
 
     def token(self, kind: str, default: int | None = None) -> int | None:
-        """Returns the number of a special token, or `default`. The one that ends a turn is found by its text if the
-        file does not say it. A value that is no number of a token is `default` for those that nothing needs
-        (`unusable_tokens`). Raises `ModelError` for that of another."""
+        """Returns the id of a special token, or `default`. If the file does not say which token ends a turn, it is
+        found by its text. For an invalid id, returns `default` if the token is not needed (`unusable_tokens`), or else
+        raises `ModelError`."""
         tokens, key = self.header.arrays.get("tokenizer.ggml.tokens"), f"tokenizer.ggml.{kind}_token_id"
         if fault := self._fault_of_token(key):
             if kind not in _UNNEEDED:
                 raise ModelError(fault)
             return default
-        found = self.header.values.get(key, default)
-        if found is None:
+        number = self.header.values.get(key, default)
+        if number is None:
             return self._end_of_turn(tokens.content) if tokens is not None and kind == "eot" else None
-        return int(found)
+        return int(number)
 
     def tokenizer_flag(self, name: str, *, default: bool) -> bool:
         """Returns an option of the tokenizer. Raises `ModelError` for a value that is neither true nor false."""
         key = f"tokenizer.ggml.{name}"
-        found = self.header.values.get(key, default)
-        if key in self.header.arrays or not isinstance(found, int) or found not in (0, 1):
-            said = "an array" if key in self.header.arrays else shown(found)
+        value = self.header.values.get(key, default)
+        if key in self.header.arrays or not isinstance(value, int) or value not in (0, 1):
+            said = "an array" if key in self.header.arrays else shown(value)
             raise ModelError(f"the file's {key} is {said}, which is neither true nor false")
-        return bool(found)
+        return bool(value)
 
     def require_texts(self) -> None:
         """Raises `ModelError` if a text on which a prompt depends is not UTF-8."""
@@ -230,27 +238,28 @@ class Metadata:
             if isinstance(value := self.header.values.get(key), bytes):
                 raise ModelError(f"the file's {key} is {shown(value)}")
             if array is not None and array.undecoded is not None:
-                # It says which element.
+                # This raises, with the number of the element.
                 _ = array.content
 
     def unusable_tokens(self) -> list[str]:
-        """Returns what is wrong with the numbers of special tokens that nothing needs."""
+        """Returns the faults of the ids of special tokens that are not needed."""
         faults = (self._fault_of_token(f"tokenizer.ggml.{kind}_token_id") for kind in _UNNEEDED)
         return [fault for fault in faults if fault]
 
     def _fault_of_token(self, key: str) -> str:
-        """Returns why a value is no number of a token, "" if it is one or is not there."""
-        tokens, found = self.header.arrays.get("tokenizer.ggml.tokens"), self.header.values.get(key)
+        """Returns why a value is no id of a token, "" if it is one or is missing."""
+        tokens, number = self.header.arrays.get("tokenizer.ggml.tokens"), self.header.values.get(key)
         if key in self.header.arrays:
             return f"the file's {key} is an array, which is not a number"
-        is_number = isinstance(found, int) and not isinstance(found, bool)
-        if found is None or (is_number and (tokens is None or 0 <= found < tokens.count)):
+        is_number = isinstance(number, int) and not isinstance(number, bool)
+        if number is None or (is_number and (tokens is None or 0 <= number < tokens.count)):
             return ""
         of_them = f", and it has {tokens.count} tokens" if tokens is not None else ", which is not a number"
-        return f"the file's {key} is {shown(found)}{of_them}"
+        return f"the file's {key} is {shown(number)}{of_them}"
 
     def _end_of_turn(self, tokens: Any) -> int | None:
-        """Returns the likeliest new one. Messages within a reply end with `<|end|>` where calls have their own end."""
+        """Returns the likeliest end of a turn, other than EOS. If calls have their own end, `<|end|>` only ends
+        messages within a reply."""
         wanted = {*ENDS_OF_TURN, *_ENDS_OF_CALLS}
         numbers = {token: number for number, token in enumerate(tokens) if token in wanted}
         if not numbers.keys().isdisjoint(_ENDS_OF_CALLS):
@@ -259,23 +268,23 @@ class Metadata:
         return next((number for number in ends if number != self.token("eos")), None)
 
     def has(self, *endings: str) -> bool:
-        """Returns whether a tensor ends so."""
+        """Returns whether the name of a tensor has one of these endings."""
         return any(name.endswith(endings) for name in self.tensors)
 
     def num_rows(self, tensor: str) -> int:
-        """Returns the rows of a tensor, or 0 if it is not there."""
+        """Returns the number of rows of a tensor, 0 if it is missing."""
         return self.tensors[tensor].shape[0] if tensor in self.tensors else 0
 
     def scaling(self) -> dict[str, Any]:
-        """Returns what the file says of the scaling of positions."""
+        """Returns the values about the scaling of rotary embeddings."""
         values = {key: value for key, value in self._values.items() if key.startswith(SCALING)}
         return {key.removeprefix(SCALING): self._one_number(key, value) for key, value in values.items()}
 
     def require_read(self) -> None:
-        """Raises `ModelError` with the name of a key that changes numbers and that nothing has read."""
+        """Raises `ModelError` with the name of an unread key that changes numbers."""
         has_experts = bool(self._values.get("expert_count"))
-        for key, found in self._values.items():
-            value = self._one_number(key, found)
+        for key, given in self._values.items():
+            value = self._one_number(key, given)
             is_described = key in _DESCRIPTIVE_LISTS if self.is_array(key) else key in _DESCRIPTIVE
             is_described |= key in _DESCRIPTIVE and not self.varies(key)
             is_known = key in self._read or is_described or key.startswith((*self._of_others, SCALING))
@@ -285,7 +294,7 @@ class Metadata:
 
 
 def is_finite(value: Any) -> bool:
-    """Returns whether a value is a number with which one can compute."""
+    """Returns whether a value is a finite number."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 
@@ -294,5 +303,5 @@ def shown(value: Any) -> str:
         return f"{value:g}"
     if isinstance(value, bytes):
         return f"not UTF-8 ({value[:20]!r})"
-    found = "an array" if value is None else repr(value)
-    return found if len(found) <= 60 else f"{found[:57]}..."
+    text = "an array" if value is None else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

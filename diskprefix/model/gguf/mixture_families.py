@@ -21,30 +21,30 @@ from diskprefix.model.gguf.metadata import Metadata
 from diskprefix.model.gguf.sources import Array, Sources, TensorSource, expansion_of_latents, same
 
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3
-"""How routers make weights of scores, as files count it."""
+"""The functions of routers: the values of `expert_gating_func`."""
 
 
-def _in_turn(_: Any, gate: Array, up: Array) -> Array:
-    """Returns rows of gate and up, [experts, rows, ..], turn about."""
+def _interleaved(_: Any, gate: Array, up: Array) -> Array:
+    """Returns the rows of gate and up, [experts, rows, ..], interleaved."""
     return np.stack([gate, up], axis=2).reshape(len(gate), -1, *gate.shape[2:])
 
 
-def _gpt_oss(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
-    return width_of_experts(metadata, found) | {
+def _gpt_oss(metadata: Metadata, options: dict[str, Any]) -> dict[str, Any]:
+    return width_of_experts(metadata, options) | {
         "head_dim": metadata.get("attention.key_length", 64),
         "sliding_window": metadata.get("attention.sliding_window", 128),
-        # How all of its models scale positions, as far as no file says.
-        "rope_parameters": found["rope_parameters"] | {"truncate": False},
+        # All of its models scale positions like this; files do not say so.
+        "rope_parameters": options["rope_parameters"] | {"truncate": False},
     }
 
 
 def width_of_experts(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
-    """For configurations that have no width but that of experts."""
+    """Returns the width of experts, for configurations without another width."""
     return {"intermediate_size": metadata.get("expert_feed_forward_length") or metadata("feed_forward_length")}
 
 
 def _ernie_moe(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
-    """The width of shared experts is a guess of the converter, which counts only where their number is missing."""
+    """The converter guesses the width of shared experts. It is used only if their number is missing."""
     width = metadata("expert_feed_forward_length")
     plain = metadata.get("expert_shared_feed_forward_length", 0) // width
     return {
@@ -55,8 +55,8 @@ def _ernie_moe(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
 
 
 def _llama_4(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
-    """Each fourth layer has no positions and sees all tokens, the others see their chunk. The file does not say it, nor
-    that the model with 128 experts lacks norms of queries and keys: llama.cpp knows (`llama_model_llama4`)."""
+    """Every fourth layer has no rotary embedding and sees all tokens; the others see their chunk. The model with 128
+    experts has no norms of queries and keys. Neither is in the file; it is in llama.cpp (`llama_model_llama4`)."""
     has_chunks = metadata.get("attention.sliding_window") != 0
     return {
         "intermediate_size": metadata("expert_feed_forward_length"),
@@ -68,12 +68,13 @@ def _llama_4(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _mimo_2(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
-    """A window has so many tokens before the present one. transformers counts that one, too (`MiMoV2FlashConfig`)."""
+def _mimo_2(metadata: Metadata, options: dict[str, Any]) -> dict[str, Any]:
+    """In the file, a window counts the tokens before the current one; transformers (`MiMoV2FlashConfig`) includes
+    it."""
     kinds, heads = kinds_of_layers(metadata), metadata.each_layer("attention.head_count_kv")
     if "full_attention" not in kinds:
         raise metadata.fault("attention.sliding_window_pattern", "that of MiMo 2, of which some layers have no window")
-    full = found["rope_parameters"]
+    full = options["rope_parameters"]
     return {
         "layer_types": kinds,
         "mlp_layer_types": _kinds_of_feed_forward(metadata),
@@ -88,18 +89,18 @@ def _mimo_2(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _mellum(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
-    """Layers with a window have the base of the others unless the file has another one."""
-    full = found["rope_parameters"]
+def _mellum(metadata: Metadata, options: dict[str, Any]) -> dict[str, Any]:
+    """Layers with a window have the same base as the others unless the file has its own."""
+    full = options["rope_parameters"]
     theta = metadata.get("rope.freq_base_swa", full["rope_theta"])
     return {
-        "layer_types": windows_of_layers(metadata, found),
+        "layer_types": windows_of_layers(metadata, options),
         "rope_parameters": {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": theta}},
     }
 
 
 def _hy_3(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
-    """A layer without a router has no experts. Shared experts are one of their joined width."""
+    """A layer without a router has no experts. Shared experts are one expert of their total width."""
     if not metadata.get("expert_weights_norm", False):
         raise ModelError("experts that are weighted so are not served: hy_v3.expert_weights_norm is false")
     width = metadata("expert_feed_forward_length")
@@ -110,14 +111,22 @@ def _hy_3(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _bailing_2(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
+    """Ling 2.0 computes the same as GLM 4 MoE. Its shared experts are one expert of their total width."""
+    metadata.get("expert_shared_feed_forward_length")
+    if metadata.get("attention.sliding_window", 0):
+        raise metadata.fault("attention.sliding_window", "0: models of this architecture have no windows")
+    return {"use_qk_norm": True}
+
+
 def _kinds_of_feed_forward(metadata: Metadata) -> list[str]:
     routers = [f"blk.{i}.ffn_gate_inp.weight" in metadata.tensors for i in range(metadata.num_layers)]
     return ["sparse" if has_router else "dense" for has_router in routers]
 
 
-def _laguna(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
-    """Layers with a window may have more heads than those without, and other positions. The first of each few layers
-    has none. A gate has a number for each head, or for each of their numbers."""
+def _laguna(metadata: Metadata, options: dict[str, Any]) -> dict[str, Any]:
+    """Layers with a window may have more heads, and another rotary embedding. Without a list in the file, the first of
+    every few layers has no window. A gate has a number for each head, or for each element of heads."""
     if not metadata.get("expert_weights_norm", True):
         raise ModelError("experts that are weighted so are not served: laguna.expert_weights_norm is false")
     heads, window = metadata.each_layer("attention.head_count"), metadata.get("attention.sliding_window", 0)
@@ -141,8 +150,8 @@ def _laguna(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
         "num_key_value_heads": metadata("attention.head_count_kv"),
         "head_dim": width,
         "gating": gates[rows],
-        # Without a window the configuration has a number for it all the same.
-        "sliding_window": window or found["max_position_embeddings"],
+        # The configuration needs a number even without a window.
+        "sliding_window": window or options["max_position_embeddings"],
         "layer_types": ["sliding_attention" if window and flag else "full_attention" for flag in has_window],
         "mlp_layer_types": _kinds_of_feed_forward(metadata),
         "moe_routed_scaling_factor": metadata.get("expert_weights_scale", 1.0),
@@ -153,8 +162,8 @@ def _laguna(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def latent_sizes(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
-    """Newer files have the sizes of heads under names with `mla`, and those of the latents under the older ones."""
+def latent_sizes(metadata: Metadata, options: dict[str, Any]) -> dict[str, Any]:
+    """Newer files have the sizes of heads in keys with `mla`, and the sizes of latents in the older keys."""
     rotary_dim = metadata("rope.dimension_count")
     for key in ("attention.key_length", "attention.value_length"):
         metadata.get(key)
@@ -162,7 +171,7 @@ def latent_sizes(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
         metadata.get("attention.head_count_kv")
     key_dim = metadata.get("attention.key_length_mla") or metadata("attention.key_length")
     own = {
-        "num_key_value_heads": found["num_attention_heads"],
+        "num_key_value_heads": options["num_attention_heads"],
         "q_lora_rank": metadata.get("attention.q_lora_rank"),
         "kv_lora_rank": metadata("attention.kv_lora_rank"),
         "head_dim": rotary_dim,
@@ -170,9 +179,9 @@ def latent_sizes(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
         "qk_nope_head_dim": key_dim - rotary_dim,
         "v_head_dim": metadata.get("attention.value_length_mla") or metadata("attention.value_length"),
     }
-    if "rope_parameters" in found:
+    if "rope_parameters" in options:
         own["rope_parameters"] = {
-            name: value for name, value in found["rope_parameters"].items() if name != "partial_rotary_factor"
+            name: value for name, value in options["rope_parameters"].items() if name != "partial_rotary_factor"
         }
     if not metadata.get("expert_count", 0):
         return own | {"first_k_dense_replace": metadata.num_layers}
@@ -184,12 +193,26 @@ def latent_sizes(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _mistral_4(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
-    """Files lack the factor by which queries are scaled by their position: all models have this one."""
-    own = latent_sizes(metadata, found)
+def _mistral_4(metadata: Metadata, options: dict[str, Any]) -> dict[str, Any]:
+    """Files lack the factor that scales queries by their position. It is the same for all models."""
+    own = latent_sizes(metadata, options)
     return own | {
         "head_dim": own["qk_nope_head_dim"] + own["qk_rope_head_dim"],
-        "rope_parameters": own["rope_parameters"] | scaled_by_position(metadata, found, 0.1),
+        "rope_parameters": own["rope_parameters"] | scaled_by_position(metadata, options, 0.1),
+    }
+
+
+def _minicpm_3(metadata: Metadata, common: dict[str, Any]) -> dict[str, Any]:
+    rotary_dim = metadata("rope.dimension_count")
+    plain = common["hidden_size"] // common["num_attention_heads"]
+    return {
+        "head_dim": rotary_dim,
+        "qk_rope_head_dim": rotary_dim,
+        "qk_nope_head_dim": metadata("attention.key_length") - rotary_dim,
+        "v_head_dim": metadata.get("attention.value_length", plain),
+        "rope_parameters": {
+            name: value for name, value in common["rope_parameters"].items() if name != "partial_rotary_factor"
+        },
     }
 
 
@@ -207,7 +230,7 @@ LATENT: Sources = {
 
 
 def deepseek(metadata: Metadata) -> Architecture:
-    """Returns DeepSeek V2 or V3, by how routers weigh scores. Files that do not say it are older than other models."""
+    """Returns DeepSeek V2 or V3, by the function of routers. It is missing only in files older than other models."""
     has_bias, is_normed = metadata.has("exp_probs_b.bias"), bool(metadata.get("expert_weights_norm", False))
     gate = metadata.get("expert_gating_func") or (SIGMOID if has_bias else SOFTMAX)
     if metadata.get("expert_count", 0) and gate == SOFTMAX and not is_normed:
@@ -219,13 +242,14 @@ def deepseek(metadata: Metadata) -> Architecture:
 
 MIXTURES: dict[str, Architecture] = {
     "qwen2moe": Architecture(model_type="qwen2_moe", gate=SOFTMAX, fixed={"norm_topk_prob": False}),
+    "olmoe": Architecture(model_type="olmoe", config=width_of_experts, gate=SOFTMAX, fixed={"norm_topk_prob": False}),
     "qwen3moe": Architecture(model_type="qwen3_moe", gate=SOFTMAX, fixed={"norm_topk_prob": True}),
     "qwen3vlmoe": Architecture(model_type="qwen3_moe", gate=SOFTMAX, fixed={"norm_topk_prob": True}, config=of_text),
     "gpt-oss": Architecture(
         model_type="gpt_oss",
         sources={
             "post_attention_layernorm": "post_attention_norm",
-            "mlp.experts.gate_up_proj": TensorSource(("ffn_gate_exps", "ffn_up_exps"), _in_turn),
+            "mlp.experts.gate_up_proj": TensorSource(("ffn_gate_exps", "ffn_up_exps"), _interleaved),
         },
         config=_gpt_oss,
         gate=SOFTMAX_OF_CHOSEN,
@@ -234,7 +258,7 @@ MIXTURES: dict[str, Architecture] = {
     "granitemoe": Architecture(
         model_type="granitemoe",
         sources=PAIRED,
-        config=lambda metadata, found: width_of_experts(metadata, found) | granite_factors(metadata, found),
+        config=lambda metadata, options: width_of_experts(metadata, options) | granite_factors(metadata, options),
     ),
     "hunyuan-moe": Architecture(model_type="hunyuan_v1_moe", gate=SOFTMAX),
     "dots1": Architecture(
@@ -250,6 +274,13 @@ MIXTURES: dict[str, Architecture] = {
         fixed={"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1, "attn_temperature_tuning": True},
     ),
     "mistral4": Architecture(model_type="mistral4", sources=LATENT, config=_mistral_4, gate=SOFTMAX),
+    "minicpm3": Architecture(
+        model_type="minicpm3",
+        sources=LATENT,
+        config=_minicpm_3,
+        # Files lack these, which all models have.
+        fixed={"scale_emb": 12.0, "dim_model_base": 256, "scale_depth": 1.4},
+    ),
     "mimo2": Architecture(
         model_type="mimo_v2_flash",
         config=_mimo_2,
@@ -259,10 +290,11 @@ MIXTURES: dict[str, Architecture] = {
     ),
     "glm4moe": Architecture(
         model_type="glm4_moe",
-        # For a file whose heads are rotated whole: transformers would rotate half of each.
+        # If a file says nothing, whole heads are rotated; transformers' default is half of a head.
         config=lambda metadata, _: {"use_qk_norm": metadata.has("attn_q_norm.weight"), "partial_rotary_factor": 1.0},
         gate=SIGMOID,
     ),
+    "bailingmoe2": Architecture(model_type="glm4_moe", config=_bailing_2, gate=SIGMOID),
     "mellum": Architecture(model_type="mellum", config=_mellum, gate=SOFTMAX, fixed={"norm_topk_prob": True}),
     "hy_v3": Architecture(
         model_type="hy_v3",

@@ -1,7 +1,7 @@
-"""The tensors of which transformers' parameters are made in most architectures.
+"""The sources of transformers' parameters in most architectures.
 
-The names of tensors are llama.cpp's (`gguf-py/gguf/tensor_mapping.py`). Where a parameter means something else, the
-architecture says so.
+The names of tensors are llama.cpp's (`gguf-py/gguf/tensor_mapping.py`). An architecture has its own sources for
+parameters that differ.
 """
 
 from __future__ import annotations
@@ -57,23 +57,25 @@ NAMES: Sources = {
     "model.embedding_norm": ("token_embd_norm", "output_norm"),
     "lm_head": ("output", "token_embd"),
     # Norms.
-    **_all("input_layernorm operator_norm norm", "attn_norm"),
+    **_all("input_layernorm operator_norm attention_layernorm norm", "attn_norm"),
     "post_attention_layernorm": ("ffn_norm", "post_attention_norm"),
-    **_all("pre_feedforward_layernorm pre_ff_layernorm ffn_norm", "ffn_norm"),
+    **_all("pre_feedforward_layernorm pre_ff_layernorm feedforward_layernorm ffn_norm", "ffn_norm"),
     **_all("post_feedforward_layernorm post_mlp_layernorm", "post_ffw_norm"),
     # Attention.
     "self_attn.q_proj": ("attn_q", attention_part(0)),
     "self_attn.k_proj": ("attn_k", attention_part(1)),
     "self_attn.v_proj": ("attn_v", attention_part(2)),
     "self_attn.qkv_proj": ("attn_qkv", joined("attn_q", "attn_k", "attn_v")),
-    **_all("self_attn.o_proj self_attn.out_proj mixer.o_proj", "attn_output"),
+    **_all("self_attn.o_proj self_attn.out_proj self_attn.dense mixer.o_proj", "attn_output"),
+    "self_attn.attn_sub_norm": "attn_sub_norm",
     **_all("self_attn.q_norm self_attn.q_layernorm self_attn.query_layernorm", "attn_q_norm"),
     **_all("self_attn.k_norm self_attn.k_layernorm self_attn.key_layernorm", "attn_k_norm"),
     "self_attn.sinks": "attn_sinks.weight",
     # Feed-forward parts.
     **_all("mlp.gate_proj feed_forward.gate_proj feed_forward.w1", "ffn_gate"),
-    **_all("mlp.up_proj feed_forward.up_proj feed_forward.w3 mlp.c_fc mixer.up_proj", "ffn_up"),
-    **_all("mlp.down_proj feed_forward.down_proj feed_forward.w2 mlp.c_proj mixer.down_proj", "ffn_down"),
+    **_all("mlp.up_proj feed_forward.up_proj feed_forward.w3 mlp.c_fc mlp.fc1 mixer.up_proj", "ffn_up"),
+    **_all("mlp.down_proj feed_forward.down_proj feed_forward.w2 mlp.c_proj mlp.fc2 mixer.down_proj", "ffn_down"),
+    "mlp.ffn_sub_norm": "ffn_sub_norm",
     "mlp.gate_up_proj": ("ffn_up", joined("ffn_gate", "ffn_up")),
     # Mixtures.
     **_experts("mlp"),
@@ -107,11 +109,11 @@ NAMES: Sources = {
     "conv.out_proj": "shortconv.out_proj",
     **_mamba("mamba"),
     **_mamba("mixer"),
-    # The layer that predicts further tokens.
+    # The draft layer.
     "enorm": "nextn.enorm",
     "hnorm": "nextn.hnorm",
     "eh_proj": "nextn.eh_proj",
-    # llama.cpp takes the model's last norm for a missing one.
+    # As in llama.cpp, the model's last norm replaces a missing one.
     "post_norm": ("nextn.shared_head_norm", "layer_output_norm", TensorSource(("output_norm",), is_of_model=True)),
     # Attention in the layers of Nemotron-H.
     "mixer.q_proj": "attn_q",

@@ -1,4 +1,4 @@
-"""Architectures with layers that keep a state of their own: short convolutions, the gated delta rule, Mamba."""
+"""Architectures with recurrent layers: short convolutions, the gated delta rule, Mamba."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from diskprefix.model.gguf.sources import (
     Sources,
     TensorSource,
     changed,
-    grouped_behind_keys,
+    grouped_after_keys,
     grouped_columns,
     grouped_heads,
     grouped_values,
@@ -29,14 +29,14 @@ from diskprefix.model.gguf.sources import (
 
 
 def _most_heads(metadata: Metadata, heads: Sequence[int]) -> int:
-    """Returns the heads of the layers with attention, which have as many. Raises `ModelError` for others."""
+    """Returns the number of heads of layers with attention. Raises `ModelError` if they differ."""
     if len({*heads} - {0}) > 1:
         raise metadata.fault("attention.head_count_kv", "one number and zeros")
     return max(heads)
 
 
 def _heads_by_layer(metadata: Metadata, _: dict[str, Any], other: str) -> dict[str, Any]:
-    """Returns the kinds of layers of files that count no heads in those without attention."""
+    """Returns the kinds of layers. In the file, layers without attention have 0 heads."""
     heads = metadata.each_layer("attention.head_count_kv")
     return {
         "num_key_value_heads": _most_heads(metadata, heads),
@@ -52,11 +52,11 @@ DELTA: Sources = {
         changed("nextn.shared_head_norm", minus_one),
         TensorSource(("output_norm",), values=minus_one, is_of_model=True),
     ),
-    "linear_attn.in_proj_qkv": moved("attn_qkv", grouped_behind_keys),
+    "linear_attn.in_proj_qkv": moved("attn_qkv", grouped_after_keys),
     "linear_attn.in_proj_z": moved("attn_gate", grouped_values),
     "linear_attn.in_proj_a": moved("ssm_alpha", grouped_heads),
     "linear_attn.in_proj_b": moved("ssm_beta", grouped_heads),
-    "linear_attn.conv1d": moved("ssm_conv1d", grouped_behind_keys),
+    "linear_attn.conv1d": moved("ssm_conv1d", grouped_after_keys),
     "linear_attn.norm": "ssm_norm",
     "linear_attn.A_log": changed("ssm_a", log_of_negative, grouped_heads),
     "linear_attn.dt_bias": moved("ssm_dt.bias", grouped_heads),
@@ -74,7 +74,7 @@ NEXT: Sources = {
 
 
 def _delta(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
-    """The layers with attention are those that are not recurrent, or each one of an interval."""
+    """Layers that are not recurrent have attention. Without a list in the file, every fourth layer is one of them."""
     every, key = metadata.get("full_attention_interval", 4), "attention.recurrent_layers"
     plain = [(i + 1) % every != 0 for i in range(metadata.num_layers)]
     recurrent = metadata.each_layer(key) if key in metadata else plain
@@ -82,7 +82,7 @@ def _delta(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
 
 
 def _by_key_head(config: Any, both: Array, gates: Array) -> Array:
-    """Returns rows of queries, keys, values and gates by key heads. Files have one kind behind the other."""
+    """Returns the rows of queries, keys, values and gates grouped by key head. In files, the four are consecutive."""
     heads = config.linear_num_key_heads
     width = heads * config.linear_key_head_dim
     parts = both[:width], both[width : 2 * width], both[2 * width :], gates
@@ -90,17 +90,17 @@ def _by_key_head(config: Any, both: Array, gates: Array) -> Array:
     return np.concatenate(by_head, axis=1).reshape(-1, *both.shape[1:])
 
 
-def _qwen_3_5(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
+def _qwen_3_5(metadata: Metadata, options: dict[str, Any]) -> dict[str, Any]:
     positions = {"mrope_section": metadata.sections(), "mrope_interleaved": True}
-    return _delta(metadata, found) | {"rope_parameters": found["rope_parameters"] | positions}
+    return _delta(metadata, options) | {"rope_parameters": options["rope_parameters"] | positions}
 
 
-def _granite_hybrid(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
+def _granite_hybrid(metadata: Metadata, options: dict[str, Any]) -> dict[str, Any]:
     has_positions = metadata.scaling().get("finetuned", True)
     width = metadata("feed_forward_length")
     return (
-        _heads_by_layer(metadata, found, "linear_attention")
-        | granite_factors(metadata, found)
+        _heads_by_layer(metadata, options, "linear_attention")
+        | granite_factors(metadata, options)
         | {
             "position_embedding_type": "rope" if has_positions else "nope",
             "intermediate_size": width,
@@ -110,7 +110,7 @@ def _granite_hybrid(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]
 
 
 def _nemotron_h(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
-    """A layer has one of: attention, experts, a feed-forward part, Mamba."""
+    """A layer has one part: attention, experts, gated products or Mamba."""
     heads, widths = metadata.each_layer("attention.head_count_kv"), metadata.each_layer("feed_forward_length")
     has_experts = [f"blk.{i}.ffn_gate_inp.weight" in metadata.tensors for i in range(metadata.num_layers)]
     kinds = [
@@ -126,27 +126,27 @@ def _nemotron_h(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
 
 
 _FALCON_ONES = ("lm_head", "embedding", "key", "attention_in", "attention_out", "ssm_in", "ssm_out")
-"""Factors of the model that are in the weights of the file."""
+"""Factors of the model that the file's weights include."""
 
 
-def _kimi(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
-    latent = latent_sizes(metadata, found)
+def _kimi(metadata: Metadata, options: dict[str, Any]) -> dict[str, Any]:
+    latent = latent_sizes(metadata, options)
     num_dense = latent.pop("first_k_dense_replace", metadata.get("leading_dense_block_count", 0))
     return (
         {name: value for name, value in latent.items() if name not in ("rope_parameters", "topk_method")}
-        | _heads_by_layer(metadata, found, "linear_attention")
+        | _heads_by_layer(metadata, options, "linear_attention")
         | {
-            "num_key_value_heads": found["num_attention_heads"],
+            "num_key_value_heads": options["num_attention_heads"],
             "mlp_layer_types": ["dense" if i < num_dense else "sparse" for i in range(metadata.num_layers)],
             "norm_topk_prob": metadata.get("expert_weights_norm", True),
             "linear_head_dim": metadata("kda.head_dim"),
-            "linear_num_heads": found["num_attention_heads"],
+            "linear_num_heads": options["num_attention_heads"],
         }
     )
 
 
 def _convolutions(_: Any, *parts: Array) -> Array:
-    """Returns the kernels of queries, keys and values, which files have as [1, channels, 1, width]."""
+    """Returns the kernels of queries, keys and values. In files, each is [1, channels, 1, width]."""
     return np.concatenate([part.reshape(-1, part.shape[-1]) for part in parts])
 
 
@@ -167,7 +167,7 @@ RECURRENT: dict[str, Architecture] = {
     "lfm2": Architecture(
         model_type="lfm2",
         config=partial(_heads_by_layer, other="conv"),
-        # The width of the file is the final one, which the configuration would change.
+        # The width in the file is final; the configuration would change it.
         fixed={"block_auto_adjust_ff_dim": False},
     ),
     "lfm2moe": Architecture(

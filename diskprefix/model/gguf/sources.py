@@ -1,7 +1,7 @@
-"""Of which tensors of a `.gguf` file a parameter is made, and how.
+"""The sources of parameters: tensors of a `.gguf` file, and the changes to their rows and numbers.
 
-A `TensorSource` moves rows, and may change numbers. What moves rows alone is given their numbers, so quantised
-matrices stay in the file, and are packed in the right order.
+A `TensorSource` moves rows, and may change numbers. A source that only moves rows is applied to row numbers, so
+quantised matrices stay in the file and are packed in the right order.
 """
 
 from __future__ import annotations
@@ -14,37 +14,37 @@ from msgspec import Struct
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Rows: TypeAlias = Callable[..., Array]
-"""Takes the configuration and an array for each tensor, whose first dimension is the rows, or for experts [experts,
-rows, ..]. Returns the rows of the parameter. An array has the numbers of rows, biases, or weights."""
+"""Takes the configuration and an array for each tensor, [rows, ..] or for experts [experts, rows, ..]. Returns the rows
+of the parameter. The arrays contain row numbers, biases, or weights."""
 Values: TypeAlias = Callable[[Any, Array], Array]
-"""Takes the configuration and weights in float32, with their rows in order. Returns the parameter."""
+"""Takes the configuration and weights in float32, with rows in order. Returns the parameter."""
 Columns: TypeAlias = Callable[[Any], tuple[int, int, int]]
-"""Takes the configuration. Returns sizes (a, b, width): the columns of the parameter are [a, b, width], the columns of
-the file [b, a, width]."""
+"""Takes the configuration. Returns sizes (a, b, width): the columns are [a, b, width] in the parameter, and
+[b, a, width] in the file."""
 
 
-def same(_: Any, one: Array) -> Array:
-    return one
+def same(_: Any, array: Array) -> Array:
+    return array
 
 
 class TensorSource(Struct, frozen=True):
-    """A parameter made of `tensors`, which are named within their block, without `.weight` and `.bias`. Without
-    `values` rows stay as they are, and `rows` may be given their numbers. With `columns`, the file has columns in
-    another order: a product with its quants takes its inputs in that order."""
+    """A parameter made from `tensors`, by their names within a block without `.weight` and `.bias`. Without `values`,
+    no number changes, and `rows` may be applied to row numbers. With `columns`, the columns of the file are in another
+    order, and a product with its quants takes its inputs in that order."""
 
     tensors: tuple[str, ...]
     rows: Rows = same
     values: Values | None = None
     columns: Columns | None = None
     is_of_heads: bool = False
-    """True if each tensor has a matrix of each head, which operators may take as it is."""
+    """True if each tensor has one matrix for each head, which operators take unchanged."""
     is_of_model: bool = False
-    """True if the tensors are outside of blocks, though the parameter is of a layer."""
+    """True if the tensors are outside of blocks, although the parameter belongs to a layer."""
 
 
 Sources: TypeAlias = Mapping[str, str | TensorSource | tuple[str | TensorSource, ...]]
-"""Parameters, without `.weight` and `.bias`, and what each is made of: a tensor as it is, a `TensorSource`, or the
-first of several whose tensors a file has. Names within a layer stand for each layer."""
+"""The sources of parameters, by names without `.weight` and `.bias`: an unchanged tensor, a `TensorSource`, or several:
+the first counts whose tensors a file has. Names within a layer apply to all layers."""
 
 
 def head_dim(config: Any) -> int:
@@ -56,7 +56,7 @@ def below_each_other(_: Any, *parts: Array) -> Array:
 
 
 def of_experts(*tensors: str) -> TensorSource:
-    """Returns the source of matrices of experts that lie below each other."""
+    """Returns the source of the experts' matrices of several tensors, concatenated row-wise for each expert."""
     return TensorSource(tensors, below_each_other)
 
 
@@ -73,7 +73,7 @@ def moved(tensor: str, rows: Rows) -> TensorSource:
 
 
 def _attention_rows(config: Any, both: Array, part: int) -> Array:
-    """Returns the rows of queries, keys or values of a matrix that has all of them."""
+    """Returns the rows of queries, keys or values from a matrix with all three."""
     queries, keys = (number * head_dim(config) for number in (config.num_attention_heads, config.num_key_value_heads))
     first = (0, queries, queries + keys)[part]
     return both[first : first + (queries, keys, keys)[part]]
@@ -84,57 +84,58 @@ def attention_part(part: int, rows: Rows = same) -> TensorSource:
     return moved("attn_qkv", lambda config, both: rows(config, _attention_rows(config, both, part)))
 
 
-def _paired(one: Array, num_heads: int) -> Array:
-    """Returns rows whose rotary pairs lie side by side with these half a head apart (`permute` of llama.cpp)."""
-    return one.reshape(num_heads, -1, 2, *one.shape[1:]).swapaxes(1, 2).reshape(one.shape)
+def _paired(rows: Array, num_heads: int) -> Array:
+    """Returns rows with interleaved rotary pairs as rows with pairs half a head apart (llama.cpp's `permute`)."""
+    return rows.reshape(num_heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def paired_queries(config: Any, one: Array) -> Array:
-    return _paired(one, config.num_attention_heads)
+def paired_queries(config: Any, rows: Array) -> Array:
+    return _paired(rows, config.num_attention_heads)
 
 
-def paired_keys(config: Any, one: Array) -> Array:
-    return _paired(one, config.num_key_value_heads)
+def paired_keys(config: Any, rows: Array) -> Array:
+    return _paired(rows, config.num_key_value_heads)
 
 
-def minus_one(_: Any, one: Array) -> Array:
-    return one - 1
+def minus_one(_: Any, numbers: Array) -> Array:
+    return numbers - 1
 
 
-def log_of_negative(_: Any, one: Array) -> Array:
-    """Returns `A_log` of the rates of a state."""
-    return np.log(-one)
+def log_of_negative(_: Any, numbers: Array) -> Array:
+    """Returns `A_log` from the rates of a state."""
+    return np.log(-numbers)
 
 
-def _grouped(one: Array, config: Any, width: int) -> Array:
-    """Returns rows of value heads by their key heads. The file has the first one of each key head, then the second."""
+def _grouped(rows: Array, config: Any, width: int) -> Array:
+    """Returns the rows of value heads grouped by key head. The file has the first value head of each key head, then the
+    second ones, and so on."""
     keys = config.linear_num_key_heads
     per_key = config.linear_num_value_heads // keys
-    return one.reshape(per_key, keys, width, *one.shape[1:]).swapaxes(0, 1).reshape(one.shape)
+    return rows.reshape(per_key, keys, width, *rows.shape[1:]).swapaxes(0, 1).reshape(rows.shape)
 
 
-def grouped_heads(config: Any, one: Array) -> Array:
-    return _grouped(one, config, 1)
+def grouped_heads(config: Any, rows: Array) -> Array:
+    return _grouped(rows, config, 1)
 
 
-def grouped_values(config: Any, one: Array) -> Array:
-    return _grouped(one, config, config.linear_value_head_dim)
+def grouped_values(config: Any, rows: Array) -> Array:
+    return _grouped(rows, config, config.linear_value_head_dim)
 
 
-def grouped_behind_keys(config: Any, one: Array) -> Array:
-    """Returns rows of queries, keys and values, of which the values are by their key heads."""
-    behind = 2 * config.linear_key_head_dim * config.linear_num_key_heads
-    return np.concatenate([one[:behind], grouped_values(config, one[behind:])])
+def grouped_after_keys(config: Any, rows: Array) -> Array:
+    """Returns the rows of queries, keys and values, with the values grouped by key head."""
+    first_value = 2 * config.linear_key_head_dim * config.linear_num_key_heads
+    return np.concatenate([rows[:first_value], grouped_values(config, rows[first_value:])])
 
 
 def grouped_columns(config: Any) -> tuple[int, int, int]:
-    """Returns the sizes of columns by their key heads (see `_grouped`)."""
+    """Returns the sizes of columns grouped by key head (see `_grouped`)."""
     keys = config.linear_num_key_heads
     return keys, config.linear_num_value_heads // keys, config.linear_value_head_dim
 
 
 def expansion_of_latents(_: Any, keys: Array, values: Array) -> Array:
-    """Returns [heads × (key_dim + value_dim), latent_dim] of [heads, latent_dim, key_dim] and [heads, value_dim,
+    """Returns [heads × (key_dim + value_dim), latent_dim] from [heads, latent_dim, key_dim] and [heads, value_dim,
     latent_dim]."""
     both = np.concatenate([keys.swapaxes(1, 2), values], axis=1)
     return both.reshape(-1, both.shape[2])

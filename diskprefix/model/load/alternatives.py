@@ -17,11 +17,11 @@ _MOST_OTHERS = 8
 
 
 def require_fit(needs: ModelNeeds, free_bytes: int, settings: Settings) -> Fit:
-    """Returns how the model of `settings` fits beside its KV memory. Raises `ModelError` if it does not."""
-    found = fitted(needs, free_bytes, settings.kv_memory)
-    if not found.is_enough:
-        raise ModelError(found.refusal(other_forms(settings)))
-    return found
+    """Returns how the model of `settings` fits, with its KV memory. Raises `ModelError` if it does not."""
+    fit_of_needs = fitted(needs, free_bytes, settings.kv_memory)
+    if not fit_of_needs.is_enough:
+        raise ModelError(fit_of_needs.refusal(other_forms(settings)))
+    return fit_of_needs
 
 
 def other_forms(settings: Settings) -> Iterator[tuple[str, ModelNeeds]]:

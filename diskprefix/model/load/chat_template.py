@@ -22,9 +22,9 @@ SET_BY_THE_DAEMON = frozenset(
         *("return_assistant_tokens_mask", "sanitize_control_tokens", "tokenizer_kwargs", "kwargs"),
     }
 )
-"""Variables that no client sets: those of templates, and other arguments of transformers' function."""
+"""Variables that no client may set: variables of templates, and other arguments of transformers' function."""
 _END = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Stands behind the last message while it is rendered. The blank shows whether the template strips messages."""
+"""Stands after the last message while it is rendered. The blank shows whether the template strips messages."""
 
 
 def read_template(path: Path | None) -> str | None:
@@ -86,13 +86,15 @@ def _compiled(template: str) -> Template:
 
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the message without empty fields, and with its reasoning under the names that templates know."""
-    found = {name: value for name, value in message.items() if value is not None}
-    reasoning = next((found[name] for name in ("reasoning_content", "thinking", "reasoning") if name in found), None)
-    return found if reasoning is None else {"thinking": reasoning, **found, "reasoning_content": reasoning}
+    present = {name: value for name, value in message.items() if value is not None}
+    reasoning = next(
+        (present[name] for name in ("reasoning_content", "thinking", "reasoning") if name in present), None
+    )
+    return present if reasoning is None else {"thinking": reasoning, **present, "reasoning_content": reasoning}
 
 
 def _mark_end(message: dict[str, Any], template: str) -> str:
-    """Puts the mark behind the last text of a message. Returns that text."""
+    """Puts the mark after the last text of a message. Returns that text."""
     if (content := message.get("content")) is None:
         raise ValueError('continue_final_message is set but the final message has no "content" to continue!')
     if "content" not in template:

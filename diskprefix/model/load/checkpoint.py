@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from diskprefix.errors import ModelError
+from diskprefix.model.families.types.known_types import TYPES
 from diskprefix.printable import first_line, shown
 
 if TYPE_CHECKING:
@@ -33,8 +34,8 @@ _QUANTS_IN_NAME = re.compile(
 
 
 class StoredTensor(Struct, frozen=True):
-    """A tensor of type `kind` (`BF16`, `F32`, …). `offset` counts from the begin of its file, `num_bytes` is what it
-    takes there. Of one on the hub only the header is known."""
+    """A tensor of type `kind` (`BF16`, `F32`, …). `offset` is in bytes from the start of its file, `num_bytes` its size
+    there. Of a tensor on the hub only the header is known."""
 
     name: str
     kind: str
@@ -77,7 +78,7 @@ def weight_files_of(folder: Path) -> list[Path]:
     if missing := [shard for shard in shards if not (folder / shard).is_file()]:
         raise ModelError(f"{folder} lacks {len(missing)} of {len(shards)} weight files, for example {missing[0]}")
     files = require_weights(folder)
-    return [*files, *(one for one in checkpoint_files(folder, files) if one not in files)]
+    return [*files, *(name for name in checkpoint_files(folder, files) if name not in files)]
 
 
 def require_weights(folder: Path) -> list[Path]:
@@ -158,25 +159,25 @@ def _num_bytes(kind: str, shape: Sequence[int]) -> int:
 def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
     """Returns the configuration in a folder. Raises `ModelError` if it cannot be read."""
     try:
-        found = json.loads((folder / name).read_text(encoding="utf-8"), object_hook=_special_float)
-        if not isinstance(found, dict):
+        config = json.loads((folder / name).read_text(encoding="utf-8"), object_hook=_special_float)
+        if not isinstance(config, dict):
             raise ValueError("it is no object")
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"cannot read the configuration of {folder}: {first_line(error)}") from error
-    return found
+    return config
 
 
-def _special_float(found: dict[str, Any]) -> Any:
+def _special_float(values: dict[str, Any]) -> Any:
     """Returns infinity for the object that transformers writes for it."""
-    special = found.get("__float__") if len(found) == 1 else None
-    return float(special) if special in ("Infinity", "-Infinity", "NaN") else found
+    special = values.get("__float__") if len(values) == 1 else None
+    return float(special) if special in ("Infinity", "-Infinity", "NaN") else values
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the part of a configuration that is about text."""
     thinker = config.get("thinker_config")
-    found = config.get("text_config") or (thinker.get("text_config") if isinstance(thinker, dict) else None)
-    return found if isinstance(found, dict) else config
+    text = config.get("text_config") or (thinker.get("text_config") if isinstance(thinker, dict) else None)
+    return text if isinstance(text, dict) else config
 
 
 def number_type(asked: str, config: Mapping[str, Any]) -> str:
@@ -185,35 +186,41 @@ def number_type(asked: str, config: Mapping[str, Any]) -> str:
     if asked != "auto":
         return asked
     parts, usual = (config, text_config(config)), "bfloat16" if is_mxfp4(config) else "float32"
-    found = next((part[key] for part in parts for key in ("dtype", "torch_dtype") if part.get(key)), usual)
-    if found not in _DTYPES:
+    dtype = next((part[key] for part in parts for key in ("dtype", "torch_dtype") if part.get(key)), usual)
+    if dtype not in _DTYPES:
         raise ModelError(
-            f"the configuration's dtype is {shown(repr(found))}, in which no model computes; choose another --dtype"
+            f"the configuration's dtype is {shown(repr(dtype))}, in which no model computes; choose another --dtype"
         )
-    return str(found)
+    return str(dtype)
 
 
 def is_mxfp4(config: Mapping[str, Any]) -> bool:
-    """Returns whether a `config.json` is that of a gpt-oss whose experts are in MXFP4, which plans compute with."""
-    found = config.get("quantization_config")
-    is_method = isinstance(found, dict) and found.get("quant_method") == MXFP4.lower()
-    return is_method and config.get("model_type") == "gpt_oss"
+    """Returns whether a `config.json` is of a gpt-oss with experts in MXFP4, which plans take."""
+    method = config.get("quantization_config")
+    if not isinstance(method, dict) or method.get("quant_method") != MXFP4.lower():
+        return False
+    record = TYPES.get(str(config.get("model_type")))
+    return record is not None and record.experts is not None and record.experts.published_mxfp4
 
 
 def require_plain_weights(name: str, config: Mapping[str, Any]) -> None:
     """Raises `ModelError` for a checkpoint that was published quantised, unless it is a gpt-oss in MXFP4. The message
     names the `.gguf` file to take instead.
     `config` is its `config.json`, `name` its name on the hub or its folder."""
-    found = config.get("quantization_config") or text_config(config).get("quantization_config")
-    if not found or is_mxfp4(config):
+    quantization = config.get("quantization_config") or text_config(config).get("quantization_config")
+    if not quantization or is_mxfp4(config):
         return
-    raise quantised(name, found)
+    raise quantised(name, quantization)
 
 
-def quantised(name: str, found: Any, why: str = "") -> ModelError:
-    """Returns the error of a checkpoint in quants, whose `quantization_config` is `found`. `why` says why those of
-    gpt-oss are not served."""
-    method = str(found.get("quant_method") or "an unknown method") if isinstance(found, dict) else "an unknown method"
+def quantised(name: str, quantization: Any, why: str = "") -> ModelError:
+    """Returns the error for a checkpoint in quants. `quantization` is its `quantization_config`; `why` says why the
+    quants of gpt-oss are not served."""
+    method = (
+        str(quantization.get("quant_method") or "an unknown method")
+        if isinstance(quantization, dict)
+        else "an unknown method"
+    )
     owner, _, model = name.rpartition("/")
     file = f"{owner if owner and '/' not in owner else 'ORG'}/{_QUANTS_IN_NAME.sub('', model)}-GGUF"
     return ModelError(

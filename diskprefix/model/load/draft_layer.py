@@ -9,21 +9,13 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
-HAVE_DRAFT_LAYER: Mapping[str, Mapping[str, str]] = {
-    "qwen3_5_text": {"layer_types": "full_attention"},
-    "qwen3_5_moe_text": {"layer_types": "full_attention"},
-    "qwen3_next": {"layer_types": "full_attention"},
-    "deepseek_v3": {},
-    "glm4_moe": {},
-    "glm4_moe_lite": {"mlp_layer_types": "sparse"},
-    "mimo_v2_flash": {"layer_types": "sliding_attention", "mlp_layer_types": "dense"},
-}
-"""The types of models whose layer is used, and what their configurations would say of it in lists by layer."""
+from diskprefix.model.families.types.known_types import TYPES, type_of
+
 _FURTHER = re.compile(r"(?:model\.)?(?:(mtp)\.(?:layers\.(\d{1,9})\.)?|layers\.(\d{1,9})\.)(.+)")
-"""Names in layers of checkpoints, with those that predict further tokens: the layer, and the name within it."""
+"""The pattern of names in layers of checkpoints, draft layers included: the layer, and the name within it."""
 _OWN = {
     **{name: name for name in ("enorm", "hnorm", "eh_proj")},
     **dict.fromkeys(("norm", "shared_head.norm", "final_layernorm"), "post_norm"),
@@ -38,23 +30,29 @@ _COPIES = ("embed_tokens", "shared_head.head")
 
 
 def further_layers(names: Iterable[str], num_layers: int) -> dict[str, str | None]:
-    """Returns the tensors of a checkpoint that are of layers behind the last of `num_layers`, which predict further
-    tokens: what each is called in the draft layer, or None if it has no place there."""
-    found = dict[str, str | None]()
+    """Returns the tensors of a checkpoint of the layers after the last of `num_layers`, which predict further tokens:
+    by name the name of each in the draft layer, or None if the draft layer does not have it."""
+    own_names = dict[str, str | None]()
     for name in names:
         match = _FURTHER.fullmatch(name)
         if match is None or (layer := int(match[2] or 0) if match[1] else int(match[3]) - num_layers) < 0:
             continue
         stem, _, end = match[4].rpartition(".")
         is_used = layer == 0 and stem not in _COPIES
-        found[name] = (f"{_OWN[stem]}.{end}" if stem in _OWN else f"mtp_block.{match[4]}") if is_used else None
-    return found
+        own_names[name] = (f"{_OWN[stem]}.{end}" if stem in _OWN else f"mtp_block.{match[4]}") if is_used else None
+    return own_names
+
+
+def has_known_draft_layer(kind: str | None) -> bool:
+    """Returns whether the draft layer of models of a type is used, if they have one."""
+    record = TYPES.get(kind or "")
+    return record is not None and record.draft_layer is not None
 
 
 def with_one_more(config: Any) -> Any:
     """Returns the configuration of a decoder whose last layer is the draft layer."""
     extended = copy.deepcopy(config)
     extended.num_hidden_layers += 1
-    for name, its_own in HAVE_DRAFT_LAYER[config.model_type].items():
+    for name, its_own in (type_of(config).draft_layer or {}).items():
         setattr(extended, name, [*getattr(config, name)[: config.num_hidden_layers], its_own])
     return extended

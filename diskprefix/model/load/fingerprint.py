@@ -35,14 +35,14 @@ _NO_NUMBERS = re.compile(
     r"_?(base_)?(model_)?name_or_path|_commit_hash|_from_model_config|transformers_version|architectures|auto_map|license"
     # How far it may be used; `architecture` puts it back where RoPE computes with it.
     r"|max_position_embeddings|max_sequence_length|max_seq_len|n_positions|n_ctx|seq_length|model_max_length"
-    # Fields of their own in the fingerprint.
+    # These have their own fields in the fingerprint.
     r"|dtype|torch_dtype|quantization_config"
     # Which tokens start and stop: the sampler's business. Models compute with the row of `pad_token_id`: Gemma 3n and 4
     # put it in the place of pictures, in the inputs of each layer.
     r"|(bos|eos|sep|cls|unk|mask|decoder_start|forced_bos|forced_eos)_token_id|suppress_tokens|begin_suppress_tokens"
     # Training.
     r"|initializer_range|initializer_factor|init_std|.*dropout.*|.*pdrop|gradient_checkpointing|router_aux_loss_coef"
-    # What a forward returns beside its numbers, and labels.
+    # Further results of a forward, and labels.
     r"|use_cache|return_dict|output_attentions|output_hidden_states|output_router_logits"
     r"|id2label|label2id|num_labels|problem_type|finetuning_task|task_specific_params"
 )
@@ -93,7 +93,7 @@ def fingerprint_of_modules(model: Any, weights_digest: str, mode: str = "strict"
 
 
 def architecture(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a configuration that change numbers, with those of its sub-configurations."""
+    """Returns the fields of a configuration that change numbers, including fields of its sub-configurations."""
     kept = {
         key: architecture(value) if isinstance(value, Mapping) else value
         for key, value in config.items()

@@ -1,5 +1,5 @@
 """The memory that a model needs, and whether it fits: a sum of its weights in their form, KV memory and a measured
-constant, from headers alone. The start refuses by it, and `doctor`, `list`, `show` and the front tell it."""
+constant, from headers alone. The start refuses by it, and `doctor`, `list`, `show` and the router tell it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from diskprefix.model.load.checkpoint import (
     stored_tensors,
     text_config,
 )
-from diskprefix.model.load.draft_layer import HAVE_DRAFT_LAYER, further_layers
+from diskprefix.model.load.draft_layer import further_layers, has_known_draft_layer
 from diskprefix.model.load.gguf_file import within_block
 from diskprefix.model.load.gguf_header import FileTensor
 from diskprefix.model.load.kinds import config_of_plan
@@ -45,14 +45,14 @@ if TYPE_CHECKING:
     from diskprefix.model.model_config import ModelConfig
 
 ROOM_BYTES = 640 * 1024**2
-"""Memory for the libraries, and for what is computed in a step: measured."""
+"""Memory for the libraries and the computation of a step, as measured."""
 _KV_SHARE = 0.5
-"""The part of the memory that is free beside the weights that KV may take without `--kv-memory`."""
+"""The part of the memory left by the weights that KV may take without `--kv-memory`."""
 _BUFFER_SHARE = 0.5
 """The part of what KV leaves that state may take while it waits to be written."""
 _LEAST_BUFFER_BYTES = 64 * 1024**2
 _TELLING = 0.02
-"""The part of the weights from which their form has a row of its own."""
+"""The part of the weights from which a form gets its own row."""
 _LEAST_CONTEXT = 2048
 _BLOCK_SIZE = 256
 _UNNAMED_POSITIONS = 1 << 17
@@ -64,8 +64,8 @@ _EXPANSION = "attn_kv_b"
 
 @dataclass(frozen=True)
 class TokenState:
-    """The most bytes that the state of a sequence takes: `per_token`, of which `windowed` only for the last `window`
-    tokens, and `fixed`, which is that of recurrent layers. `positions` is the longest sequence."""
+    """The largest size of the state of a sequence in bytes: `per_token` (`windowed` bytes of it count only for the last
+    `window` tokens), and `fixed` for recurrent layers. `positions` is the longest sequence."""
 
     per_token: int
     windowed: int = 0
@@ -86,7 +86,7 @@ class TokenState:
         return self.fixed + _BLOCK_SIZE * (self.per_token * pages + self.windowed * in_window)
 
     def tokens_in(self, num_bytes: int) -> int:
-        """Returns the longest sequence that fits in so many bytes."""
+        """Returns the longest sequence that fits in a number of bytes."""
         return longest_within(num_bytes, self.num_bytes, self.positions, _BLOCK_SIZE)
 
 
@@ -111,8 +111,8 @@ class ModelNeeds(Struct, frozen=True, kw_only=True):
 
 
 class Fit(Struct, frozen=True):
-    """A model's needs beside the memory that is `free_bytes`. `kv_limit` is what `--kv-memory` says, or follows from
-    what is free; `kv_bytes` is what of it must be there: without `--kv-memory` one sequence has to fit."""
+    """A model's needs and the memory that is free (`free_bytes`). `kv_limit` is `--kv-memory`, or follows from the free
+    memory; `kv_bytes` is the part of it that must be free: without `--kv-memory`, room for one sequence."""
 
     needs: ModelNeeds
     free_bytes: int
@@ -127,9 +127,11 @@ class Fit(Struct, frozen=True):
     @property
     def context_line(self) -> str:
         """The context for people, and a longer one that `--kv-type q8` makes of the same memory."""
-        found = f"{self.context:,} of {self.needs.state.positions:,} tokens"
+        fitting = f"{self.context:,} of {self.needs.state.positions:,} tokens"
         in_q8 = self.needs.state.of_type("q8").tokens_in(self.kv_limit)
-        return f"{found}, {in_q8:,} with --kv-type q8" if self.needs.state.in_q8[0] and in_q8 > self.context else found
+        return (
+            f"{fitting}, {in_q8:,} with --kv-type q8" if self.needs.state.in_q8[0] and in_q8 > self.context else fitting
+        )
 
     @property
     def needed_bytes(self) -> int:
@@ -152,8 +154,8 @@ class Fit(Struct, frozen=True):
         most = max(weights, key=weights.__getitem__, default="")
         for form in [form for form, num_bytes in weights.items() if num_bytes < _TELLING * self.needs.weights_bytes]:
             weights[most] += weights.pop(form)
-        found = [(f"weights in {form}", num_bytes) for form, num_bytes in weights.items()]
-        return [*found, (f"KV memory for {self.context:,} tokens", self.kv_bytes), ("room to compute", ROOM_BYTES)]
+        needs = [(f"weights in {form}", num_bytes) for form, num_bytes in weights.items()]
+        return [*needs, (f"KV memory for {self.context:,} tokens", self.kv_bytes), ("room to compute", ROOM_BYTES)]
 
     def lines(self) -> list[str]:
         """Returns the table as text."""
@@ -170,18 +172,19 @@ class Fit(Struct, frozen=True):
 
     def advice(self, others: Iterable[tuple[str, ModelNeeds]] = ()) -> list[str]:
         """Returns what would fit. For `others` see `refusal`."""
-        found, left = list[str](), self.free_bytes - (self.needed_bytes - self.kv_bytes)
+        proposals, left = list[str](), self.free_bytes - (self.needed_bytes - self.kv_bytes)
         context = self.needs.state.tokens_in(left)
         if 0 < context < self.context:
-            found.append(f"a context of {context:,} tokens would fit: --kv-memory {whole_size(left)}")
+            proposals.append(f"a context of {context:,} tokens would fit: --kv-memory {whole_size(left)}")
         for how, needs in others:
             if (other := fitted(needs, self.free_bytes)).is_enough:
-                found.append(f"{how} would fit: {format_size(other.needed_bytes)}")
-        return found or ["free some, or choose a smaller model or one with fewer bits"]
+                proposals.append(f"{how} would fit: {format_size(other.needed_bytes)}")
+        return proposals or ["free some, or choose a smaller model or one with fewer bits"]
 
 
 def fitted(needs: ModelNeeds, free_bytes: int, kv_memory: int | None = None) -> Fit:
-    """Returns a model's needs with KV memory of `kv_memory` bytes, or else of the share of what it leaves free."""
+    """Returns a model's needs with `kv_memory` bytes of KV memory, or else with KV's share of the memory that the model
+    leaves free."""
     if kv_memory is not None:
         return Fit(needs, free_bytes, kv_memory, kv_memory)
     state, left = needs.state, free_bytes - needs.weights_bytes - ROOM_BYTES
@@ -190,20 +193,20 @@ def fitted(needs: ModelNeeds, free_bytes: int, kv_memory: int | None = None) -> 
 
 
 def needs_of_gguf(gguf: Path, weights: str, dtype_bytes: int = 2, *, uses_draft_layer: bool = True) -> ModelNeeds:
-    """Returns what a `.gguf` file needs, in all its parts. `uses_draft_layer`: if it has one. Raises `ModelError` if it
-    is damaged or not read."""
-    # It needs numpy, and the front counts memory without it.
+    """Returns the needs of a `.gguf` file with all its parts. `uses_draft_layer`: if it has one. Raises `ModelError` if
+    it is damaged or not supported."""
+    # It needs numpy, and the router counts memory without it.
     from diskprefix.model.load.gguf import GgufModel
 
     try:
-        found = GgufModel.read(gguf, lambda _line: None, uses_draft_layer=uses_draft_layer)
+        file_model = GgufModel.read(gguf, lambda _line: None, uses_draft_layer=uses_draft_layer)
     except OSError as error:
         raise ModelError(f"cannot read {gguf}: {first_line(error)}") from error
-    return needs_of_file_model(found, gguf.name, weights, dtype_bytes)
+    return needs_of_file_model(file_model, gguf.name, weights, dtype_bytes)
 
 
 def needs_of_file_model(model: GgufModel, name: str, weights: str, dtype_bytes: int) -> ModelNeeds:
-    """Returns what the model of a `.gguf` file needs."""
+    """Returns the needs of the model of a `.gguf` file."""
     return ModelNeeds(
         name=name,
         weights=_weights_of_gguf(model.tensors, weights, dtype_bytes, model.architecture),
@@ -215,7 +218,8 @@ def needs_of_file_model(model: GgufModel, name: str, weights: str, dtype_bytes: 
 def needs_of_folder(
     folder: Path, files: Sequence[Path], dtype: str, weights: str = "auto", *, uses_draft_layer: bool = True
 ) -> ModelNeeds:
-    """Returns what a model in a folder needs, with these weight `files`. Raises `ModelError` if a header is damaged."""
+    """Returns the needs of a model in a folder with these weight `files`. Raises `ModelError` if a header is
+    damaged."""
     stored, config = stored_tensors(folder, files), read_config(folder)
     return needs_of_checkpoint(folder.name, stored, config, dtype, weights, uses_draft_layer=uses_draft_layer)
 
@@ -229,15 +233,15 @@ def needs_of_checkpoint(
     *,
     uses_draft_layer: bool = True,
 ) -> ModelNeeds:
-    """Returns what a checkpoint needs. `dtype` is that of `--dtype`, `weights` that of `--weights`. Raises `ModelError`
+    """Returns the needs of a checkpoint. `dtype` and `weights` are the options of these names. Raises `ModelError`
     for published quants that are not served."""
     require_plain_weights(name, config)
     dtype_bytes = 4 if number_type(dtype, config) == "float32" else 2
     text = text_config(config)
     num_layers = text.get("num_hidden_layers")
-    further = further_layers((one.name for one in stored), num_layers) if isinstance(num_layers, int) else {}
-    used = further if uses_draft_layer and text.get("model_type") in HAVE_DRAFT_LAYER else {}
-    kept = [one for one in stored if one.name not in further or used.get(one.name)]
+    further = further_layers((tensor.name for tensor in stored), num_layers) if isinstance(num_layers, int) else {}
+    used = further if uses_draft_layer and has_known_draft_layer(text.get("model_type")) else {}
+    kept = [tensor for tensor in stored if tensor.name not in further or used.get(tensor.name)]
     state = state_of(name, config, dtype_bytes, with_draft_layer=any(used.values()))
     served = _weights_of_checkpoint(kept, dtype_bytes, keeps_quants=weights == "auto" and dtype_bytes == 2)
     return ModelNeeds(name=name, weights=served, state=state, takes_pictures="vision_config" in config)
@@ -247,12 +251,12 @@ def state_of(name: str, config: Mapping[str, Any], dtype_bytes: int, *, with_dra
     """Returns the state of a sequence of the model `name` with this `config.json`. Of one that has no plan, a layer
     counts as one that sees all tokens unless the configuration says something else. Raises `ModelError` for options
     that do not fit together, and for a model that is not served."""
-    if (found := config_of_plan(name, config)) is not None:
-        return _state_by_layout(found, dtype_bytes, with_draft_layer=with_draft_layer)
+    if (plan_config := config_of_plan(name, config)) is not None:
+        return _state_by_layout(plan_config, dtype_bytes, with_draft_layer=with_draft_layer)
     text = text_config(config)
 
     def size(*names: str) -> int:
-        return int(next((text[one] for one in names if isinstance(text.get(one), int)), 0))
+        return int(next((text[name] for name in names if isinstance(text.get(name), int)), 0))
 
     heads, window = size("num_attention_heads", "n_head", "n_heads"), size("sliding_window")
     head_dim = size("head_dim") or size("hidden_size", "n_embd", "d_model") // max(heads, 1)
@@ -328,7 +332,7 @@ def _weights_of_checkpoint(tensors: Sequence[StoredTensor], dtype_bytes: int, *,
     served = Counter[str]()
     for tensor in tensors:
         if tensor.kind == "U8" and tensor.name.endswith((BLOCKS, SCALES)):
-            # Packed quants take what the blocks and their scales take. A byte has two codes.
+            # The size of packed quants: blocks and their scales. A byte has two codes.
             if keeps_quants:
                 served[MXFP4] += tensor.num_bytes
             elif tensor.name.endswith(BLOCKS):

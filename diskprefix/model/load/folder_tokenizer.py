@@ -1,8 +1,9 @@
-"""The tokenizer of a model folder, with the same tokens as transformers' `AutoTokenizer`, without importing that.
+"""The tokenizer of a model folder, with the same tokens as transformers' `AutoTokenizer`, without importing
+transformers.
 
-`tokenizer.json` describes it. But transformers chooses a class for the folder, and some classes replace what the file
-says about normalisation, cutting and decoding; those of most decoders are here (`_REBUILT`). `tokenizer_config.json`
-adds tokens. transformers itself makes a tokenizer that nothing here knows, and refuses bad files.
+`tokenizer.json` describes it. But transformers chooses a class for the folder, and some classes replace the
+normalisation, cutting and decoding of the file; the classes of most decoders are here (`_REBUILT`).
+`tokenizer_config.json` adds tokens. transformers itself makes unknown tokenizers, and refuses bad files.
 """
 
 from __future__ import annotations
@@ -79,26 +80,26 @@ def folder_tokenizer(folder: Path) -> Tokenizer:
         raise ModelError(f"the tokenizer of {folder} needs transformers, which is not installed: {INSTALL}")
     try:
         of_library = transformers_quietly().AutoTokenizer
-        found = of_library.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        loaded = of_library.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         reason = first_line(error) if (folder / "tokenizer.json").is_file() else "there is no tokenizer.json"
         raise ModelError(f"cannot read the tokenizer of {folder}: {reason}") from error
-    if not found.is_fast:
+    if not loaded.is_fast:
         raise ModelError(f"{folder} has no fast tokenizer (tokenizer.json), which diskprefix needs")
-    tokenizer = tokenizer_of_transformers(found)
+    tokenizer = tokenizer_of_transformers(loaded)
     tokenizer.chat_template = tokenizer.chat_template or _processors_template(folder)
     return tokenizer
 
 
-def tokenizer_of_transformers(found: PreTrainedTokenizerFast) -> Tokenizer:
+def tokenizer_of_transformers(loaded: PreTrainedTokenizerFast) -> Tokenizer:
     """Returns the same tokenizer as one of transformers."""
     return Tokenizer(
-        found.backend_tokenizer,
-        found.special_tokens_map,
-        extra_special_tokens=found.extra_special_tokens,
-        chat_template=found.chat_template,
-        name_or_path=found.name_or_path,
-        cleans_up=_cleans_up(found.backend_tokenizer, vars(found)),
+        loaded.backend_tokenizer,
+        loaded.special_tokens_map,
+        extra_special_tokens=loaded.extra_special_tokens,
+        chat_template=loaded.chat_template,
+        name_or_path=loaded.name_or_path,
+        cleans_up=_cleans_up(loaded.backend_tokenizer, vars(loaded)),
     )
 
 
@@ -120,8 +121,8 @@ def _made(folder: Path) -> Tokenizer:
     if not (file := folder / "tokenizer.json").is_file():
         raise _Unknown("there is no tokenizer.json")
     settings, of_model = _json(folder / "tokenizer_config.json"), _json(folder / "config.json")
-    if found := next((name for name in _UNREAD if settings.get(name)), None):
-        raise _Unknown(f"it has {found}")
+    if unread := next((name for name in _UNREAD if settings.get(name)), None):
+        raise _Unknown(f"it has {unread}")
     backend = Backend.from_file(str(file))
     padding = backend.padding
     named = settings.get("tokenizer_class") or of_model.get("tokenizer_class")
@@ -242,9 +243,9 @@ _REBUILT: Mapping[str, Callable[[Mapping[str, Any]], _Steps]] = {
 """The classes of transformers that replace steps of the file."""
 
 
-def _rebuilt(found: Backend, steps: _Steps) -> Backend:
+def _rebuilt(backend: Backend, steps: _Steps) -> Backend:
     """Returns a tokenizer with the vocabulary of the file, and no added tokens yet. Raises `_Unknown`."""
-    model = found.model
+    model = backend.model
     if not isinstance(model, models.BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
         raise _Unknown("its class replaces a file of another kind")
     options = {"dropout": None, "unk_token": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
@@ -252,13 +253,13 @@ def _rebuilt(found: Backend, steps: _Steps) -> Backend:
         setattr(model, name, value)
     made = Backend(model)
     made.normalizer, made.pre_tokenizer, made.decoder = steps.normalizer, steps.cut, steps.decoder
-    if found.post_processor is not None:
-        made.post_processor = found.post_processor
+    if backend.post_processor is not None:
+        made.post_processor = backend.post_processor
     return made
 
 
 class _Tokens(NamedTuple):
-    """The tokens that the settings of a folder name, besides those in `_NAMED`."""
+    """The special tokens in the settings of a folder, in addition to `_NAMED`."""
 
     added: Mapping[int, AddedToken]
     extra: Sequence[_Token]
@@ -268,7 +269,8 @@ class _Tokens(NamedTuple):
 
     @classmethod
     def of(cls, folder: Path, settings: dict[str, Any], backend: Backend) -> _Tokens:
-        """Reads them. Completes `settings` from a file beside them, in folders whose settings list no added tokens."""
+        """Reads the tokens. If the settings list no added tokens, completes `settings` from another file of the
+        folder."""
         if "additional_special_tokens" in settings and not settings.get(_EXTRA):
             settings[_EXTRA] = settings.pop("additional_special_tokens")
         others = {name: settings.pop(name) for name in list(settings) if _is_other(name, settings[name])}
@@ -291,25 +293,25 @@ class _Tokens(NamedTuple):
             others, extra = others | {name: _token(value) for name, value in extra.items()}, []
         extra = list(map(_token, extra))
         if added is not None:
-            found = {int(number): AddedToken(**token) for number, token in added.items()}
+            added_tokens = {int(number): AddedToken(**token) for number, token in added.items()}
         else:
             special = {_text(token) for token in (*map(settings.get, _NAMED), *extra)}
             listed = _json(folder / "added_tokens.json").items()
-            found = {
+            added_tokens = {
                 number: AddedToken(text, normalized=text not in special, special=text in special)
                 for text, number in listed
             }
-            found |= backend.get_added_tokens_decoder()
-        return cls(found, extra, others)
+            added_tokens |= backend.get_added_tokens_decoder()
+        return cls(added_tokens, extra, others)
 
     def special(self, settings: Mapping[str, Any]) -> dict[str, _Token]:
         """Returns the special tokens by their names. Raises `TypeError` if one is no token."""
         added = {token.content: token for token in self.added.values()}
         named = {name: settings[name] for name in _NAMED if settings.get(name) is not None}
-        found = {name: added.get(_text(token), token) for name, token in named.items()} | dict(self.others)
-        if not all(isinstance(token, str | AddedToken) for token in (*found.values(), *self.extra)):
+        tokens = {name: added.get(_text(token), token) for name, token in named.items()} | dict(self.others)
+        if not all(isinstance(token, str | AddedToken) for token in (*tokens.values(), *self.extra)):
             raise TypeError("a special token is no text")
-        return found
+        return tokens
 
     def add_to(self, backend: Backend, special: Mapping[str, _Token]) -> None:
         """Adds the tokens of the settings in the order of their numbers, then special tokens that are none of them."""
@@ -351,18 +353,18 @@ def _finish(class_name: str, backend: Backend, special: Sequence[_Token]) -> Non
 
 
 def _templates(folder: Path, of_settings: Any) -> str | dict[str, str] | None:
-    """Returns the chat template, or all by their names. Files of their own come before the settings."""
+    """Returns the chat template, or several by name. Template files take precedence over the settings."""
     files = {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
     if (default := folder / "chat_template.jinja").is_file():
         files = {"default": default} | files
-    found = {name: path.read_text(encoding="utf-8") for name, path in files.items()}
-    if not found:
+    templates = {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    if not templates:
         if isinstance(of_settings, list):
             return {template["name"]: template["template"] for template in of_settings}
         if of_settings is not None and not isinstance(of_settings, str | dict):
             raise TypeError(f"the chat template is {type(of_settings)}")
         return of_settings
-    return found["default"] if list(found) == ["default"] else found
+    return templates["default"] if list(templates) == ["default"] else templates
 
 
 def _processors_template(folder: Path) -> str | None:
@@ -376,6 +378,6 @@ def _processors_template(folder: Path) -> str | None:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """Returns what a file has; nothing if it is missing."""
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return found
+    """Returns the content of a file; nothing if it is missing."""
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return content

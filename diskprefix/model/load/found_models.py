@@ -39,11 +39,24 @@ def found_models() -> Iterator[FoundModel]:
         loose = [(model_stem(path), path) for path in gguf_models_in(folder) if path not in named]
         for name, path in (*loose, *cached_models(folder)):
             yield FoundModel(owner="llama.cpp", names=[name], parts=[path])
+    for name, files in _of_tools(cache_home() / "models"):
+        yield FoundModel(owner=_TOOLS, names=[name], parts=files)
+
+
+def _of_tools(place: Path) -> list[tuple[str, list[Path]]]:
+    """Returns the names and files of the models that `tools/bench models` has fetched."""
+    models: list[tuple[str, list[Path]]] = []
+    folders: list[Path] = []
     with suppress(OSError):
-        for folder in sorted((cache_home() / "models").iterdir()):
-            # Others are made of these, or are the embedded model.
-            if folder.name[0] != "." and len(files := gguf_models_in(folder)) == 1 and "=" not in folder.name:
-                yield FoundModel(owner=_TOOLS, names=[folder.name], parts=files)
+        folders = sorted(place.iterdir())
+    for folder in folders:
+        # Others are made of these, or are the embedded model.
+        if folder.name[0] == "." or "=" in folder.name:
+            continue
+        with suppress(OSError):
+            if len(files := gguf_models_in(folder)) == 1:
+                models.append((folder.name, files))
+    return models
 
 
 def found_model(name: str) -> FoundModel | None:
@@ -53,8 +66,8 @@ def found_model(name: str) -> FoundModel | None:
 
 def models_below(folder: Path) -> list[Path]:
     """Returns the models in a folder and below it, each folder once: folders with a configuration and weights, and
-    `.gguf` files, of which a split one counts by its first part. What cannot be read is left out."""
-    found: list[Path] = []
+    `.gguf` files, split ones by their first part. Unreadable models are left out."""
+    models: list[Path] = []
     seen: set[Path] = set()
     waiting = [(folder, 0)]
     while waiting:
@@ -64,12 +77,12 @@ def models_below(folder: Path) -> list[Path]:
         seen.add(place.resolve())
         with suppress(OSError):
             if is_model_folder(place):
-                found.append(place)
+                models.append(place)
                 continue
-            found += gguf_models_in(place)
+            models += gguf_models_in(place)
             if depth < _MOST_DEPTH:
-                waiting += [(one, depth + 1) for one in place.iterdir() if one.is_dir() and one.name[0] != "."]
-    return sorted(found)
+                waiting += [(inner, depth + 1) for inner in place.iterdir() if inner.is_dir() and inner.name[0] != "."]
+    return sorted(models)
 
 
 def _path(text: str) -> Path:

@@ -14,7 +14,7 @@ from diskprefix.model.gguf.architecture import OF_ENCODERS, Architecture
 from diskprefix.model.gguf.known_families import architecture_of
 from diskprefix.model.gguf.metadata import Metadata
 from diskprefix.model.gguf.sources import head_dim
-from diskprefix.model.load.draft_layer import HAVE_DRAFT_LAYER
+from diskprefix.model.load.draft_layer import has_known_draft_layer
 from diskprefix.model.load.fingerprint import weights_digest
 from diskprefix.model.load.gguf_file import block_of, part_paths, read_tensors
 from diskprefix.model.load.gguf_header import FileTensor
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 
 class GgufModel(Struct, frozen=True, kw_only=True, eq=False):
-    """The model in these `parts`, the last of which may be an encoder: then `pictures` is what prepares its input.
-    `tensors` make the parameters."""
+    """The model in these `parts`. The last part may be an encoder; then `pictures` are the settings that prepare its
+    input. `tensors` are the sources of parameters."""
 
     parts: list[Path]
     architecture: Architecture
@@ -47,8 +47,8 @@ class GgufModel(Struct, frozen=True, kw_only=True, eq=False):
 
     @classmethod
     def read(cls, gguf: Path, report: Report, *, uses_draft_layer: bool = False) -> GgufModel:
-        """Reads a file, with the encoder beside it. `uses_draft_layer`: if the file has one. Raises `ModelError` for a
-        file that is damaged, that nothing here reads, or that says something else than the model has; `OSError`."""
+        """Reads a file, with the encoder next to it. `uses_draft_layer`: if the file has one. Raises `ModelError` for a
+        file that is damaged, not supported, or that contradicts the model; `OSError`."""
         from diskprefix.model.gguf.configuration import make_configuration, require_rotary
         from diskprefix.model.gguf.encoders import make_composite, with_encoder
 
@@ -61,7 +61,9 @@ class GgufModel(Struct, frozen=True, kw_only=True, eq=False):
         projector = projector_beside(gguf, metadata, report)
         if projector is not None:
             architecture = with_encoder(architecture, metadata.architecture, projector.encoder)
-        draft_layer = metadata.draft_layer if uses_draft_layer and architecture.model_type in HAVE_DRAFT_LAYER else []
+        draft_layer = (
+            metadata.draft_layer if uses_draft_layer and has_known_draft_layer(architecture.model_type) else []
+        )
         metadata.require_texts()
         for fault in metadata.unusable_tokens():
             report(f"warning: {gguf.name}: {fault}; it is not used")
@@ -69,6 +71,8 @@ class GgufModel(Struct, frozen=True, kw_only=True, eq=False):
             report(f"{gguf.name}: {unused} of its blocks predict further tokens, which is not used")
         config, pictures = make_configuration(architecture, metadata), None
         tensors = [*metadata.tensors.values(), *draft_layer]
+        for key, name in architecture.listed.items():
+            tensors += metadata.tensors_of_array(key, name)
         used = scale_positions(config, metadata, tensors)
         kind = kind_of_plan(config)
         if projector is not None:
@@ -88,8 +92,8 @@ class GgufModel(Struct, frozen=True, kw_only=True, eq=False):
         )
 
     def parameters(self, kind: ModelKind, dtype: str) -> dict[str, Source]:
-        """Returns what makes the parameters of the model's modules, or of those of its encoder. Raises `ModelError` if
-        the file lacks tensors, or has others."""
+        """Returns functions that make the parameters of the model's modules, or of its encoder's. Raises `ModelError`
+        if the file lacks tensors, or has others."""
         from diskprefix.model.load.parameters import parameters_of
 
         tensors = [tensor for tensor in self.tensors if not kind.is_encoder or tensor.name.startswith(OF_ENCODERS)]
@@ -97,9 +101,9 @@ class GgufModel(Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def stops(self) -> list[int]:
-        """The tokens that end a reply. Raises `ModelError` for one that is none."""
-        found = [token for token in map(self.metadata.token, ("eos", "eot", "eom")) if token is not None]
-        return list(dict.fromkeys(found))
+        """The tokens that end a reply. Raises `ModelError` for an invalid token."""
+        ends = [token for token in map(self.metadata.token, ("eos", "eot", "eom")) if token is not None]
+        return list(dict.fromkeys(ends))
 
     @property
     def whole(self) -> PreTrainedConfig:
@@ -108,13 +112,15 @@ class GgufModel(Struct, frozen=True, kw_only=True, eq=False):
 
     def without_draft_layer(self) -> GgufModel:
         """Returns the model without its draft layer."""
-        tensors = [one for one in self.tensors if block_of(one.name) < self.config.get_text_config().num_hidden_layers]
+        tensors = [
+            tensor for tensor in self.tensors if block_of(tensor.name) < self.config.get_text_config().num_hidden_layers
+        ]
         return replace(self, kind=replace(self.kind, has_draft_layer=False), tensors=tensors)
 
     def decoder_weights(
         self, dtype: str, packing: MatrixPacking | None = None, *, is_unread: bool = False
     ) -> GgufWeights:
-        """Returns the weights of the decoder. The arguments are those of `GgufWeights`."""
+        """Returns the weights of the decoder. For the arguments see `GgufWeights`."""
         from diskprefix.model.load.gguf_weights import GgufWeights
 
         own = [tensor for tensor in self.tensors if not tensor.name.startswith(OF_ENCODERS)]
@@ -133,5 +139,5 @@ class GgufModel(Struct, frozen=True, kw_only=True, eq=False):
 def rotated_of(config: Any) -> set[int]:
     """Returns how many numbers of a head are rotated, of heads of each kind."""
     if kinds_of_rotary(config) <= KINDS.keys():
-        return {2 * len(one.frequencies) for one in rotary_of(config).values()}
+        return {2 * len(rotary.frequencies) for rotary in rotary_of(config).values()}
     return {int(head_dim(config) * config.rope_parameters.get("partial_rotary_factor", 1.0))}

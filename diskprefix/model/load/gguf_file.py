@@ -11,7 +11,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from diskprefix.errors import ModelError
-from diskprefix.model.load.gguf_header import FileTensor, GgufHeader, read_header
+from diskprefix.model.load.gguf_header import MAGIC, FileTensor, GgufHeader, read_header, require_beginning
 from diskprefix.model.load.manifests import is_blob, manifest_of
 
 _PART = re.compile(r"(?P<model>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})")
@@ -22,8 +22,8 @@ _BLOCK = re.compile(r"blk\.(\d{1,9})\.")
 
 def block_of(name: str) -> int:
     """Returns the number of the block that has a tensor; -1 for one outside of the blocks."""
-    found = _BLOCK.match(name)
-    return -1 if found is None else int(found[1])
+    match = _BLOCK.match(name)
+    return -1 if match is None else int(match[1])
 
 
 def within_block(name: str) -> str:
@@ -36,23 +36,23 @@ def part_paths(gguf: Path) -> list[Path]:
     if is_blob(gguf):
         of_blob = manifest_of(gguf)
         return [gguf] if of_blob is None else of_blob.parts
-    found = _PART.fullmatch(gguf.stem)
-    if found is None:
+    match = _PART.fullmatch(gguf.stem)
+    if match is None:
         return [gguf]
-    if not 1 <= int(found["part"]) <= int(found["parts"]):
+    if not 1 <= int(match["part"]) <= int(match["parts"]):
         raise ModelError(
-            f"{gguf}: there is no part {int(found['part'])} of {int(found['parts'])}; give a part of the split model"
+            f"{gguf}: there is no part {int(match['part'])} of {int(match['parts'])}; give a part of the split model"
         )
-    names = _part_names(found, gguf.suffix)
+    names = _part_names(match, gguf.suffix)
     for name in names:
         if not (gguf.parent / name).is_file():
             raise ModelError(f"{gguf} is one part of a split model, and {name} is missing in the same folder")
     return [gguf.parent / name for name in names]
 
 
-def _part_names(found: re.Match[str], suffix: str) -> list[str]:
-    count = int(found["parts"])
-    return [f"{found['model']}-{part:05}-of-{count:05}{suffix}" for part in range(1, count + 1)]
+def _part_names(match: re.Match[str], suffix: str) -> list[str]:
+    count = int(match["parts"])
+    return [f"{match['model']}-{part:05}-of-{count:05}{suffix}" for part in range(1, count + 1)]
 
 
 def first_parts(names: Iterable[str]) -> dict[str, list[str]]:
@@ -60,10 +60,10 @@ def first_parts(names: Iterable[str]) -> dict[str, list[str]]:
     known, models = set(names), dict[str, list[str]]()
     for name in sorted(known):
         suffix = Path(name).suffix
-        found = _PART.fullmatch(name.removesuffix(suffix))
-        if found is not None and int(found["parts"]) > len(known):
+        match = _PART.fullmatch(name.removesuffix(suffix))
+        if match is not None and int(match["parts"]) > len(known):
             continue
-        parts = [name] if found is None else _part_names(found, suffix)
+        parts = [name] if match is None else _part_names(match, suffix)
         if name == parts[0] and known.issuperset(parts):
             models[name] = parts
     return models
@@ -71,8 +71,8 @@ def first_parts(names: Iterable[str]) -> dict[str, list[str]]:
 
 def model_stem(gguf: Path) -> str:
     """Returns the name of the file without its extension, and without the number of the part."""
-    found = _PART.fullmatch(gguf.stem)
-    return gguf.stem if found is None else found["model"]
+    match = _PART.fullmatch(gguf.stem)
+    return gguf.stem if match is None else match["model"]
 
 
 def read_tensors(parts: Sequence[Path]) -> tuple[GgufHeader, list[FileTensor]]:
@@ -91,17 +91,17 @@ def _read_tensors(parts: tuple[Path, ...], _stamps: tuple[Any, ...]) -> tuple[Gg
 
 
 def with_factors(tensors: Sequence[FileTensor]) -> list[FileTensor]:
-    """Returns tensors in which those of NVFP4 have the factors that a file has beside each, in a tensor `.scale`. A
-    tensor `.input_scale` is for products in 4 bits of GPUs, and is left out. Raises `ModelError` for other factors than
-    one number, or one for each expert."""
-    by_name, found, taken = {tensor.name: tensor for tensor in tensors}, list[FileTensor](), set[str]()
+    """Returns the tensors, with the factors of NVFP4 tensors from their tensors `.scale`. Leaves out tensors
+    `.input_scale`, which are for 4-bit products on GPUs. Raises `ModelError` unless factors are one number, or one for
+    each expert."""
+    by_name, kept, taken = {tensor.name: tensor for tensor in tensors}, list[FileTensor](), set[str]()
     for tensor in tensors:
         stem = tensor.name.removesuffix(".weight")
         if tensor.kind == "NVFP4" and stem != tensor.name:
             taken |= {f"{stem}.scale", f"{stem}.input_scale"}
             tensor = replace(tensor, factors=_factors_of(tensor, by_name.get(f"{stem}.scale")))
-        found.append(tensor)
-    return [tensor for tensor in found if tensor.name not in taken]
+        kept.append(tensor)
+    return [tensor for tensor in kept if tensor.name not in taken]
 
 
 def _factors_of(tensor: FileTensor, factors: FileTensor | None) -> FileTensor | None:
@@ -122,11 +122,27 @@ def forget_headers() -> None:
     _read_tensors.cache_clear()
 
 
+def require_gguf(file: Path, flag: str) -> None:
+    """Raises `ModelError` if a file that `flag` names does not begin as a `.gguf` file. The rest of the header is read
+    with the model."""
+    try:
+        with file.open("rb") as opened:
+            begin = opened.read(len(MAGIC))
+        if begin == MAGIC:
+            require_beginning(file)
+            return
+    except OSError as error:
+        raise ModelError(f"{flag}: cannot read {file}: {error.strerror}") from error
+    except ModelError as error:
+        raise ModelError(f"{flag}: {error.message}") from error
+    raise ModelError(f"{flag}: {file} is no model: a .gguf file begins with the letters GGUF")
+
+
 def _require_one_model(parts: Sequence[Path], headers: Sequence[GgufHeader], num_tensors: int) -> None:
     total = headers[0].values.get("split.tensors.count")
     for number, (part, header) in enumerate(zip(parts, headers, strict=True)):
-        found = [header.values.get(f"split.{key}") for key in ("no", "count", "tensors.count")]
-        if found != [number, len(parts), total]:
+        split = [header.values.get(f"split.{key}") for key in ("no", "count", "tensors.count")]
+        if split != [number, len(parts), total]:
             raise ModelError(f"{part} is not part {number + 1} of {len(parts)} of the same model as the others")
     if num_tensors != total:
         raise ModelError(
@@ -136,5 +152,5 @@ def _require_one_model(parts: Sequence[Path], headers: Sequence[GgufHeader], num
 
 def file_stamp(file: Path) -> tuple[int, int, int]:
     """Returns what changes when a file is written or replaced."""
-    found = file.stat()
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    status = file.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns

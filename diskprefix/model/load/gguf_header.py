@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -17,16 +17,17 @@ from diskprefix.printable import first_line
 if TYPE_CHECKING:
     import numpy as np
 
-_MAGIC, _VERSIONS = b"GGUF", (2, 3)
+MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _MOST_HEADER_BYTES = 1 << 28
 """Ten times the largest vocabulary. It bounds the time and memory that a damaged header takes."""
 _MOST_VALUES, _MOST_TENSORS = 1 << 16, 1 << 17
-"""Several times what the largest models have. Larger counts would make many small objects of few bytes."""
+"""Several times the counts of the largest models. Larger counts would make many objects from few bytes."""
 _MOST_NAME_BYTES, _MOST_DIMENSIONS = 65535, 4
 _MOST_DEPTH = 8
 """Of arrays within arrays, which the format allows and no key needs."""
+FLOAT32 = 6
 _STRING, _ARRAY = 8, 9
-_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", FLOAT32: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 """Formats of `struct`, by the number of the type in the file."""
 _UINT32 = 4
 _TABLE = """
@@ -46,7 +47,7 @@ _CODES: dict[str, tuple[int, tuple[int, ...]]] = {"Q1_0": (1, (-1, 1)), "Q2_0": 
 _PLAIN = {"F64": "f8", "F32": "f4", "F16": "f2"} | {f"I{bits}": f"i{bits // 8}" for bits in (8, 16, 32, 64)}
 """Types of numpy. The content of other types is bytes."""
 _MOST_STRINGS, _STRING_BYTES = 1 << 21, 64
-"""Several times the merges of the largest models, and what is read at once of an array for each string."""
+"""Several times the merges of the largest models, and the bytes of an array that are read at once for each string."""
 _FEW, _FEW_NUMBERS = 16, 1024
 """The most strings and numbers of an array that is kept. Architectures have a number for each layer."""
 
@@ -70,10 +71,10 @@ class FileTensor(Struct, frozen=True):
         no file has weights of, or if the file is cut short."""
         if self.kind in _PLAIN:
             return content.view(self.dtype).astype("f4")
-        found = self._dequantised(content)
-        rows = found.reshape(-1, found.shape[-1])
+        values = self._dequantised(content)
+        rows = values.reshape(-1, values.shape[-1])
         factors = self.row_factors(first, first + len(rows))
-        return found if factors is None else (rows * factors[:, None]).reshape(found.shape)
+        return values if factors is None else (rows * factors[:, None]).reshape(values.shape)
 
     def _dequantised(self, content: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         import numpy as np
@@ -90,12 +91,12 @@ class FileTensor(Struct, frozen=True):
         from gguf import GGMLQuantizationType, dequantize
 
         try:
-            found: np.ndarray[Any, Any] = dequantize(content, GGMLQuantizationType[self.kind])
+            values: np.ndarray[Any, Any] = dequantize(content, GGMLQuantizationType[self.kind])
         except NotImplementedError:
             raise ModelError(
                 f"{self.file}: the tensor {self.name} has the type {self.kind}, which is none of weights"
             ) from None
-        return found
+        return values
 
     def row_factors(self, first: int, last: int) -> np.ndarray[Any, Any] | None:
         """Returns the factors of rows `first` to before `last`, float32, None without. Raises `ModelError` as
@@ -104,9 +105,9 @@ class FileTensor(Struct, frozen=True):
 
         if self.factors is None:
             return None
-        found = self.factors.content().reshape(-1)
-        of_rows = np.arange(first, last) // (self.num_rows // len(found))
-        return np.ascontiguousarray(found[of_rows], np.float32)
+        factors = self.factors.content().reshape(-1)
+        of_rows = np.arange(first, last) // (self.num_rows // len(factors))
+        return np.ascontiguousarray(factors[of_rows], np.float32)
 
     @property
     def num_elements(self) -> int:
@@ -118,7 +119,7 @@ class FileTensor(Struct, frozen=True):
 
     @property
     def num_rows(self) -> int:
-        """Rows along the last dimension, those of all experts."""
+        """The number of rows along the last dimension, of all experts."""
         return prod(self.shape[:-1])
 
     @property
@@ -127,7 +128,7 @@ class FileTensor(Struct, frozen=True):
 
     def rows(self, first: int, last: int) -> np.ndarray[Any, Any]:
         """Reads rows `first` to before `last`, uint8 [rows, bytes of a row]. Raises `ModelError` as `content`."""
-        content = self._read("u1", (last - first) * self.row_bytes, first * self.row_bytes)
+        content = self._read_numbers("u1", (last - first) * self.row_bytes, first * self.row_bytes)
         return content.reshape(last - first, self.row_bytes)
 
     def content(self) -> np.ndarray[Any, Any]:
@@ -135,15 +136,15 @@ class FileTensor(Struct, frozen=True):
 
         The file is not mapped: whatever happens to it meanwhile, the process goes on.
         """
-        return self._read(self.dtype, prod(self.stored_shape)).reshape(self.stored_shape)
+        return self._read_numbers(self.dtype, prod(self.stored_shape)).reshape(self.stored_shape)
 
-    def _read(self, dtype: Any, count: int, begin: int = 0) -> np.ndarray[Any, Any]:
+    def _read_numbers(self, dtype: Any, count: int, begin: int = 0) -> np.ndarray[Any, Any]:
         import numpy as np
 
-        found = np.fromfile(self.file, dtype, count=count, offset=self.offset + begin)
-        if found.size < count:
+        numbers = np.fromfile(self.file, dtype, count=count, offset=self.offset + begin)
+        if numbers.size < count:
             raise cut_short(self)
-        return found
+        return numbers
 
 
 def cut_short(tensor: FileTensor) -> ModelError:
@@ -168,7 +169,7 @@ class FileArray(Struct, frozen=True):
     @property
     def content(self) -> list[str] | np.ndarray[Any, Any]:
         """The strings, or the numbers. Raises `ModelError` for strings that are not UTF-8, for arrays, and if the file
-        is not what it was."""
+        has changed."""
         import numpy as np
 
         if self.undecoded is not None:
@@ -185,13 +186,23 @@ class FileArray(Struct, frozen=True):
         except ValueError:
             raise ModelError(f"cannot read {self.file}: it was changed while it was read") from None
 
+    def as_tensors(self, names: Sequence[str]) -> list[FileTensor]:
+        """Returns each of its float32 numbers as a tensor of this name."""
+        import numpy as np
+
+        dtype = np.dtype("<f4")
+        places = (self.begin + i * dtype.itemsize for i in range(self.count))
+        return [
+            FileTensor(name, "F32", (1,), self.file, at, dtype, (1,)) for name, at in zip(names, places, strict=True)
+        ]
+
 
 def _split(data: bytes, count: int) -> list[bytes] | None:
     """Returns the first `count` strings of an array, fast; None if there are fewer, or after some that have zeros."""
-    # Of a length below 256, 7 bytes are 0. So behind each cut there is a string, and the first byte of a length. What
-    # is longer, with its length, stands behind the string before it. With a length of 0, the cut is a byte early.
+    # Of a length below 256, 7 bytes are 0. So after each cut there is a string, and the first byte of a length. What
+    # is longer, with its length, stands after the string before it. With a length of 0, the cut is a byte early.
     first, *parts = data.split(bytes(7), count)
-    found, length, is_early = list[bytes](), first[0] if first else 0, not first
+    strings, length, is_early = list[bytes](), first[0] if first else 0, not first
     if len(first) > 1:
         return None
     for part in parts:
@@ -200,16 +211,16 @@ def _split(data: bytes, count: int) -> list[bytes] | None:
                 break
             part = part[1:]
         at = 0
-        while len(part) > at + length + 1 and len(found) < count:
-            found.append(part[at : at + length])
+        while len(part) > at + length + 1 and len(strings) < count:
+            strings.append(part[at : at + length])
             at += length + 8
             length = int.from_bytes(part[at - 8 : at], "little")
         if len(part) < at + length:
             break
-        found.append(part[at : at + length])
+        strings.append(part[at : at + length])
         is_early = len(part) == at + length
         length = 0 if is_early else part[-1]
-    return found[:count] if len(found) >= count else None
+    return strings[:count] if len(strings) >= count else None
 
 
 class GgufHeader(Struct, frozen=True):
@@ -245,10 +256,10 @@ class _Reading:
 
     def take(self, count: int) -> bytes:
         self._advance(count)
-        found = self._file.read(count)
-        if len(found) < count:
+        content = self._file.read(count)
+        if len(content) < count:
             raise ValueError("it became shorter while it was read")
-        return found
+        return content
 
     def skip(self, count: int) -> None:
         self._advance(count)
@@ -266,12 +277,12 @@ class _Reading:
         length = self.number("<Q")
         if length > _MOST_NAME_BYTES:
             raise ValueError(f"a name in it has {length} bytes")
-        found = _decoded(self.take(length))
-        if isinstance(found, bytes):
-            raise ValueError(f"a name in it is not UTF-8: {found[:100]!r}")
-        if not found.isprintable():
-            raise ValueError(f"a name in it is {found[:100]!r}")
-        return found
+        name = _decoded(self.take(length))
+        if isinstance(name, bytes):
+            raise ValueError(f"a name in it is not UTF-8: {name[:100]!r}")
+        if not name.isprintable():
+            raise ValueError(f"a name in it is {name[:100]!r}")
+        return name
 
     def _strings(self, count: int) -> list[str | bytes]:
         if count > _MOST_STRINGS:
@@ -279,23 +290,23 @@ class _Reading:
         begin = self._file.tell()
         data = self._file.read(min(self._left, _STRING_BYTES * count))
         self._file.seek(begin)
-        found = _split(data, count)
-        if found is None:
+        parts = _split(data, count)
+        if parts is None:
             return [self.text() for _ in range(count)]
-        self.skip(8 * count + sum(map(len, found)))
-        joined = _decoded(b"\0".join(found))
+        self.skip(8 * count + sum(map(len, parts)))
+        joined = _decoded(b"\0".join(parts))
         strings = joined.split("\0") if isinstance(joined, str) else []
-        return list(strings) if len(strings) == count else list(map(_decoded, found))
+        return list(strings) if len(strings) == count else list(map(_decoded, parts))
 
     def array(self, path: Path, key: str) -> tuple[FileArray, tuple[Any, ...] | None]:
         """Returns the array `key` of the file `path`, and its few strings or numbers."""
         kind, count, begin = self.number("<I"), self.number("<Q"), self.at
         strings, undecoded, few = None, None, None
         if kind == _STRING:
-            found = self._strings(count)
-            strings = [one for one in found if isinstance(one, str)]
-            undecoded = next((number for number, one in enumerate(found) if isinstance(one, bytes)), None)
-            few = tuple(found) if count <= _FEW else None
+            decoded = self._strings(count)
+            strings = [text for text in decoded if isinstance(text, str)]
+            undecoded = next((number for number, text in enumerate(decoded) if isinstance(text, bytes)), None)
+            few = tuple(decoded) if count <= _FEW else None
         elif kind in _SCALARS and count <= _FEW_NUMBERS:
             few = tuple(self.number(_SCALARS[kind]) for _ in range(count))
         else:
@@ -327,18 +338,30 @@ def _decoded(data: bytes) -> str | bytes:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Returns the header of a GGUF file, all tensors of which lie inside the file. Raises `ModelError` with one line if
+    """Returns the header of a GGUF file. All its tensors lie inside the file. Raises `ModelError` with one line if
     the header is damaged or not known, and `OSError`."""
     num_bytes = path.stat().st_size
     try:
         with path.open("rb") as file:
-            return _read(path, _Reading(file, num_bytes), num_bytes)
+            return _parse_header(path, _Reading(file, num_bytes), num_bytes)
     except ValueError as error:
         raise ModelError(f"cannot read {path}: {first_line(error)}") from error
 
 
-def _read(path: Path, reading: _Reading, num_bytes: int) -> GgufHeader:
-    if reading.take(4) != _MAGIC:
+def require_beginning(path: Path) -> None:
+    """Raises `ModelError` with one line if a file does not begin as a GGUF file does, or counts more than a model has,
+    and `OSError`. Reads 24 bytes: `read_header` may take a second."""
+    num_bytes = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            _counts(_Reading(file, num_bytes))
+    except ValueError as error:
+        raise ModelError(f"cannot read {path}: {first_line(error)}") from error
+
+
+def _counts(reading: _Reading) -> tuple[int, int]:
+    """Reads the fixed part of a header. Returns the number of tensors and of values. Raises `ValueError`."""
+    if reading.take(4) != MAGIC:
         raise ValueError("it does not begin with GGUF")
     version = reading.number("<I")
     if version not in _VERSIONS:
@@ -346,6 +369,11 @@ def _read(path: Path, reading: _Reading, num_bytes: int) -> GgufHeader:
     num_tensors, num_values = reading.number("<Q"), reading.number("<Q")
     if num_tensors > _MOST_TENSORS or num_values > _MOST_VALUES:
         raise ValueError(f"its header counts {num_tensors} tensors and {num_values} values")
+    return num_tensors, num_values
+
+
+def _parse_header(path: Path, reading: _Reading, num_bytes: int) -> GgufHeader:
+    num_tensors, num_values = _counts(reading)
     values: dict[str, Any] = {}
     lists: dict[str, tuple[Any, ...] | None] = {}
     arrays: dict[str, FileArray] = {}

@@ -18,9 +18,9 @@ _MSCALES = {"deepseek2": 10, "mistral3": 1, "mistral4": 10}
 _DIVISORS, _SHORT, _LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
 """Tensors of numbers that the frequencies are divided by."""
 _LLAMA_3 = {"low_freq_factor": 1.0, "original_max_position_embeddings": 8192}
-"""What every model has whose frequencies are scaled as those of Llama 3. The file has only the divisors."""
+"""The parameters of all models with Llama 3's scaling of frequencies. The file has only the divisors."""
 _HIGH_FACTORS = (4.0, 1.0)
-"""Llama 3's `high_freq_factor`, and that of Llama 4, which has no frequencies between the high and the low ones."""
+"""`high_freq_factor` of Llama 3 and of Llama 4; the latter has no frequencies between high and low ones."""
 _YARN = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
 _MSCALE = "yarn_log_multiplier"
 _FACTOR = "yarn_attn_factor"
@@ -54,13 +54,13 @@ def scale_positions(config: Any, metadata: Metadata, tensors: Sequence[FileTenso
         if tensor.name in (_DIVISORS, _SHORT, _LONG) and tensor.kind == "F32"
     }
     is_long = _SHORT in divisors and _LONG in divisors
-    parameters |= (found := _scaling(metadata, is_long=is_long))
-    if "rope_type" in found and divisors:
+    parameters |= (scaling := _scaling(metadata, is_long=is_long))
+    if "rope_type" in scaling and divisors:
         raise ModelError(f"the file scales positions twice: by {min(divisors)} and by a factor")
-    if is_long and original not in found:
+    if is_long and original not in scaling:
         parameters[original] = config.max_position_embeddings
     if original in parameters and hasattr(config, original):
-        # transformers prefers this one, whose default is that of another model.
+        # transformers prefers this option, and its default belongs to another model.
         setattr(config, original, parameters[original])
     if is_long:
         parameters |= {"attention_factor": 1.0} | parameters | _divided_by(divisors[_SHORT], divisors[_LONG])
@@ -107,20 +107,20 @@ def _scaling(metadata: Metadata, *, is_long: bool) -> dict[str, Any]:
     if has_own or (is_finite(own) and math.isclose(own, usual, rel_tol=1e-5)):
         read |= {_FACTOR}
     _require_read(metadata, read | ({_MSCALE} if times and kind == "yarn" else set()))
-    found: dict[str, Any] = {}
+    scaling: dict[str, Any] = {}
     if "original_context_length" in values:
-        found["original_max_position_embeddings"] = int(values["original_context_length"])
+        scaling["original_max_position_embeddings"] = int(values["original_context_length"])
     if kind == "yarn":
-        found |= {"attention_factor": float(own)} if has_own else {}
-        found |= {known: float(values[name]) for name, known in _YARN.items() if name in values}
+        scaling |= {"attention_factor": float(own)} if has_own else {}
+        scaling |= {known: float(values[name]) for name, known in _YARN.items() if name in values}
         if _MSCALE in values and times:
             # The file has it in float32.
-            found |= dict.fromkeys(("mscale", "mscale_all_dim"), round(times * float(values[_MSCALE]), 5))
+            scaling |= dict.fromkeys(("mscale", "mscale_all_dim"), round(times * float(values[_MSCALE]), 5))
     elif is_long and values.get("attn_factor"):
-        found["attention_factor"] = float(values["attn_factor"])
+        scaling["attention_factor"] = float(values["attn_factor"])
     if kind in ("linear", "yarn") and (factor := float(values.get("factor", 1))) not in (0, 1):
-        found |= {"rope_type": kind, "factor": factor}
-    return found
+        scaling |= {"rope_type": kind, "factor": factor}
+    return scaling
 
 
 def _divided_by(short: np.ndarray[Any, Any], long: np.ndarray[Any, Any]) -> dict[str, Any]:

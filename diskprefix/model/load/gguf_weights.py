@@ -19,15 +19,16 @@ from diskprefix.model.load.gguf_file import within_block
 from diskprefix.model.load.gguf_header import FileTensor
 from diskprefix.model.load.memory import LargePages
 from diskprefix.model.operands import RowRuns
+from diskprefix.model.part_options import ExpertsForm
 from diskprefix.model.quants.file_matrix import FileMatrix, MatrixPacking, in_order
-from diskprefix.model.weights import ExpertsForm, MatrixPart, Quants, Weights
+from diskprefix.model.weights import MatrixPart, Quants, Weights
 
 
 class GgufWeights(Weights):
     """The weights of the decoder in a file, whose configuration `config` is. With a `packing`, quants stay as they are
     where the operators take them. `is_unread`: memory has any numbers, nothing is read."""
 
-    turns_experts = False
+    transposes_experts = False
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class GgufWeights(Weights):
         self._quants: dict[str, Quants] = {}
         self._places = LargePages()
 
-    def has(self, name: str) -> bool:
+    def has_parameter(self, name: str) -> bool:
         if name == "lm_head.weight":
             return not self._config.tie_word_embeddings
         try:
@@ -68,19 +69,19 @@ class GgufWeights(Weights):
         return self._kept(name.removesuffix(".weight"), matrix) if _stays(matrix, 2) else None
 
     def parts(self, name: str) -> Sequence[MatrixPart]:
-        found = self._matrices_of(name)
-        if not any(_stays(matrix, 2) for _, matrix in found):
+        matrices = self._matrices_of(name)
+        if not any(_stays(matrix, 2) for _, matrix in matrices):
             return ()
         stem = name.removesuffix(".weight")
-        return [MatrixPart(runs, self._part_of(stem, matrix)) for runs, matrix in found]
+        return [MatrixPart(runs, self._part_of(stem, matrix)) for runs, matrix in matrices]
 
     def _matrices_of(self, name: str) -> list[tuple[RowRuns, FileMatrix]]:
         """Returns the matrix of each tensor whose rows a matrix has; nothing if all have one type, or if the rows of
-        two tensors take turns in no regular way."""
+        two tensors are interleaved irregularly."""
         part = None if self._packing is None else self._part(name)
         if part is None or not part.is_matrix or len({tensor.kind for tensor in part.tensors}) < 2:
             return []
-        rows, found = self._rows(part), []
+        rows, matrices = self._rows(part), []
         if rows.ndim != 1 or part.columns(self._config) is not None:
             return []
         owners = np.searchsorted(np.cumsum([tensor.num_rows for tensor in part.tensors]), rows, side="right")
@@ -88,8 +89,8 @@ class GgufWeights(Weights):
             places = np.flatnonzero(owners == owner)
             if (runs := RowRuns.of(places)) is None:
                 return []
-            found.append((runs, FileMatrix.of(rows[places], part.tensors)))
-        return found
+            matrices.append((runs, FileMatrix.of(rows[places], part.tensors)))
+        return matrices
 
     def _part_of(self, stem: str, matrix: FileMatrix) -> Quants | np.ndarray:
         """Returns the rows of the matrix `stem` that one tensor has."""
@@ -98,8 +99,8 @@ class GgufWeights(Weights):
             return self._kept(name, matrix)
         self._used |= {tensor.name for tensor in matrix.tensors}
         if name not in self._tensors:
-            found = np.empty(matrix.shape, np.uint16) if self._is_unread else matrix.dequantised()
-            self._tensors[name] = found if self._is_unread else self._places.put(found)
+            tensor = np.empty(matrix.shape, np.uint16) if self._is_unread else matrix.dequantised()
+            self._tensors[name] = tensor if self._is_unread else self._places.put(tensor)
         return self._tensors[name]
 
     def head_quants(self, name: str) -> Sequence[Quants]:
@@ -113,26 +114,26 @@ class GgufWeights(Weights):
     def expert_quants(self, name: str, form: ExpertsForm) -> Mapping[str, Quants]:
         if self._packing is None:
             return {}
-        found: dict[str, FileMatrix] = {}
+        matrices: dict[str, FileMatrix] = {}
         for parameter in (form.first, "down_proj"):
             part = self._part(f"{name}.{parameter}")
             if not part.is_matrix:
                 return {}
             halves = form.halves(parameter, self._rows(part))
-            found |= {half: FileMatrix.of(rows, part.tensors) for half, rows in halves.items()}
-        if not all(_stays(matrix, 3) for matrix in found.values()):
+            matrices |= {half: FileMatrix.of(rows, part.tensors) for half, rows in halves.items()}
+        if not all(_stays(matrix, 3) for matrix in matrices.values()):
             return {}
-        return {half: self._kept(f"{name}.{half}", matrix) for half, matrix in found.items()}
+        return {half: self._kept(f"{name}.{half}", matrix) for half, matrix in matrices.items()}
 
-    def finish(self) -> None:
+    def finish_reading(self) -> None:
         """Raises `ModelError` if nothing has taken a tensor of the file, or for one that is cut short, `OSError`."""
         self._architecture.require_used(self._found, self._used)
         if self._packing is not None:
-            self._packing.finish()
+            self._packing.finish_packing()
 
     def named(self) -> Iterator[tuple[str, np.ndarray]]:
         yield from super().named()
-        yield from ((name, one.packed) for name, one in self._quants.items())
+        yield from ((name, quants.packed) for name, quants in self._quants.items())
 
     def _part(self, name: str) -> SourcedParameter:
         prefix = "" if name.startswith("lm_head.") else self._prefix
@@ -154,7 +155,7 @@ class GgufWeights(Weights):
             first += tensor.num_rows
         return part.rows(self._config, numbers)
 
-    def _read(self, name: str) -> np.ndarray:
+    def _read_tensor(self, name: str) -> np.ndarray:
         part = self._part(name)
         self._used |= {tensor.name for tensor in part.tensors}
         if self._is_unread:
@@ -167,15 +168,15 @@ class GgufWeights(Weights):
         columns, dtype = part.columns(self._config), self._dtype_of(name)
         if part.is_matrix and dtype == "bfloat16":
             return FileMatrix.of(self._rows(part), part.tensors, columns).dequantised()
-        found = self._made(part, [self._content(tensor) for tensor in part.tensors])
+        tensor = self._made(part, [self._content(tensor) for tensor in part.tensors])
         with np.errstate(over="ignore"):
-            return in_order(converted(found, dtype), columns)
+            return in_order(converted(tensor, dtype), columns)
 
     def _made(self, part: SourcedParameter, contents: Sequence[np.ndarray]) -> np.ndarray:
         """Returns a parameter in float32."""
         with np.errstate(all="ignore"):
-            found: np.ndarray = part.rows(self._config, contents)
-            return found if part.source.values is None else part.source.values(part.part_of(self._config), found)
+            rows: np.ndarray = part.rows(self._config, contents)
+            return rows if part.source.values is None else part.source.values(part.part_of(self._config), rows)
 
     def _content(self, tensor: FileTensor) -> np.ndarray:
         """Returns a tensor in float32. Of large ones whose numbers become bfloat16 rows are only moved."""

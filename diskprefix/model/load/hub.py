@@ -1,4 +1,4 @@
-"""A repository of the Hugging Face hub: what its listing says, how it is fetched, and what of it is on this machine."""
+"""Repositories of the Hugging Face hub: their listing, fetching them, and their files on this machine."""
 
 from __future__ import annotations
 
@@ -43,13 +43,14 @@ _TWICE = ["consolidated*.safetensors"]
 _PLAIN = re.compile(r"(?:^|[-._])(?:BF16|FP?16|FP?32)$", re.IGNORECASE)
 _NO_MODEL = re.compile("mmproj|imatrix", re.IGNORECASE)
 _BESIDE_BYTES = 1 << 30
-"""Memory beside the weights and the room to compute that the quant which is chosen leaves for KV."""
+"""Memory for KV that the chosen quant must leave, in addition to weights and computation."""
 _CREDENTIALS = re.compile(r"//[^/\s]*@")
 """In the address of a mirror."""
 
 
 class HubListing(Struct, frozen=True):
-    """A repository: its tensors in safetensors, its configuration, and its `.gguf` files, of which `quant` is meant."""
+    """A repository: its tensors in safetensors, its configuration, its `.gguf` files, and the `quant` that was asked
+    for."""
 
     repo: str
     stored: Sequence[StoredTensor]
@@ -57,13 +58,13 @@ class HubListing(Struct, frozen=True):
     gguf: Mapping[str, int]
     quant: str = ""
 
-    def needs(self, dtype: str) -> ModelNeeds:
+    def needs(self, dtype: str, weights: str = "auto") -> ModelNeeds:
         if self.quant:
             weights_bytes = {self.quant: _sizes(self.gguf)[self.quant]}
             if num_bytes := _projector_bytes(self.gguf, self.quant):
                 weights_bytes["mmproj"] = num_bytes
             return ModelNeeds(name=f"{self.repo}:{self.quant}", weights=weights_bytes, state=TokenState(0))
-        return needs_of_checkpoint(self.repo, self.stored, self.config, dtype)
+        return needs_of_checkpoint(self.repo, self.stored, self.config, dtype, weights)
 
     def other_forms(self) -> Iterator[tuple[str, ModelNeeds]]:
         """Yields the repository's `.gguf` files, each with how it is asked for."""
@@ -81,14 +82,14 @@ def listing_of(model: str) -> HubListing | None:
         files = {name: size for name, size in every.items() if size}
         if quant:
             return HubListing(repo, (), {}, files, choose_quant(repo, files, quant, 0)[0])
-        found = api.get_safetensors_metadata(repo, revision=commit)
+        metadata = api.get_safetensors_metadata(repo, revision=commit)
         config = json.loads(Path(api.hf_hub_download(repo, "config.json", revision=commit)).read_text(encoding="utf-8"))
     except Exception:  # noqa: BLE001 - it only comes before the download, which says what is wrong
         return None
     stored = [
-        StoredTensor(name, str(one.dtype), tuple(one.shape), one.data_offsets[1] - one.data_offsets[0])
-        for file in found.files_metadata.values()
-        for name, one in file.tensors.items()
+        StoredTensor(name, str(tensor.dtype), tuple(tensor.shape), tensor.data_offsets[1] - tensor.data_offsets[0])
+        for file in metadata.files_metadata.values()
+        for name, tensor in file.tensors.items()
     ]
     return HubListing(repo, stored, config, files)
 
@@ -103,13 +104,15 @@ def split_name(model: str) -> tuple[str, str]:
 
 
 def repository_files(repo: str) -> tuple[str, dict[str, int]]:
-    """Returns the newest commit of a repository and its files with their sizes. Raises what the library raises, and
+    """Returns the newest commit of a repository and its files with their sizes. Raises the library's errors, and
     `ValueError` for a commit or a file name that could lead out of the cache."""
-    found = checked_library().HfApi().model_info(repo, files_metadata=True)
+    info = checked_library().HfApi().model_info(repo, files_metadata=True)
     # The library asks the hub once more, and checks nothing, if the revision does not have exactly 40 digits.
-    if not COMMIT.fullmatch(str(found.sha)):
-        raise ValueError(f"its newest commit is {shown(str(found.sha))!r}, which is no digest")
-    return str(found.sha), {require_inner_path(one.rfilename): int(one.size or 0) for one in found.siblings or ()}
+    if not COMMIT.fullmatch(str(info.sha)):
+        raise ValueError(f"its newest commit is {shown(str(info.sha))!r}, which is no digest")
+    return str(info.sha), {
+        require_inner_path(sibling.rfilename): int(sibling.size or 0) for sibling in info.siblings or ()
+    }
 
 
 def quants_in(names: Sequence[str]) -> dict[str, list[str]]:
@@ -126,14 +129,14 @@ def quants_in(names: Sequence[str]) -> dict[str, list[str]]:
 
 
 def is_gguf_model(name: str) -> bool:
-    """Returns whether a file's name is that of a model, or of a part of one."""
+    """Returns whether a file name is the name of a model or of a part of a model."""
     return name.lower().endswith(".gguf") and not _NO_MODEL.search(name.rpartition("/")[2])
 
 
 def _sizes(files: Mapping[str, int]) -> dict[str, int]:
     """Returns the bytes of quants, the smallest first."""
     sizes = {quant: sum(files[name] for name in names) for quant, names in quants_in(list(files)).items()}
-    return dict(sorted(sizes.items(), key=lambda one: one[1]))
+    return dict(sorted(sizes.items(), key=lambda item: item[1]))
 
 
 def _projector_of(files: Mapping[str, int], quant: str) -> str | None:
@@ -148,7 +151,7 @@ def _projector_bytes(files: Mapping[str, int], quant: str) -> int:
 
 
 def _is_called(asked: str, quant: str, file: str) -> bool:
-    """Returns whether a quant is asked for, by its name or by that of its (first) file."""
+    """Returns whether a quant is asked for, by its name or by the name of its (first) file."""
     name = asked.lower().removesuffix(".gguf")
     return name == quant.lower() or f"/{file}".lower().endswith(f"/{name}.gguf")
 
@@ -160,14 +163,14 @@ def _quant_called(asked: str, names: Sequence[str]) -> str | None:
 
 def choose_quant(repo: str, files: Mapping[str, int], asked: str, free_bytes: int) -> tuple[str, str]:
     """Returns a quant, and the reason: the one that is `asked` for, or else the one with the most bits that fits into
-    the free memory. 16 bits and more take twice the time and memory of 8, so they are the last choice. `files` are
-    those of the repository, with their bytes. Raises `ModelError` if there is no such quant, or none fits."""
+    the free memory. 16 bits and more take twice the time and memory of 8, so they are the last choice. `files` are the
+    repository's files with their sizes. Raises `ModelError` if there is no such quant, or none fits."""
     sizes = _sizes(files)
     listed = ", ".join(f"{quant} ({format_size(size)})" for quant, size in sizes.items())
     if asked:
-        if (found := _quant_called(asked, list(files))) is None:
+        if (file := _quant_called(asked, list(files))) is None:
             raise ModelError(f"{repo} has no quant {asked!r}; it has {listed or 'no .gguf files'}")
-        return found, "as asked for"
+        return file, "as asked for"
     most = free_bytes - ROOM_BYTES - _BESIDE_BYTES
     fitting = sorted(quant for quant, size in sizes.items() if size + _projector_bytes(files, quant) <= most)
     if not fitting:
@@ -182,16 +185,16 @@ def choose_quant(repo: str, files: Mapping[str, int], asked: str, free_bytes: in
 
 def cached_models(cache: Path | None = None) -> Iterator[tuple[str, Path]]:
     """Yields the models in the hub's cache, each with its name (`org/name`, or `org/name:quant`) and its folder or the
-    first part of its `.gguf` file. Models of which a file is missing are left out. `cache`: another folder with the
+    first part of its `.gguf` file. Models with a missing file are left out. `cache`: another folder with the
     same layout."""
     from huggingface_hub import constants
 
     for folder in sorted(Path(cache or constants.HF_HUB_CACHE).glob("models--*")):
-        found: dict[str, Path] = {}
+        models: dict[str, Path] = {}
         for snapshot in _snapshots(folder):
             for name, files in _models_in(snapshot):
-                found.setdefault(name, files[0] if ":" in name else snapshot)
-        yield from found.items()
+                models.setdefault(name, files[0] if ":" in name else snapshot)
+        yield from models.items()
 
 
 def _models_in(snapshot: Path) -> Iterator[tuple[str, list[Path]]]:
@@ -207,11 +210,11 @@ def _models_in(snapshot: Path) -> Iterator[tuple[str, list[Path]]]:
 def cached_model(model: str) -> Path | None:
     """Returns the path of a model that is on this machine. Without a name of a quant it is the largest one here."""
     repo, quant = split_name(model)
-    found = [(split_name(name)[1], path) for name, path in cached_models() if split_name(name)[0] == repo]
-    asked = [path for own, path in found if (_is_called(quant, own, str(path)) if quant else not own)]
+    cached = [(split_name(name)[1], path) for name, path in cached_models() if split_name(name)[0] == repo]
+    asked = [path for own, path in cached if (_is_called(quant, own, str(path)) if quant else not own)]
     if quant or asked:
         return next(iter(asked), None)
-    sizes = {path: sum(part.stat().st_size for part in part_paths(path)) for _, path in found}
+    sizes = {path: sum(part.stat().st_size for part in part_paths(path)) for _, path in cached}
     return max(sizes, key=lambda path: sizes[path], default=None)
 
 
@@ -221,13 +224,15 @@ def _snapshots(folder: Path) -> list[Path]:
         main = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
     except OSError:
         main = ""
-    found = sorted((folder / "snapshots").glob("*/"), key=lambda one: (one.name == main, one.stat().st_mtime))
-    return found[::-1]
+    snapshots = sorted(
+        (folder / "snapshots").glob("*/"), key=lambda snapshot: (snapshot.name == main, snapshot.stat().st_mtime)
+    )
+    return snapshots[::-1]
 
 
 def gguf_models_in(folder: Path) -> list[Path]:
     """Returns the `.gguf` models in a folder, of a split one the first part. Raises `OSError`."""
-    files = (one.name for one in folder.iterdir() if is_gguf_model(one.name) and one.is_file())
+    files = (path.name for path in folder.iterdir() if is_gguf_model(path.name) and path.is_file())
     return [folder / first for first in first_parts(files)]
 
 
@@ -252,31 +257,31 @@ def files_to_remove(models: Collection[str]) -> tuple[set[Path], list[Path]]:
 
     gone, repositories = set[Path](), []
     for folder in Path(constants.HF_HUB_CACHE).resolve().glob("models--*"):
-        found = [one for snapshot in _snapshots(folder) for one in _models_in(snapshot)]
-        own = {_or_link(file, folder) for name, files in found if name in models for file in files}
+        models_cached = [model for snapshot in _snapshots(folder) for model in _models_in(snapshot)]
+        own = {_or_link(file, folder) for name, files in models_cached if name in models for file in files}
         if not own:
             continue
-        if all(name in models for name, _ in found):
+        if all(name in models for name, _ in models_cached):
             projectors = (snapshot.rglob("*mmproj*.gguf") for snapshot in _snapshots(folder))
             own |= {_or_link(file, folder) for files in projectors for file in files}
         others = {file for file in (folder / "snapshots").rglob("*") if not file.is_dir()} - own
         kept, blobs = {_content(file) for file in others}, set((folder / "blobs").glob("*"))
-        # Of a link to anywhere else, only the link: what is behind it is the user's.
+        # Of a link to elsewhere, remove only the link: its target is the user's.
         gone |= own | ({_content(file) for file in own} & blobs - kept)
         # Also what another program fetches meanwhile.
         unknown = blobs - kept - gone
-        if not unknown and all(any(fnmatch(file.name, one) for one in _SMALL) for file in others):
+        if not unknown and all(any(fnmatch(file.name, pattern) for pattern in _SMALL) for file in others):
             repositories.append(folder)
     return gone, repositories
 
 
 def _or_link(file: Path, folder: Path) -> Path:
-    """Returns a file of a snapshot, or the link below `folder` behind which it is."""
-    return next((one for one in file.parents if folder in one.parents and one.is_symlink()), file)
+    """Returns a file of a snapshot, or the link below `folder` through which it is reached."""
+    return next((parent for parent in file.parents if folder in parent.parents and parent.is_symlink()), file)
 
 
 def _content(file: Path) -> Path:
-    """Returns what a file of a snapshot is a link to, or the file itself. A link that this is stays one."""
+    """Returns the target of a link in a snapshot, or the file itself. A target that is a link is not resolved."""
     return Path(os.path.abspath(file.parent / os.readlink(file))) if file.is_symlink() else file
 
 
@@ -287,8 +292,8 @@ def fetched_model(
     model: str, progress: Report, flag: str, before: Callable[[HubListing], None], *, with_weights: bool
 ) -> Path:
     """Returns the folder of the newest snapshot of a repository, or the first part of a quant: of the one that `model`
-    names, or of the best one if the repository has nothing else. Without an answer of the hub it is what is in its
-    cache.
+    names, or of the best one if the repository has nothing else. If the hub does not answer, the cached snapshot is
+    used.
 
     `before` is called before weights are fetched. Raises `ModelError`; `flag` is what named the model."""
     library = checked_library(begins=True)
@@ -328,14 +333,14 @@ def _network_error() -> type[Exception]:
     """Returns the root error of httpx, which is not an OSError. The hub library imports it under this name."""
     from huggingface_hub import errors
 
-    found: type[Exception] = getattr(errors, "HTTPError", OSError)
-    return found
+    http_error: type[Exception] = getattr(errors, "HTTPError", OSError)
+    return http_error
 
 
 def _fetched_quant(
     repo: str, commit: str, quant: str, files: Mapping[str, int], progress: Report, before: Callable[[HubListing], None]
 ) -> Path:
-    """Returns the first part of a quant, fetched. `files` are those of the repository, with their sizes."""
+    """Returns the first part of a quant, fetched. `files` are the repository's files with their sizes."""
     chosen, reason = choose_quant(repo, files, quant, available_ram_bytes())
     names = quants_in(list(files))[chosen]
     listing = HubListing(repo, (), {}, files, chosen)
@@ -370,9 +375,9 @@ def _fetched(
         tqdm_class=_counting(lambda _num_bytes: None),
     )
     # The commit that was listed, whatever comes meanwhile. With a name, the library would take it for the newest here.
-    found = get(revision=commit, dry_run=True)
-    new_bytes = sum(file.file_size or 0 for file in found if file.will_download)
-    if any(file.will_download for file in found):
+    files = get(revision=commit, dry_run=True)
+    new_bytes = sum(file.file_size or 0 for file in files if file.will_download)
+    if any(file.will_download for file in files):
         before()
         require_disk(Path(constants.HF_HUB_CACHE), new_bytes, "HF_HOME")
         with progress_bar(f"fetching {repo}", new_bytes, progress, in_bytes=True) as advance:
@@ -433,7 +438,7 @@ def _reason(error: Exception) -> str:
     cause = error.__cause__
     if isinstance(error, errors.RepositoryNotFoundError):
         return "there is no such model, or it is private"
-    is_offline = any(isinstance(one, errors.OfflineModeIsEnabled) for one in (error, cause))
+    is_offline = any(isinstance(raised, errors.OfflineModeIsEnabled) for raised in (error, cause))
     is_not_here = isinstance(error, errors.LocalEntryNotFoundError)
     unanswered = cause if is_not_here and cause else error
     if is_offline or (isinstance(unanswered, _network_error()) and not isinstance(unanswered, errors.HfHubHTTPError)):

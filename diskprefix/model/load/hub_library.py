@@ -1,4 +1,4 @@
-"""`huggingface_hub`, with checks that it lacks: of what a mirror says, of how much it sends, and of what has arrived.
+"""`huggingface_hub`, with checks that it lacks: of the answers of a mirror, of their size, and of the files received.
 
 The library takes commits, ETags and file names of the hub for paths: with `../`, a mirror could write any file. It
 reads whole answers into memory and writes whole bodies to the disk, however large they are.
@@ -72,7 +72,7 @@ def _answers() -> _Answers:
 
 class _Answers:
     """Counts of one operation: bytes of answers, once decompressed; sizes of files by repository, commit and name.
-    `is_file` says of the current thread whether it fetches the body of a file, which has a limit of its own."""
+    `is_file` says whether the current thread fetches the body of a file, which has its own limit."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -88,7 +88,7 @@ class _Answers:
         self._thread.is_file = value
 
     def limit(self, response: Any) -> None:
-        """Limits the body of a response of httpx that has just begun, also that of a redirect."""
+        """Limits the body of a response of httpx that has just begun, including a redirect's."""
         if response.request.method == "HEAD" or (self.is_file and response.status_code in (200, 206)):
             return
         read = response.iter_bytes
@@ -108,7 +108,7 @@ class _Answers:
 
 
 class _BoundedFile:
-    """A file to which at most `max_bytes` can be written. `name` is what it holds."""
+    """A file to which at most `max_bytes` can be written. `name` describes its content."""
 
     def __init__(self, file: Any, name: str, max_bytes: int) -> None:
         self._file, self._name, self._max_bytes = file, name, max_bytes
@@ -124,16 +124,16 @@ class _BoundedFile:
 
 
 def _check_announcements(download: Any, answers: _Answers) -> None:
-    """Checks what is said of a file before it is fetched."""
+    """Checks the announced properties of a file before it is fetched."""
     ask = download._get_metadata_or_catch_error
 
     def checked(**options: Any) -> Any:
         name, revision = require_inner_path(options["filename"]), options["revision"]
         # Without the folder, a 404 does not create an empty file below the commit that the answer names.
-        found = ask(**options | {"storage_folder": None})
-        _, tag, commit, size, *_rest = found
+        head = ask(**options | {"storage_folder": None})
+        _, tag, commit, size, *_rest = head
         if tag is None:
-            return found
+            return head
         if commit != revision if COMMIT.fullmatch(revision) else not COMMIT.fullmatch(commit):
             raise ValueError(f"the commit of {name} is {shown(commit)!r}, not the one that was asked for")
         if not _TAG.fullmatch(tag):
@@ -143,13 +143,13 @@ def _check_announcements(download: Any, answers: _Answers) -> None:
         # Room was made for the first size.
         if (first := answers.sizes.setdefault((options["repo_id"], commit, name), size)) != size:
             raise ValueError(f"{name} was announced with {first} bytes, and then with {size}")
-        return found
+        return head
 
     download._get_metadata_or_catch_error = checked
 
 
 def _check_files(download: Any, answers: _Answers) -> None:
-    """Checks what is sent of a file, and compares what has arrived with its ETag, which is the name of the blob."""
+    """Limits the bytes of a file, and compares the received content with its ETag, which is the name of the blob."""
     fetch, get, move = download._download_to_tmp_and_move, download.http_get, download._chmod_and_move
     current = threading.local()
 
@@ -168,8 +168,8 @@ def _check_files(download: Any, answers: _Answers) -> None:
             answers.is_file = before
 
     def compared(incomplete: Path, blob: Path) -> None:
-        kind, found = ("SHA-1", _git_digest) if len(blob.name) == 40 else ("SHA-256", _sha256)
-        if (digest := found(incomplete)) != blob.name:
+        kind, digest_of = ("SHA-1", _git_digest) if len(blob.name) == 40 else ("SHA-256", _sha256)
+        if (digest := digest_of(incomplete)) != blob.name:
             raise ValueError(f"the {kind} of {current.name} is {digest}, not {blob.name} as the hub announced")
         move(incomplete, blob)
 

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 from types import ModuleType
 
-INSTALL = "pip install torch transformers accelerate"
+_REQUIREMENTS = {"torch": "<2.14", "transformers": "<5.25", "accelerate": ""}
+PACKAGES = frozenset(_REQUIREMENTS)
+"""The packages of the extra `transformers`, which a model with a plan does not need."""
+INSTALL = shlex.join([sys.executable, "-m", "pip", "install", *map("".join, _REQUIREMENTS.items())])
+"""The command that installs the extra `transformers`, also in an environment that uv or pipx made for diskprefix."""
 
 
 def transformers_quietly() -> ModuleType:

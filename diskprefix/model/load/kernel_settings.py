@@ -21,8 +21,8 @@ _ENVIRONMENT = """
     TORCH_ALLOW_TF32_CUBLAS_OVERRIDE
     KMP_DYNAMIC MKL_DYNAMIC OMP_DYNAMIC OMP_THREAD_LIMIT
 """
-"""Variables that change numbers behind torch's back: precisions, kernels, and numbers of threads that change on the
-way. ATEN_CPU_CAPABILITY is not among them, as `cpu_kind` names what it selects."""
+"""Environment variables that change numbers and that torch does not report: precisions, kernels, and numbers of threads
+that change on the way. ATEN_CPU_CAPABILITY is not among them, because `cpu_kind` names the result of it."""
 
 _OF_PROCESSOR = (
     *("vendor_id", "cpu family", "model", "stepping", "flags"),
@@ -35,13 +35,13 @@ _KERNELS = "bitsandbytes causal_conv1d fla flash_attn kernels mamba_ssm mambapy 
 
 _PACKAGE = Path(__file__).parents[2]
 _CODE = ("model/**/*.py", "grid/*.py", "native/*.py", "kv/page_table.py", "kv/step.py")
-"""Our own Python that reads weights or computes: what is fused, which operator is called with what."""
+"""Our own Python modules that read weights or compute: they decide which operators are called with which operands."""
 _COMPUTE_NOTHING = {
     *("alternatives", "embedded", "fit", "found_models", "hub", "made_once", "manifests", "named_model", "proposals"),
     *("chat_template", "file_tokenizer", "folder_tokenizer", "read_tokenizer", "template_sandbox", "tokenizer"),
 }
-"""Modules among them that find, fetch or refuse a model, of which the digest of the weights says what was read; and
-modules of texts, of which the names of blocks hold the token ids."""
+"""Modules that are left out: those that find, fetch or refuse a model (the digest of the weights covers their result),
+and those for texts (names of blocks contain the token ids)."""
 
 
 @cache
@@ -49,13 +49,13 @@ def code_digest() -> str:
     """Returns a digest of our own Python that decides about the bits. The C++ sources have their own
     (`native.build.digest`). Where in doubt, a module is in it: a needless miss costs time, a wrong hit gives a wrong
     answer."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(path for pattern in _CODE for path in _PACKAGE.glob(pattern)):
         if path.stem in _COMPUTE_NOTHING:
             continue
         content = path.read_bytes()
-        found.update(f"{path.relative_to(_PACKAGE)} {len(content)} ".encode() + content)
-    return found.hexdigest()[:16]
+        digest.update(f"{path.relative_to(_PACKAGE)} {len(content)} ".encode() + content)
+    return digest.hexdigest()[:16]
 
 
 def environment() -> dict[str, str]:
@@ -68,21 +68,21 @@ def kernel_packages() -> dict[str, str]:
     """Returns the installed packages of kernels with their versions. They are looked up once, as transformers does."""
     from importlib.metadata import PackageNotFoundError, version
 
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for module in _KERNELS.split():
         if find_spec(module) is not None:
             try:
-                found[module] = version("flash-linear-attention" if module == "fla" else module)
+                versions[module] = version("flash-linear-attention" if module == "fla" else module)
             except PackageNotFoundError:
-                found[module] = "unknown"
-    return found
+                versions[module] = "unknown"
+    return versions
 
 
 def matmul_precision() -> str:
     """Returns torch's float32 matmul precision, or `mixed` where it is set for single backends (see `switches`)."""
     import torch
 
-    return str(_read(torch.get_float32_matmul_precision))
+    return str(_read_setting(torch.get_float32_matmul_precision))
 
 
 def switches(model: Any) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def switches(model: Any) -> dict[str, Any]:
         "flush_denormal": (lambda: not torch.tensor(1e-39) * 1.0, False),
         "compiled": (lambda: getattr(model, "_compiled_call_impl", None) is not None, False),
     }
-    return {name: value for name, (read, default) in settings.items() if (value := _read(read)) != default}
+    return {name: value for name, (read, default) in settings.items() if (value := _read_setting(read)) != default}
 
 
 def _fp32(backend: Any) -> str:
@@ -123,7 +123,7 @@ def _fp32(backend: Any) -> str:
     return "ieee" if precision == "none" else precision
 
 
-def _read(read: Callable[[], Any]) -> Any:
+def _read_setting(read: Callable[[], Any]) -> Any:
     """Returns the value of a switch. torch refuses to tell a setting that was changed through its newer names, which
     are read too."""
     try:
@@ -142,8 +142,8 @@ def device_kind(device: torch.device) -> str:
 
 
 def computed_by(model: Any) -> str:
-    """Returns what decides about the bits that a model computes beside the model itself: our own code, versions,
-    device, CPU, environment, switches and threads. For keys of what was measured."""
+    """Returns everything except the model that decides about its bits: our own code, versions, device, CPU,
+    environment, switches and threads. Measurements are stored under it."""
     from importlib.metadata import version
 
     import torch
@@ -154,8 +154,8 @@ def computed_by(model: Any) -> str:
 
 
 def processor(file: Path = Path("/proc/cpuinfo")) -> str:
-    """Returns what the kernel says of the first CPU: its maker, its model and what it can do. Operators of one library
-    could give other bits on another one."""
+    """Returns the kernel's description of the first CPU: maker, model and features. The same library may give other
+    bits on another CPU."""
     try:
         lines = file.read_text(encoding="utf-8").partition("\n\n")[0].splitlines()
     except OSError:

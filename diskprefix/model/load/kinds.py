@@ -35,8 +35,8 @@ class ModelKind(Struct, frozen=True):
         from transformers.models.auto.auto_factory import _get_model_class
 
         loader = getattr(transformers_quietly(), self.loader)
-        found: type[PreTrainedModel] = _get_model_class(config, loader._model_mapping)
-        return without_decoder(found) if self.is_encoder else found
+        model_class: type[PreTrainedModel] = _get_model_class(config, loader._model_mapping)
+        return without_decoder(model_class) if self.is_encoder else model_class
 
     def config_of_class(self, config: PreTrainedConfig) -> PreTrainedConfig:
         """Returns the part of a configuration that the model's class takes."""
@@ -49,9 +49,9 @@ class ModelKind(Struct, frozen=True):
         import torch
         from transformers.initialization import no_init_weights
 
-        found = self.model_class(config)
+        model_class = self.model_class(config)
         with torch.device("meta"), no_init_weights():
-            return found._from_config(self.config_of_class(config), dtype=torch.bfloat16)
+            return model_class._from_config(self.config_of_class(config), dtype=torch.bfloat16)
 
 
 def without_decoder(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
@@ -66,15 +66,14 @@ def without_decoder(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
             model.set_submodule(name, nn.Module())
         model.all_tied_weights_keys = {}
 
-    # By its name and its module transformers finds what it knows of a class.
+    # transformers looks up a class by its name and its module.
     changes = {"__init__": initialise, "__module__": kind.__module__, "_tied_weights_keys": None}
     return type(kind.__name__, (kind,), changes)
 
 
 def config_of_plan(folder: Path | str, given: Mapping[str, Any]) -> ModelConfig | None:
-    """Returns the configuration of a model whose type has a plan, from its `config.json`; None for all others, of which
-    transformers knows more. Raises `ModelError` for options that do not fit together, and for a model that is not
-    served."""
+    """Returns the configuration of a model whose type has a plan, from its `config.json`; None for all others, which
+    transformers reads. Raises `ModelError` for options that do not fit together, and for a model that is not served."""
     kind, named = str(given.get("model_type")), given.get("architectures")
     if not has_type(kind) or "configuration_files" in given:
         return None
@@ -92,7 +91,7 @@ def config_of_plan(folder: Path | str, given: Mapping[str, Any]) -> ModelConfig 
 
 
 def sees_later_tokens(given: Mapping[str, Any]) -> bool:
-    """Returns whether a `config.json` says that tokens see those behind them. Types that do not declare these options
+    """Returns whether a `config.json` says that tokens see those after them. Types that do not declare these options
     are refused too: whoever wrote them trained the model so."""
     return given.get("is_causal") is False or given.get("use_bidirectional_attention") is True
 
@@ -111,8 +110,8 @@ class _Whole:
 
 
 def plan_config(config: PreTrainedConfig) -> Any:
-    """Returns the configuration of a model as plans read it: that of its decoder is ours if its type has a plan, and so
-    has declared options alone. Raises `ModelError` for options that do not fit together."""
+    """Returns the configuration of a model for plans. The decoder's configuration is ours if its type has a plan, so it
+    has only declared options. Raises `ModelError` for options that do not fit together."""
     text = config.get_text_config(decoder=True)
     if not (has_type(text.model_type) and not text_of(text.model_type, "")):
         return config
@@ -121,11 +120,15 @@ def plan_config(config: PreTrainedConfig) -> Any:
 
 
 def transformers_config(config: ModelConfig) -> PreTrainedConfig:
-    """Returns the configuration of transformers' class that says the same."""
-    kind = transformers_quietly().CONFIG_MAPPING[config.model_type]
-    found: PreTrainedConfig = kind.from_dict(config.to_dict())
-    found.get_text_config().allow_global_per_layer_attribute_access = True
-    return found
+    """Returns the configuration of transformers' class that says the same. Raises `ModelError` for a type that the
+    installed version has no class of: its files have a plan, and no modules."""
+    transformers = transformers_quietly()
+    if config.model_type not in transformers.CONFIG_MAPPING:
+        raise ModelError(f"transformers {transformers.__version__} has no class of {config.model_type}")
+    kind = transformers.CONFIG_MAPPING[config.model_type]
+    made: PreTrainedConfig = kind.from_dict(config.to_dict())
+    made.get_text_config().allow_global_per_layer_attribute_access = True
+    return made
 
 
 def kind_of_plan(config: ModelConfig) -> ModelKind:
@@ -139,7 +142,7 @@ def kind_of_plan(config: ModelConfig) -> ModelKind:
 
 def require_served_kind(folder: Path, config: PreTrainedConfig) -> ModelKind:
     """Returns the kind of the model in `folder`. Imports the model's code as a side effect. Raises `ModelError` for a
-    model that is not a decoder that generates text. The message says what it is."""
+    model that is not a text-generating decoder, with a message that says what it is."""
     from transformers import GenerationMixin
     from transformers.models.auto import modeling_auto as registry
 
@@ -156,8 +159,8 @@ def require_served_kind(folder: Path, config: PreTrainedConfig) -> ModelKind:
     for loader, name in kinds if named else reversed(kinds):
         mapping = getattr(registry, f"{name}_MAPPING")
         if type(config) in mapping and (not named or named & _classes(name)):
-            found = mapping[type(config)]
-            classes = found if isinstance(found, tuple) else (found,)
+            mapped = mapping[type(config)]
+            classes = mapped if isinstance(mapped, tuple) else (mapped,)
             # The multimodal registry holds diffusion models and robot policies too.
             if not any(issubclass(cls, GenerationMixin) for cls in classes):
                 raise not_served(folder, _named(config), "not a decoder that generates text token by token")

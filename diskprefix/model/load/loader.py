@@ -32,7 +32,7 @@ from diskprefix.model.load.checkpoint import (
     stored_tensors,
     weight_files_of,
 )
-from diskprefix.model.load.draft_layer import HAVE_DRAFT_LAYER, further_layers
+from diskprefix.model.load.draft_layer import further_layers, has_known_draft_layer
 from diskprefix.model.load.embedded import EMBEDDED, embedded_file
 from diskprefix.model.load.fingerprint import weights_digest
 from diskprefix.model.load.fit import Fit, ModelNeeds, needs_of_file_model, needs_of_folder
@@ -72,10 +72,11 @@ _DEVICE = re.compile(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")
 class LoadedModel(Struct, frozen=True, kw_only=True, eq=False):
     """A decoder model: its `runtime` if it has a plan, or else its `model`, the modules of transformers on `device`.
 
-    `config` is that of the whole model: ours, or transformers'. `reason` says why it has no plan. `encoder` returns the
-    modules that encode pictures, which are read at the first call; it is None for a model that takes none, and so is
-    its `processor`. `stops` are tokens that end a reply. `name` is the name for clients. `timings` holds seconds by
-    step: `source` (with download), `imports`, `digest`, `tokenizer` (with the processor), `weights`.
+    `config` is the configuration of the whole model: ours, or transformers'. `reason` says why it has no plan.
+    `encoder` returns the modules that encode pictures, which are read at the first call; it is None for a model that
+    takes none, and so is its `processor`. `stops` are tokens that end a reply. `name` is the name for clients.
+    `timings` holds seconds by step: `source` (with download), `imports`, `digest`, `tokenizer` (with the processor),
+    `weights`.
     """
 
     config: Any
@@ -108,19 +109,19 @@ class LoadedModel(Struct, frozen=True, kw_only=True, eq=False):
 
 class _ModelSource(Struct, frozen=True, kw_only=True, eq=False, dict=True):
     """The files of a model, and how they are loaded. `path` is its folder or, with `gguf`, the first part of its
-    `.gguf` file. `files` are those of the weights."""
+    `.gguf` file. `files` are the files of the weights."""
 
     path: Path
     name: str
     files: list[Path]
     gguf: GgufModel | None
     config: Any
-    """The configuration: ours, or what transformers' class of the model takes of its own."""
+    """The configuration: ours, or the one of transformers' class."""
     kind: ModelKind
     dtype: str
     device: str
     weights: str
-    """`auto` if the quants of a `.gguf` file are kept, or else `native`."""
+    """`auto` if the quants of a `.gguf` file, or of gpt-oss, are kept, or else `native`."""
     kv_type: str
     context: int | None
     reason: str
@@ -134,13 +135,13 @@ class _ModelSource(Struct, frozen=True, kw_only=True, eq=False, dict=True):
     def needs(self) -> ModelNeeds:
         name = f"{self.path.name} as {self.dtype} on {self.device}"
         if self.gguf is not None:
-            found = needs_of_file_model(self.gguf, name, self.weights, item_bytes(self.dtype))
+            needs = needs_of_file_model(self.gguf, name, self.weights, item_bytes(self.dtype))
         else:
             uses = self.kind.has_draft_layer
-            found = replace(
+            needs = replace(
                 needs_of_folder(self.path, self.files, self.dtype, self.weights, uses_draft_layer=uses), name=name
             )
-        return found.of(self.kv_type, self.context)
+        return needs.of(self.kv_type, self.context)
 
     def digest(self) -> str:
         return weights_digest(self.files) if self.gguf is None else self.gguf.digest()
@@ -161,7 +162,7 @@ class _ModelSource(Struct, frozen=True, kw_only=True, eq=False, dict=True):
         return MatrixPacking(compiled())
 
     def decoder_weights(self, packing: MatrixPacking | None, *, is_unread: bool = False) -> Weights:
-        """Returns the weights for a plan. The arguments are those of `GgufWeights`."""
+        """Returns the weights for a plan. For the arguments see `GgufWeights`."""
         if self.gguf is not None:
             return self.gguf.decoder_weights(self.dtype, packing, is_unread=is_unread)
         from diskprefix.model.load.folder_weights import FolderWeights
@@ -209,7 +210,7 @@ class _ModelSource(Struct, frozen=True, kw_only=True, eq=False, dict=True):
         with _load_failures(self.path):
             sources: dict[str, Source]
             if self.gguf is None:
-                sources = {one.name: partial(stored, one) for one in stored_tensors(self.path, self.files)}
+                sources = {tensor.name: partial(stored, tensor) for tensor in stored_tensors(self.path, self.files)}
             else:
                 sources = self.gguf.parameters(kind, self.dtype)
             of, weights = kind.model_class(self.whole), f"the weights in {self.path}"
@@ -219,13 +220,13 @@ class _ModelSource(Struct, frozen=True, kw_only=True, eq=False, dict=True):
 
     def encoder(self, stamps: Mapping[Path, tuple[int, int, int]]) -> PreTrainedModel:
         """Returns the modules of the encoder of pictures from files that had these stamps. Raises `ModelError`."""
-        found = self.modules(are_of_encoder=True)
+        modules = self.modules(are_of_encoder=True)
         _require_unchanged(stamps)
-        return found
+        return modules
 
 
 def load_model(settings: Settings, progress: Report, flag: str = "--model") -> LoadedModel:
-    """Loads a model to the end. The arguments and errors are those of `begin_load`."""
+    """Loads a model completely. Arguments and errors as `begin_load`."""
     loaded = begin_load(settings, progress, flag)
     loaded.finish()
     return loaded
@@ -239,35 +240,18 @@ def begin_load(settings: Settings, progress: Report, flag: str = "--model") -> L
     each with a message of one line.
     """
     timings: dict[str, float] = {}
-
-    @contextmanager
-    def clock(step: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        timings[step] = timings.get(step, 0.0) + time.perf_counter() - started
-
+    clock = _clock_into(timings)
     template = read_template(settings.chat_template)
-
-    def check(needs: ModelNeeds) -> Fit:
-        return require_fit(needs, available_bytes(pick_device(settings.device)), settings)
-
+    check = partial(_require_fit, settings)
     with ExitStack() as failing:
         source = _source(settings, progress, clock, flag, check)
         progress("loading the weights")
         fit = check(source.needs())
         with clock("weights"), _load_failures(source.path):
             stamps = {file: file_stamp(file) for file in source.files}
-            runtime = model = None
             encoder = cache(source.modules if source.reason else partial(source.encoder, stamps))
-            if source.reason:
-                model = encoder()
-            else:
-                packing = source.new_packing()
-                if packing is not None:
-                    failing.callback(packing.stop)
-                weights = source.decoder_weights(packing)
-                # Packing goes on beside what follows.
-                runtime = source.take(weights, settings.block_size)
+            model = encoder() if source.reason else None
+            runtime = None if source.reason else _begin_plan(source, settings.block_size, failing)
         with clock("digest"), _load_failures(source.path):
             digest = source.digest()
         with clock("tokenizer"):
@@ -277,21 +261,14 @@ def begin_load(settings: Settings, progress: Report, flag: str = "--model") -> L
         with _load_failures(source.path):
             stops = source.stops()
         failing.pop_all()
-    in_memory = Future[None]()
 
-    def finish() -> None:
-        if not in_memory.done():
-            try:
-                with clock("weights"), _load_failures(source.path):
-                    if runtime is not None:
-                        runtime.weights.finish()
-                    _require_unchanged(stamps)
-            except BaseException as error:  # noqa: BLE001 (it is raised below)
-                in_memory.set_exception(error)
-            else:
-                in_memory.set_result(None)
-        in_memory.result()
+    def read_rest() -> None:
+        with clock("weights"), _load_failures(source.path):
+            if runtime is not None:
+                runtime.weights.finish_reading()
+            _require_unchanged(stamps)
 
+    finish, in_memory = _done_once(read_rest)
     if runtime is not None:
         runtime.wait = in_memory.result
     return LoadedModel(
@@ -314,6 +291,49 @@ def begin_load(settings: Settings, progress: Report, flag: str = "--model") -> L
         finish=finish,
         in_memory=in_memory,
     )
+
+
+def _require_fit(settings: Settings, needs: ModelNeeds) -> Fit:
+    return require_fit(needs, available_bytes(pick_device(settings.device)), settings)
+
+
+def _clock_into(timings: dict[str, float]) -> Clock:
+    """Returns a clock that adds the seconds of a step to its sum in `timings`."""
+
+    @contextmanager
+    def clock(step: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        timings[step] = timings.get(step, 0.0) + time.perf_counter() - started
+
+    return clock
+
+
+def _begin_plan(source: _ModelSource, page_tokens: int, failing: ExitStack) -> PlanRuntime:
+    """Makes the plan of a model, and begins to read and pack its weights. If the load fails later, `failing` stops the
+    packing."""
+    packing = source.new_packing()
+    if packing is not None:
+        failing.callback(packing.stop)
+    return source.take(source.decoder_weights(packing), page_tokens)
+
+
+def _done_once(work: Callable[[], None]) -> tuple[Callable[[], None], Future[None]]:
+    """Returns a function that does the work at its first call, and raises the error of the work at every call, and the
+    future of the work's end."""
+    end = Future[None]()
+
+    def finish() -> None:
+        if not end.done():
+            try:
+                work()
+            except BaseException as error:  # noqa: BLE001 (it is raised below)
+                end.set_exception(error)
+            else:
+                end.set_result(None)
+        end.result()
+
+    return finish, end
 
 
 def unread_weights(settings: Settings) -> tuple[Weights, Any] | str:
@@ -341,7 +361,7 @@ def _source(
     with clock("source"):
 
         def before_fetch(listing: HubListing) -> None:
-            check(listing.needs(settings.dtype).of(settings.kv_type, settings.context))
+            check(listing.needs(settings.dtype, settings.weights).of(settings.kv_type, settings.context))
 
         path, name = _find(settings.model, progress, flag=flag, before_fetch=before_fetch)
         is_file = path.is_file()
@@ -354,38 +374,25 @@ def _source(
             name_faster(path, files, progress)
         # Only models that are exact at every token use it.
         uses_draft_layer = settings.uses_draft_layer and device == "cpu" and operators() is not None
-        config: Any
-        gguf, given = None, dict[str, Any]()
         with _load_failures(path):
             if is_file:
-                from diskprefix.model.load.gguf import GgufModel
-
-                gguf = GgufModel.read(path, progress, uses_draft_layer=uses_draft_layer)
-                config, kind, files = gguf.config, gguf.kind, gguf.parts
+                headers = _read_file(path, progress, uses_draft_layer=uses_draft_layer)
             else:
-                given = read_config(path)
-                require_plain_weights(str(path), given)
-                if (config := config_of_plan(path, given)) is not None:
-                    kind = kind_of_plan(config)
-                else:
-                    whole = _read_config(path)
-                    kind = require_served_kind(path, whole)
-                    config = plan_config(kind.config_of_class(whole))
-                if uses_draft_layer and _has_draft_layer(path, files, config):
-                    kind = replace(kind, has_draft_layer=True)
+                headers = _read_folder(path, files, uses_draft_layer=uses_draft_layer)
+        config = headers.config
         text = config.get_text_config(decoder=True)
         if isinstance(text, ModelConfig):
             text.context = settings.context
         from diskprefix.model.self_check import known_reason
 
-        dtype = number_type(settings.dtype, given or {"dtype": "bfloat16"})
+        dtype = number_type(settings.dtype, headers.given or {"dtype": "bfloat16"})
         source = _ModelSource(
             path=path,
             name=name,
-            files=files,
-            gguf=gguf,
+            files=headers.files,
+            gguf=headers.gguf,
             config=config,
-            kind=kind,
+            kind=headers.kind,
             dtype=dtype,
             device=device,
             weights=weights,
@@ -395,9 +402,43 @@ def _source(
         )
         if source.reason:
             require_own_type(settings, source.reason)
-            if is_mxfp4(given):
-                raise quantised(str(path), given["quantization_config"], f" without a plan ({source.reason})")
+            if is_mxfp4(headers.given):
+                raise quantised(str(path), headers.given["quantization_config"], f" without a plan ({source.reason})")
         return source.for_modules() if source.reason else source
+
+
+class _Headers(Struct, frozen=True, kw_only=True, eq=False):
+    """The configuration, kind and files of a model, which are known before its weights are read. `given` is the
+    `config.json` of a folder; it is empty for a `.gguf` file, whose headers are in `gguf`."""
+
+    config: Any
+    kind: ModelKind
+    files: list[Path]
+    gguf: GgufModel | None = None
+    given: dict[str, Any] = {}
+
+
+def _read_file(path: Path, progress: Report, *, uses_draft_layer: bool) -> _Headers:
+    """Reads the headers of a `.gguf` file and its further parts."""
+    from diskprefix.model.load.gguf import GgufModel
+
+    gguf = GgufModel.read(path, progress, uses_draft_layer=uses_draft_layer)
+    return _Headers(config=gguf.config, kind=gguf.kind, files=gguf.parts, gguf=gguf)
+
+
+def _read_folder(path: Path, files: list[Path], *, uses_draft_layer: bool) -> _Headers:
+    """Reads the configuration in a model folder. Imports transformers only for a model without a plan."""
+    given = read_config(path)
+    require_plain_weights(str(path), given)
+    if (config := config_of_plan(path, given)) is not None:
+        kind = kind_of_plan(config)
+    else:
+        whole = _read_config(path)
+        kind = require_served_kind(path, whole)
+        config = plan_config(kind.config_of_class(whole))
+    if uses_draft_layer and _has_draft_layer(path, files, config):
+        kind = replace(kind, has_draft_layer=True)
+    return _Headers(config=config, kind=kind, files=files, given=given)
 
 
 def require_own_type(settings: Settings, reason: str) -> None:
@@ -407,7 +448,7 @@ def require_own_type(settings: Settings, reason: str) -> None:
 
 
 def load_tokenizer(model: str | None, chat_template: Path | None, progress: Report) -> Tokenizer:
-    """Returns the tokenizer of a model, without its weights. `model` and the errors are those of `load_model`."""
+    """Returns the tokenizer of a model without reading weights. `model` and errors as in `load_model`."""
     template = read_template(chat_template)
     path, _ = _find(model, progress, with_weights=False)
     return read_tokenizer(path, template)
@@ -445,20 +486,20 @@ def pick_device(name: str) -> str:
     kind, _, index = name.partition(":")
     counts = {} if kind == "cpu" or (kind == "auto" and not _may_have_gpus()) else _gpus()
     if kind == "auto":
-        kind = next((one for one, count in counts.items() if count), "cpu")
+        kind = next((kind for kind, count in counts.items() if count), "cpu")
     if int(index or 0) >= counts.get(kind, 1):
-        seen = ", ".join(f"{count} {one}" for one, count in counts.items() if count) or "no GPU"
+        seen = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count) or "no GPU"
         raise SettingsError(f"--device: there is no {name}; torch sees {seen}")
     return f"{kind}:{int(index or 0)}" if kind in ("cuda", "xpu") else kind
 
 
 def _may_have_gpus() -> bool:
     """Returns whether torch may see a GPU: it takes a second to import, and many builds of it are for CPUs alone."""
-    found = find_spec("torch")
-    if found is None or found.origin is None:
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
         return False
     with suppress(OSError):
-        build = Path(found.origin).with_name("version.py").read_text(encoding="utf-8")
+        build = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
         return sys.platform == "darwin" or _FOR_GPUS.search(build) is not None
     return True
 
@@ -476,7 +517,7 @@ def _gpus() -> dict[str, int]:
 
 
 def _pick_weights(settings: Settings, device: str) -> str:
-    """Returns `auto` where the quants of a `.gguf` file are kept, or else `native`."""
+    """Returns `auto` where the quants of a `.gguf` file, or of gpt-oss, are kept, or else `native`."""
     can_keep = device == "cpu" and settings.dtype in ("auto", "bfloat16") and operators() is not None
     return settings.weights if can_keep else "native"
 
@@ -514,17 +555,17 @@ def stops_in(folder: Path) -> list[int]:
     """Returns the tokens that end a reply of a folder. Older ones have them in the configuration. Raises
     `ModelError`."""
     file = folder / "generation_config.json"
-    found = read_config(folder, file.name if file.is_file() else "config.json").get("eos_token_id")
-    stops = found if isinstance(found, list) else [] if found is None else [found]
-    if not all(isinstance(one, int) and not isinstance(one, bool) for one in stops):
-        raise ModelError(f"{folder}: eos_token_id is {shown(repr(found))}, which is no token")
+    value = read_config(folder, file.name if file.is_file() else "config.json").get("eos_token_id")
+    stops = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(stop, int) and not isinstance(stop, bool) for stop in stops):
+        raise ModelError(f"{folder}: eos_token_id is {shown(repr(value))}, which is no token")
     return stops
 
 
 def _has_draft_layer(folder: Path, files: Sequence[Path], config: Any) -> bool:
     """Returns whether a folder has a draft layer that can be used."""
     text = config.get_text_config(decoder=True)
-    if text.model_type not in HAVE_DRAFT_LAYER:
+    if not has_known_draft_layer(text.model_type):
         return False
     further = further_layers((tensor.name for tensor in stored_tensors(folder, files)), text.num_hidden_layers)
     return any(own is not None for own in further.values())

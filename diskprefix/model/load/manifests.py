@@ -45,42 +45,44 @@ def manifest_of(gguf: Path) -> FoundModel | None:
     """Returns the model to which a `.gguf` file belongs by a manifest, of several one with a projector, None if no
     manifest names the file."""
     models = ollama_models(gguf.parents[1]) if is_blob(gguf) else llama_cpp_models(gguf.parent)
-    return max((one for one in models if gguf in one.parts), key=lambda one: len(one.projectors), default=None)
+    return max(
+        (model for model in models if gguf in model.parts), key=lambda model: len(model.projectors), default=None
+    )
 
 
 def ollama_models(root: Path) -> list[FoundModel]:
     """Returns the models in a folder of Ollama. Those that share all their files are one, with several names."""
     named: dict[str, Path] = {}
     # The newer folder has links to blobs.
-    for file in (one for place in ("manifests-v2", "manifests") for one in sorted((root / place).glob("*/*/*/*"))):
+    for file in (path for place in ("manifests-v2", "manifests") for path in sorted((root / place).glob("*/*/*/*"))):
         host, namespace, model, tag = file.parts[-4:]
         # As `ollama list` shows it.
         of_library = f"{namespace}/{model}:{tag}".removeprefix("library/")
         if not tag.startswith("."):
             named.setdefault(of_library if host == "registry.ollama.ai" else f"{host}/{namespace}/{model}:{tag}", file)
-    found: dict[object, FoundModel] = {}
+    models: dict[object, FoundModel] = {}
     for name, file in named.items():
         made = _made("Ollama", name, file, partial(_blobs_of, root / "blobs"))
-        if (known := found.setdefault((*made.parts, *made.projectors) or name, made)) is not made:
+        if (known := models.setdefault((*made.parts, *made.projectors) or name, made)) is not made:
             known.names += made.names
-    return [*found.values()]
+    return [*models.values()]
 
 
 def llama_cpp_models(folder: Path) -> list[FoundModel]:
     """Returns the models of llama.cpp's own cache that have a manifest. Newer versions use the hub's layout."""
-    found = []
+    models = []
     for file in sorted(folder.glob("manifest=*=*=*.json")):
         user, repo, tag = file.name.removesuffix(".json").split("=", 3)[1:]
         name = f"{user}/{repo}" if tag == "latest" else f"{user}/{repo}:{tag}"
-        found.append(_made("llama.cpp", name, file, partial(_files_of, folder, f"{user}_{repo}")))
-    return found
+        models.append(_made("llama.cpp", name, file, partial(_files_of, folder, f"{user}_{repo}")))
+    return models
 
 
 def _made(
     owner: str, name: str, manifest: Path, files: Callable[[dict[str, Any]], tuple[list[Path], list[Path]]]
 ) -> FoundModel:
     try:
-        parts, projectors = files(_read(manifest))
+        parts, projectors = files(_read_manifest(manifest))
         for file in (*parts, *projectors):
             if not os.path.isfile(file):
                 raise ValueError(f"{file} is missing; fetch the model again with {owner}")
@@ -91,11 +93,13 @@ def _made(
 
 def _blobs_of(blobs: Path, manifest: dict[str, Any]) -> tuple[list[Path], list[Path]]:
     if manifest.get("mediaType") == _OF_LISTS:
-        by_runner = {str(one.get("runner", "")).lower(): one for one in manifest["manifests"]}
+        by_runner = {str(part.get("runner", "")).lower(): part for part in manifest["manifests"]}
         manifest = next((by_runner[runner] for runner in ("ollama", "llamacpp", "") if runner in by_runner), {})
         if "digest" in manifest:
-            manifest = _read(_blob(blobs, manifest["digest"]))
-    layers = [(one["mediaType"].rpartition(".")[2], _blob(blobs, one["digest"])) for one in manifest.get("layers", [])]
+            manifest = _read_manifest(_blob(blobs, manifest["digest"]))
+    layers = [
+        (layer["mediaType"].rpartition(".")[2], _blob(blobs, layer["digest"])) for layer in manifest.get("layers", [])
+    ]
     if any(kind == "adapter" for kind, _ in layers):
         raise ValueError("it has an adapter, and adapters are not served")
     parts, projectors = ([blob for kind, blob in layers if kind == wanted] for wanted in ("model", "projector"))
@@ -113,19 +117,19 @@ def _blob(blobs: Path, digest: str) -> Path:
 
 
 def _files_of(folder: Path, repo: str, manifest: dict[str, Any]) -> tuple[list[Path], list[Path]]:
-    # All files lie in one folder: this is how llama.cpp tells those of two repositories apart.
+    # All files lie in one folder; llama.cpp separates repositories like this.
     files = [manifest["ggufFile"], manifest.get("mmprojFile")]
-    first, *more = [folder / f"{repo}_{one['rfilename']}".replace("/", "_") for one in files if one]
+    first, *more = [folder / f"{repo}_{part['rfilename']}".replace("/", "_") for part in files if part]
     return [first], more
 
 
-def _read(file: Path) -> dict[str, Any]:
-    """Raises `OSError`, `RecursionError`, and `ValueError` for what is no object of JSON."""
+def _read_manifest(file: Path) -> dict[str, Any]:
+    """Raises `OSError`, `RecursionError`, and `ValueError` for content that is not a JSON object."""
     if not file.is_file():
         raise ValueError("it is no file")
     with file.open("rb") as opened:
         content = opened.read(_MOST_BYTES + 1)
-    found = json.loads(content) if len(content) <= _MOST_BYTES else None
-    if not isinstance(found, dict):
+    manifest = json.loads(content) if len(content) <= _MOST_BYTES else None
+    if not isinstance(manifest, dict):
         raise ValueError("it is no object of JSON")
-    return found
+    return manifest

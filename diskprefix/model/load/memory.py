@@ -29,7 +29,7 @@ _LIMITS = (
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
 """The files of a control group of version 2 and of version 1: its limit and its usage. In the statistics of version 1,
-the sums with those of inner groups have a prefix."""
+sums that include inner groups have a prefix."""
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def explain_out_of_memory(problem: str) -> Iterator[None]:
 
 def large_pages(num_bytes: int) -> np.ndarray:
     """Returns memory, uint8 [num_bytes], in pages of 2 MiB: read up to 1.4 times as fast. Raises `MemoryError`."""
-    import numpy as np  # Here, as the front counts memory without it.
+    import numpy as np  # Here, as the router counts memory without it.
 
     size = num_bytes + _LARGE_PAGE
     try:
@@ -81,9 +81,9 @@ class LargePages:
 
     def put(self, array: np.ndarray) -> np.ndarray:
         """Returns a copy of an array. Raises `MemoryError`."""
-        found = self.take(array.shape, array.dtype)
-        found[...] = array
-        return found
+        copy = self.take(array.shape, array.dtype)
+        copy[...] = array
+        return copy
 
 
 def trim_heap() -> None:
@@ -94,7 +94,7 @@ def trim_heap() -> None:
 
 
 def use_gpu(device: str) -> None:
-    """Makes `device`, if it is one of several GPUs, that of this thread."""
+    """Makes `device` the device of this thread, if it is one of several GPUs."""
     if int(device.partition(":")[2] or 0):
         import torch
 
@@ -142,7 +142,7 @@ def _machine_ram(proc: Path) -> int:
 
 
 def _cgroup_rests(proc: Path, cgroups: Path) -> Iterator[int]:
-    """Yields what is left under each limit from this process's control group up to the root."""
+    """Yields the memory left under each limit, from this process's control group up to the root."""
     for group in control_groups("memory", proc, cgroups):
         for limit_file, usage_file, prefix in _LIMITS:
             limit, usage = read(group / limit_file).strip(), read(group / usage_file).strip()

@@ -17,9 +17,10 @@ from diskprefix.errors import ModelError
 from diskprefix.kv.numbers import converted, dtype_of
 from diskprefix.model.load.checkpoint import BLOCKS, MXFP4, SCALES, StoredTensor
 from diskprefix.model.load.memory import LargePages
+from diskprefix.model.part_options import ExpertsForm
 from diskprefix.model.quants.forms import compiled, weights_of
 from diskprefix.model.quants.quant_form import FILE_FORMS
-from diskprefix.model.weights import ExpertsForm, Quants
+from diskprefix.model.weights import Quants
 from diskprefix.native import ROWS
 from diskprefix.native.compute_threads import num_threads
 from diskprefix.native.packing import pack
@@ -38,17 +39,17 @@ class Mxfp4Experts(Struct, frozen=True):
     scales: StoredTensor
 
     @classmethod
-    def of(cls, name: str, found: Mapping[str, StoredTensor]) -> Mxfp4Experts | None:
-        """Returns those of a parameter, None if it is stored otherwise. Raises `ModelError` if they do not fit
-        together."""
-        blocks, scales = found.get(f"{name}{BLOCKS}"), found.get(f"{name}{SCALES}")
+    def of(cls, name: str, tensors: Mapping[str, StoredTensor]) -> Mxfp4Experts | None:
+        """Returns the blocks and scales of a parameter, None if it is stored otherwise. Raises `ModelError` if they do
+        not fit together."""
+        blocks, scales = tensors.get(f"{name}{BLOCKS}"), tensors.get(f"{name}{SCALES}")
         if blocks is None and scales is None:
             return None
-        for one, end in ((blocks, BLOCKS), (scales, SCALES)):
-            if one is None:
+        for tensor, end in ((blocks, BLOCKS), (scales, SCALES)):
+            if tensor is None:
                 raise ModelError(f"the weights lack {name}{end}")
-            if one.kind != "U8":
-                raise ModelError(f"{one.file.name}: {one.name} is of the type {one.kind}, not U8")
+            if tensor.kind != "U8":
+                raise ModelError(f"{tensor.file.name}: {tensor.name} is of the type {tensor.kind}, not U8")
         assert blocks is not None, "it was looked for"
         assert scales is not None, "it was looked for"
         if len(blocks.shape) != 4 or blocks.shape[3] != _BLOCK or scales.shape != blocks.shape[:3]:
@@ -69,16 +70,16 @@ class Mxfp4Experts(Struct, frozen=True):
         blocks, scales = np.empty((rows, groups, _BLOCK), np.uint8), np.empty((rows, groups), np.uint8)
         self.blocks.read_into(blocks, expert * blocks.nbytes)
         self.scales.read_into(scales, expert * scales.nbytes)
-        found = np.empty((rows, groups, 1 + _BLOCK), np.uint8)
-        found[..., 0] = scales
+        content = np.empty((rows, groups, 1 + _BLOCK), np.uint8)
+        content[..., 0] = scales
         # Eight bytes at a time, then two bytes of a block side by side.
         halves = blocks.view(np.uint64)
         first, last = halves[..., 0], halves[..., 1]
         low = np.ascontiguousarray((first & _LOW) | ((last & _LOW) << 4)).view(np.uint8)
         high = np.ascontiguousarray(((first >> 4) & _LOW) | (last & _HIGH)).view(np.uint8)
         pairs = low | (high.astype(np.dtype("<u2")) << 8)
-        found[..., 1:] = pairs.view(np.uint8).reshape(blocks.shape)
-        return found.reshape(rows, -1)
+        content[..., 1:] = pairs.view(np.uint8).reshape(blocks.shape)
+        return content.reshape(rows, -1)
 
     def packed(self, name: str, form: ExpertsForm, places: LargePages, *, is_unread: bool) -> dict[str, Quants]:
         """Returns the quants of the parts of a parameter, `gate` and `up` or `down`, packed for the products. An expert
@@ -87,7 +88,7 @@ class Mxfp4Experts(Struct, frozen=True):
         orders = form.halves(name, np.arange(rows, dtype=np.int32)[None])
         if any(order.shape[1] % ROWS for order in orders.values()):
             raise ModelError(f"{self.blocks.name} has {rows} rows, which is not a multiple of {2 * ROWS}")
-        found = {
+        packed_parts = {
             part: np.empty(shape, np.uint8) if is_unread else places.take(shape, np.uint8)
             for part, order in orders.items()
             for shape in [(experts, *FORM.packed_shape(order.shape[1], columns))]
@@ -96,24 +97,24 @@ class Mxfp4Experts(Struct, frozen=True):
         def pack_expert(expert: int) -> None:
             content = self.rows_of(expert)
             for part, order in orders.items():
-                pack(compiled(), MXFP4, content, np.ascontiguousarray(order[0]), found[part][expert], threads=1)
+                pack(compiled(), MXFP4, content, np.ascontiguousarray(order[0]), packed_parts[part][expert], threads=1)
 
         _with_all_threads(pack_expert, 0 if is_unread else experts)
-        return {part: Quants(packed, FORM) for part, packed in found.items()}
+        return {part: Quants(packed, FORM) for part, packed in packed_parts.items()}
 
-    def turned(self, out: np.ndarray) -> np.ndarray:
+    def transposed(self, out: np.ndarray) -> np.ndarray:
         """Fills the parameter as modules have it, [experts, columns, rows], in its type. An expert is read at a time.
         Raises `ModelError`, `OSError`, `MemoryError`."""
         _, rows, columns = self.shape
-        one = np.empty(FORM.packed_shape(rows, columns), np.uint8)
+        packed = np.empty(FORM.packed_shape(rows, columns), np.uint8)
         for expert, place in enumerate(out):
-            pack(compiled(), MXFP4, self.rows_of(expert), None, one)
-            place[...] = converted(weights_of(one, FORM), dtype_of(out)).T
+            pack(compiled(), MXFP4, self.rows_of(expert), None, packed)
+            place[...] = converted(weights_of(packed, FORM), dtype_of(out)).T
         return out
 
 
 def _with_all_threads(work: Callable[[int], None], count: int) -> None:
-    """Does work for each number below `count`, on as many threads as compute. Raises what the first failure raises."""
+    """Does work for each number below `count`, on as many threads as compute. Raises the first error."""
     with ThreadPoolExecutor(num_threads(), "weights") as pool:
         for done in [pool.submit(work, number) for number in range(count)]:
             done.result()

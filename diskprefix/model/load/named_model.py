@@ -12,7 +12,7 @@ from diskprefix.errors import ModelError
 from diskprefix.model.load.checkpoint import SAFETENSORS, weight_files_of
 from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.model.load.found_models import found_model, found_models
-from diskprefix.model.load.gguf_file import model_stem, part_paths
+from diskprefix.model.load.gguf_file import model_stem, part_paths, require_gguf
 from diskprefix.model.load.hub import cached_model, cached_models, gguf_models_in, is_gguf_model
 from diskprefix.model.load.manifests import is_blob
 from diskprefix.model.load.proposals import known_names
@@ -26,8 +26,14 @@ def is_embedded(model: str | None) -> bool:
     return model is None or (model == EMBEDDED.name and not os.path.isdir(model))
 
 
+def is_embedded_file(path: Path) -> bool:
+    """Returns whether this is the embedded model's own file. Raises `OSError`."""
+    own = path_of(None)
+    return own is not None and path.exists() and path.samefile(own)
+
+
 def default_sampling(settings: Settings) -> dict[str, float]:
-    """Returns the sampling of requests that say none: that of `--sampling`, and of the embedded model."""
+    """Returns the default sampling of requests: from `--sampling`, and from the embedded model."""
     return {**(EMBEDDED.sampling if is_embedded(settings.model) else {}), **settings.sampling_values}
 
 
@@ -41,21 +47,21 @@ def path_of(model: str | None) -> Path | None:
 
 def own_path(model: str) -> Path | None:
     """Returns the folder or the file of a path, or of a model that another program has under this name. None for other
-    names, and for those in the hub's cache, of which the hub may have a newer version.
+    names, and for models in the hub's cache, because the hub may have a newer version.
 
-    A folder with one `.gguf` model, and none in safetensors, stands for that. Raises `ModelError` if it has several, or
-    if the other program's model cannot be served.
+    A folder with one `.gguf` model, and none in safetensors, means that model. Raises `ModelError` if it has several,
+    or if the other program's model cannot be served.
     """
     path = Path(os.path.expanduser(model))
     if os.path.isdir(path):
         return _model_in(path)
     if os.path.exists(path):
         return path
-    if cached_model(model) is not None or (found := found_model(model)) is None:
+    if cached_model(model) is not None or (model_found := found_model(model)) is None:
         return None
-    if found.problem:
-        raise ModelError(f"{found.owner}'s model {model}: {found.problem}")
-    return found.parts[0]
+    if model_found.problem:
+        raise ModelError(f"{model_found.owner}'s model {model}: {model_found.problem}")
+    return model_found.parts[0]
 
 
 def _model_in(folder: Path) -> Path:
@@ -70,36 +76,41 @@ def _model_in(folder: Path) -> Path:
 
 
 def plain_name(model: str) -> str:
-    """Returns the name under which a model is served that --model names: a file's without its extension."""
+    """Returns the name under which a model is served that --model names: a file's without its extension. The embedded
+    model's file has that model's name, however it is named."""
     path = Path(os.path.expanduser(model))
     if not os.path.exists(path):
         return model
     with suppress(ModelError, OSError):
         path = own_path(model) or path
+        if is_embedded_file(path):
+            return EMBEDDED.name
     return path.resolve().name if path.is_dir() else model_stem(path)
 
 
 def require_named(model: str | None, flag: str, *, with_weights: bool = False) -> None:
     """Raises `ModelError` with the nearest name if there is no such path, or a name without a slash is not on this
-    machine. `with_weights`: files that are missing in a folder are noticed, too."""
+    machine. `with_weights`: files that are missing in a folder are noticed, too, and a file that is no model."""
     if model is None or is_embedded(model):
         return
     path = Path(os.path.expanduser(model))
     is_gguf = path.suffix.lower() == ".gguf"
     try:
-        found = path_of(model) if model.strip() else None
+        located = path_of(model) if model.strip() else None
     except ModelError as error:
         raise ModelError(f"{flag}: {error.message}") from error
-    if found is not None and found.is_dir():
+    if located is not None and located.is_dir():
         if with_weights:
-            weight_files_of(found)
-    elif found is not None:
-        if found == path and not (is_gguf or is_blob(path)):
+            weight_files_of(located)
+    elif located is not None:
+        if located == path and not (is_gguf or is_blob(path)):
             raise ModelError(f"{flag}: {model} is a file; give the folder that holds the model, or a .gguf file")
+        if with_weights:
+            require_gguf(located, flag)
     elif is_gguf or not model.strip() or model.startswith(("./", "../", "/", "~")):
         raise ModelError(f"{flag}: no such file or folder: {model!r}{_nearest(model, _models_beside(path))}")
     elif "/" not in model:
-        here = (*(name for name, _ in cached_models()), *(one.names[0] for one in found_models()))
+        here = (*(name for name, _ in cached_models()), *(model_found.names[0] for model_found in found_models()))
         near = _nearest(model, [EMBEDDED.name, *_models_beside(path), *here])
         raise ModelError(
             f"{flag}: {model!r} is no file or folder here, no model of `diskprefix list`, names of the hub are "
@@ -117,14 +128,14 @@ def _models_beside(path: Path) -> Iterator[str]:
 
 def _nearest(model: str, names: Iterator[str] | list[str]) -> str:
     folder, _, name = model.rpartition("/")
-    by_letters = {one.casefold(): one for one in names}
+    by_letters = {known_name.casefold(): known_name for known_name in names}
     # A path is written as the user has begun it.
-    near = [by_letters[one] for one in get_close_matches(name.casefold(), by_letters, n=1)]
+    near = [by_letters[known_name] for known_name in get_close_matches(name.casefold(), by_letters, n=1)]
     return f"; the nearest is {escaped(os.path.join(folder or model[: model.find('/') + 1], near[0]))}" if near else ""
 
 
 def name_faster(folder: Path, files: list[Path], report: Report) -> None:
-    """Reports a smaller `.gguf` model beside the weight `files` that are served. It would be faster on a CPU."""
+    """Reports a smaller `.gguf` model next to the weight `files` that are served. It would be faster on a CPU."""
     served = _num_bytes(files)
     sizes = {path: _num_bytes(part_paths(path)) for path in gguf_models_in(folder)}
     smaller = {path: size for path, size in sizes.items() if size < served}

@@ -1,5 +1,5 @@
-"""Models of transformers' modules, of tensors that are read when their turn comes. transformers names, merges and casts
-them as those of any checkpoint."""
+"""Models of transformers' modules, from tensors that are read one by one. transformers names, merges and casts them as
+in any checkpoint."""
 
 from __future__ import annotations
 
@@ -29,37 +29,38 @@ def stored(tensor: StoredTensor) -> torch.Tensor:
     """Reads a tensor of a folder. Raises `ModelError` if its type is not known, or if its file is cut short."""
     if tensor.kind not in str_to_torch_dtype:
         raise ModelError(f"{tensor.file.name}: {tensor.name} is of the type {tensor.kind}, which is not known")
-    found = torch.empty(tensor.shape, dtype=str_to_torch_dtype[tensor.kind])
-    tensor.read_into(found.view(-1).view(torch.uint8).numpy())
-    return found
+    content = torch.empty(tensor.shape, dtype=str_to_torch_dtype[tensor.kind])
+    tensor.read_into(content.view(-1).view(torch.uint8).numpy())
+    return content
 
 
 def parameters_of(
     model: PreTrainedModel, architecture: Architecture, tensors: Sequence[FileTensor], dtype: str
 ) -> dict[str, Source]:
-    """Returns what makes each parameter of `model`, which has no weights. It raises `ModelError` for another shape and
-    a file that is cut short, `OSError`. Raises `ModelError` if the file lacks tensors, or has others."""
+    """Returns a function for each parameter of `model`, which has no weights. It makes the parameter, and raises
+    `ModelError` for a wrong shape and a truncated file, `OSError`. Raises `ModelError` if the file lacks tensors, or
+    has others."""
     weights, tied = GgufWeights(architecture, model.config, tensors, dtype), model.all_tied_weights_keys
     parameters = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
-    is_turned = SlotNames.of(model.config.get_text_config(decoder=True)).experts.is_turned
+    is_transposed = SlotNames.of(model.config.get_text_config(decoder=True)).experts.is_transposed
     return {
-        name: partial(_module_parameter, weights, name, part, parameters[name], is_turned and ".experts." in name)
+        name: partial(_module_parameter, weights, name, part, parameters[name], is_transposed and ".experts." in name)
         for name, part in architecture.parts_of(parameters, {tensor.name: tensor for tensor in tensors}).items()
     }
 
 
 def _module_parameter(
-    weights: GgufWeights, name: str, part: SourcedParameter, parameter: torch.Tensor, is_turned: bool
+    weights: GgufWeights, name: str, part: SourcedParameter, parameter: torch.Tensor, is_transposed: bool
 ) -> torch.Tensor:
     array = weights.parameter(name, part)
     made = torch.from_numpy(array)
     made = made.view(torch.bfloat16) if array.dtype == np.uint16 else made
-    if is_turned and made.ndim == 3:
+    if is_transposed and made.ndim == 3:
         made = made.mT
     if parameter.ndim == 1 and made.numel() == len(parameter):
         return made.flatten()
-    found, expected = ([size for size in shape if size > 1] for shape in (made.shape, parameter.shape))
-    if found != expected:
+    sizes, expected = ([size for size in shape if size > 1] for shape in (made.shape, parameter.shape))
+    if sizes != expected:
         raise ModelError(
             f"the model takes {tuple(parameter.shape)} where the file has {tuple(made.shape)}: {part.names}"
         )
@@ -67,7 +68,7 @@ def _module_parameter(
 
 
 class _TensorOnRequest:
-    """A tensor that transformers reads when its turn comes, on threads of its own. Errors go to `failures`."""
+    """A tensor that transformers reads on demand, on its own threads. Errors are added to `failures`."""
 
     def __init__(self, read: Source, failures: list[Exception]) -> None:
         self._read, self._failures = read, failures
@@ -91,11 +92,9 @@ def load_parameters(
     dtype: str,
     device: str,
 ) -> PreTrainedModel:
-    """Returns the model of a class, made of `sources` by their names in the checkpoint: each is read when its turn
-    comes.
+    """Returns the model of a class, made of `sources` by their names in the checkpoint. They are read one by one.
 
-    Raises `ModelError` if `weights` lack tensors of the model, or have some of other shapes, and what a source
-    raises."""
+    Raises `ModelError` if `weights` lack tensors of the model or have other shapes, and the errors of sources."""
     failures = list[Exception]()
     try:
         model, info = kind.from_pretrained(
@@ -115,8 +114,8 @@ def load_parameters(
     if missing := sorted(info["missing_keys"]):
         raise ModelError(f"{weights} lack {len(missing)} tensors of the model, for example {missing[0]}")
     if mismatched := sorted(info["mismatched_keys"]):
-        name, found, expected = mismatched[0]
-        raise ModelError(f"{weights} do not match its config.json: {name} is {tuple(found)}, not {tuple(expected)}")
+        name, shape, expected = mismatched[0]
+        raise ModelError(f"{weights} do not match its config.json: {name} is {tuple(shape)}, not {tuple(expected)}")
     set_step_limits(model)
     return model
 

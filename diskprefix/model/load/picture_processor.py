@@ -46,5 +46,5 @@ class PictureProcessor(Protocol):
     def read_image(
         self, content: bytes, *, detail: Detail, param: str, beside: Sequence[Picture] = (), owner: Hashable = None
     ) -> Picture:
-        """Returns a picture, of which only the header is read. `param` is the path of its content. Raises
-        `InvalidRequest` if it is none, or too large with the pictures `beside`."""
+        """Returns a picture after reading only its header. `param` is the path of its content in the request. Raises
+        `InvalidRequest` if it is not a picture, or too large together with the pictures `beside`."""

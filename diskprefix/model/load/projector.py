@@ -1,4 +1,4 @@
-"""The file with the encoder of pictures that stands beside a `.gguf` model: `mmproj` in its name."""
+"""The file with the encoder of pictures of a `.gguf` model: it is in the same folder, with `mmproj` in its name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _UNNAMED = ("", "model")
 _FORMS = ("", "BF16", "F16", "Q8_0", "F32")
-"""Those of the encoder's weights, best first, behind one that is not named."""
+"""The forms of an encoder's weights, best first. A file name without a form is the best."""
 
 
 class Projector(Struct, frozen=True, kw_only=True, eq=False):
@@ -33,9 +33,11 @@ class Projector(Struct, frozen=True, kw_only=True, eq=False):
 
 
 def preferred_projectors(names: Iterable[str], model: str) -> list[str]:
-    """Returns the files with an encoder among these names, best first: those that are named like the model, then those
-    that are named like none, and of these the one in BF16."""
-    found = [name for name in names if name.lower().endswith(".gguf") and "mmproj" in name.rpartition("/")[2].lower()]
+    """Returns the files with an encoder among these names, best first: files named like the model, then files named
+    like no model, then the others; each in the order of forms."""
+    projectors = [
+        name for name in names if name.lower().endswith(".gguf") and "mmproj" in name.rpartition("/")[2].lower()
+    ]
     own = _base(model)
 
     def rank(name: str) -> tuple[bool, bool, int, str]:
@@ -43,19 +45,18 @@ def preferred_projectors(names: Iterable[str], model: str) -> list[str]:
         asked = form[1].upper() if form else ""
         return base != own, base not in _UNNAMED, _FORMS.index(asked) if asked in _FORMS else len(_FORMS), name
 
-    return sorted(found, key=rank)
+    return sorted(projectors, key=rank)
 
 
 def _base(name: str) -> str:
-    """Returns a file's name without its form, and without what makes it that of an encoder."""
+    """Returns a file's name without its form and without `mmproj`."""
     stem = QUANT.sub("", Path(name).name.removesuffix(".gguf"))
     return stem.lower().replace("mmproj", "").strip("-_.")
 
 
 def projector_beside(gguf: Path, text: Metadata, report: Report = lambda _line: None) -> Projector | None:
-    """Returns the encoder of a model of text: of those that its manifest names, or that stand in the same folder in
-    the order of `preferred_projectors`, the first that fits. Others before it are reported. Raises `ModelError` for one
-    that is damaged."""
+    """Returns the encoder of a text model: the first that fits, in its manifest or in the same folder, in the order of
+    `preferred_projectors`. Reports encoders that do not fit. Raises `ModelError` for a damaged one."""
     from diskprefix.model.gguf.encoders import HAVE_ENCODER, MAY_HAVE_ENCODER
 
     if text.architecture not in MAY_HAVE_ENCODER:
@@ -67,19 +68,19 @@ def projector_beside(gguf: Path, text: Metadata, report: Report = lambda _line: 
         paths = [gguf.parent / name for name in beside]
     for path in paths:
         try:
-            found = _read(path, text)
+            outcome = _read_projector(path, text)
         except OSError as error:
             raise ModelError(f"cannot read {path}: {first_line(error)}") from error
-        if isinstance(found, Projector):
+        if isinstance(outcome, Projector):
             report(f"pictures are encoded by {path.name}")
-            return found
-        report(f"{path.name} is not used: {found}")
+            return outcome
+        report(f"{path.name} is not used: {outcome}")
     if not paths and text.architecture in HAVE_ENCODER:
         report(f"{gguf.name} is served for text only: there is no mmproj file beside it")
     return None
 
 
-def _read(path: Path, text: Metadata) -> Projector | str:
+def _read_projector(path: Path, text: Metadata) -> Projector | str:
     """Returns the encoder in a file, or why it is not one of the model. Raises `ModelError` if it is damaged, and
     `OSError`."""
     from diskprefix.model.gguf.encoders import encoder_for, projector_type, tensors_of_pictures

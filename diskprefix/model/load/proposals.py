@@ -62,12 +62,12 @@ smollm2:135m bartowski/SmolLM2-135M-Instruct-GGUF:Q4_K_M 0.1345 - 49152 576 yes 
 """
 """The table of models. Parameters are in billions, without the encoder of pictures; a mixture reads only a part of them
 for each token. Parts in 16 bits have these in memory, whatever the file has. Tied: the table of tokens is the last
-matrix, too. Layers are layers × key-value heads × size of a head × queries of such a head, those with a window with
-its length; GLM's latents count as half a head each for keys and values. Shapes are those of the makers' `config.json`,
-and of the files: those of Qwen2.5 have the table of tokens twice. The bits are of a weight in a layer: 4.8 in Q4_K_M
-(half of two matrices is Q6_K), 5.1 where the file's maker gives some layers more, 4.5 in MXFP4 with attention in Q8_0.
-Good enough for agents are models whose makers publish tool calls of many turns, from 4 billion parameters on: this was
-not measured here."""
+matrix, too. Layers are layers × key-value heads × size of a head × queries of such a head, those with a window with its
+length; GLM's latents count as half a head each for keys and values. Shapes are from the makers' `config.json` and from
+the files; files of Qwen2.5 have the table of tokens twice. Bits are bits per weight in a layer: 4.8 in Q4_K_M (half of
+two matrices is Q6_K), 5.1 where the file's maker gives some layers more, 4.5 in MXFP4 with attention in Q8_0. Good
+enough for agents are models whose makers publish tool calls of many turns, from 4 billion parameters on: this was not
+measured here."""
 _LATEST = {
     **{name: f"{name}:{size}" for name, size in (("llama3.1", "8b"), ("llama3.2", "3b"), ("qwen3", "8b"))},
     **{name: f"{name}:{size}" for name, size in (("qwen2.5-coder", "7b"), ("qwen3-coder", "30b"), ("gemma3", "4b"))},
@@ -78,13 +78,13 @@ _LATEST = {
 }
 """Names without a tag, which mean one of the sizes."""
 _NARROW_BITS, _BLOCK_NUMBERS = 5.6, 256
-"""Bits of a weight in Q4_K_M where rows do not fill blocks of so many numbers: other quants take the place."""
-_Q4_K_M_BITS = 4.8
+"""Bits per weight in Q4_K_M if rows do not fill blocks of 256 numbers: other quants are used instead."""
+Q4_K_M_BITS = 4.8
 
 
 class ShortName(Struct, frozen=True, kw_only=True):
     """A row of the table of models. `kv` and `windowed` are the numbers of keys and values of a token in layers that
-    see all tokens, and in those that see `window` tokens; `queries` of a layer share a head of them."""
+    see all tokens, and in layers that see `window` tokens; `queries` of a layer share a head of them."""
 
     name: str
     source: str
@@ -109,7 +109,7 @@ class ShortName(Struct, frozen=True, kw_only=True):
         of its own 4.5 (Q4_K). Rows that do not fill blocks have more."""
         table, is_narrow = self.vocab * self.width, bool(self.width % _BLOCK_NUMBERS)
         last_bits, table_bits = (8.5, 5.5) if is_narrow else (6.5625, 4.5)
-        layer_bits = _NARROW_BITS if is_narrow and self.bits == _Q4_K_M_BITS else self.bits
+        layer_bits = _NARROW_BITS if is_narrow and self.bits == Q4_K_M_BITS else self.bits
         layers = self.parameters * 1e9 - table * (1 if self.is_tied else 2)
         return int((layers * layer_bits + table * (last_bits + (0 if self.is_tied else table_bits))) / 8)
 
@@ -136,7 +136,7 @@ class ShortName(Struct, frozen=True, kw_only=True):
         """Returns what attention adds to `used_bytes` for a token of a prompt of `num_tokens`, on average: the bytes of
         weights that take as many multiplications."""
         seen = self.kv * num_tokens // 2 + self.windowed * self.window
-        return int(seen * self.queries * _Q4_K_M_BITS / 8)
+        return int(seen * self.queries * Q4_K_M_BITS / 8)
 
     @property
     def is_plain(self) -> bool:
@@ -185,8 +185,8 @@ def _row(line: str) -> ShortName:
 def short_name(model: str) -> ShortName | None:
     """Returns the row of a short name or of its repository, in any case, with or without `:latest`; else None."""
     asked = model.lower().removesuffix(":latest")
-    if (found := short_names().get(_LATEST.get(asked, asked))) is not None:
-        return found
+    if (proposal := short_names().get(_LATEST.get(asked, asked))) is not None:
+        return proposal
     return next((row for row in short_names().values() if row.source.lower() == asked), None)
 
 
@@ -207,7 +207,7 @@ def meant_name(model: str) -> str:
 
 
 def known_names(model: str) -> str:
-    """Returns the short names, the nearest to `model` first, for a message about a name that is none."""
+    """Returns the short names, the nearest to `model` first, for a message about an unknown name."""
     near = get_close_matches(model.lower(), short_names(), n=1)
     return f"short names are {', '.join(dict.fromkeys((*near, *short_names())))}"
 

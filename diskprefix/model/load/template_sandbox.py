@@ -28,7 +28,7 @@ from jinja2.utils import Namespace
 from diskprefix.thread_work import CHAT_TEMPLATE, begin_step
 
 LIMIT_S = 30.0
-"""Seconds that a render may take: many times what the largest conversation does."""
+"""Seconds that a render may take: many times the duration for the largest conversation."""
 _MOST = 1 << 24
 """Characters, items or bits that one multiplication may make."""
 sandbox.MAX_RANGE = 1 << 15
@@ -50,9 +50,10 @@ class BoundedSandbox(sandbox.ImmutableSandboxedEnvironment):
         }
 
     def write(self, template: Template, values: Mapping[str, Any]) -> str:
-        """Returns what a template of this sandbox writes. Raises `TemplateError` after `LIMIT_S`, `NobodyWaits`, and
+        """Returns the output of a template of this sandbox. Raises `TemplateError` after `LIMIT_S`, `NobodyWaits`, and
         whatever the template raises."""
-        _of_thread.ends_at = min(time.monotonic() + LIMIT_S, getattr(_of_thread, "all_end_at", math.inf))
+        _of_thread.began_at = time.monotonic()
+        _of_thread.ends_at = min(_of_thread.began_at + LIMIT_S, getattr(_of_thread, "all_end_at", math.inf))
         try:
             return template.render(values)
         finally:
@@ -78,7 +79,7 @@ class BoundedSandbox(sandbox.ImmutableSandboxedEnvironment):
 
 
 class _Generation(Extension):
-    """The tag around what the model writes. transformers masks it for training; here it is what is inside."""
+    """The tag around the model's output. transformers masks it for training; here it is replaced by its content."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja2's own form)
 
@@ -96,7 +97,7 @@ _of_thread = threading.local()
 
 @contextmanager
 def renders_end_after(seconds: float) -> Iterator[None]:
-    """Ends the renders of this thread that go on after so many seconds, and each that begins later."""
+    """Ends renders of this thread that last longer than a number of seconds, and renders that begin later."""
     _of_thread.all_end_at = time.monotonic() + seconds
     try:
         yield
@@ -105,15 +106,16 @@ def renders_end_after(seconds: float) -> Iterator[None]:
 
 
 class _Limit(Extension):
-    """Looks at the clock wherever a template may repeat something: Jinja2 has no such limit of its own."""
+    """Checks the clock wherever a template may repeat something, because Jinja2 has no limit."""
 
     def node(self, line: int) -> nodes.Node:
         return nodes.ExprStmt(self.call_method("_look")).set_lineno(line)
 
     def _look(self) -> None:
         begin_step(CHAT_TEMPLATE)
-        if time.monotonic() > getattr(_of_thread, "ends_at", math.inf):
-            raise TemplateError(f"it was ended after {LIMIT_S:.0f} s, and might never have ended by itself")
+        if (now := time.monotonic()) > getattr(_of_thread, "ends_at", math.inf):
+            took_s = now - _of_thread.began_at
+            raise TemplateError(f"it was ended after {took_s:.0f} s, and might never have ended by itself")
 
 
 class _Dict:

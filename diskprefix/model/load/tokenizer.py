@@ -93,8 +93,8 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         # Other threads run meanwhile, unlike in the method for one text.
-        (found,) = self.backend_tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
-        return found.ids
+        (encoding,) = self.backend_tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
 
     def decode(self, token_ids: Sequence[int] | NDArray[Any], *, skip_special_tokens: bool = False) -> str:
         ids = np.asarray(token_ids, np.int64).tolist()
@@ -105,12 +105,12 @@ class Tokenizer:
 
     def get_chat_template(self, tools: object = None) -> str:
         """Returns the template for conversations with or without `tools`. Raises `ValueError` if there is none."""
-        if not isinstance(found := self.chat_template, dict):
-            found = {} if found is None else {"default": found}
-        name = "tool_use" if tools is not None and "tool_use" in found else "default"
-        if name not in found:
-            raise ValueError(f"there is no chat template with the name default, but {sorted(found)}")
-        return found[name]
+        if not isinstance(templates := self.chat_template, dict):
+            templates = {} if templates is None else {"default": templates}
+        name = "tool_use" if tools is not None and "tool_use" in templates else "default"
+        if name not in templates:
+            raise ValueError(f"there is no chat template with the name default, but {sorted(templates)}")
+        return templates[name]
 
     def add_ends(self, *, bos: bool, eos: bool) -> None:
         """Has each text begin and end with these tokens, if there are any."""

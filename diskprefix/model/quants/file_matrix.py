@@ -1,7 +1,8 @@
-"""Matrices that stay in a `.gguf` file: the rows of its tensors that each is made of, in their order.
+"""Matrices that stay in a `.gguf` file: which rows of its tensors each consists of, in which order.
 
-They are packed beside the rest of a start: reading and packing hold no lock of Python's, so threads do them while
-another one makes the plan and reads the tokenizer."""
+They are packed during the rest of a start. Reading and packing do not hold Python's lock, so threads do them while the
+main thread makes the plan and reads the tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +28,16 @@ from diskprefix.native.library import Operators, operators
 from diskprefix.native.packing import pack, pack_file
 
 _PIECE_BYTES = 1 << 24
-"""What is read of a file at a time."""
+"""Bytes that are read from a file at a time."""
 _FLOATING = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 _TASK_BYTES = 1 << 26
-"""What a thread packs before it waits for Python's lock again, which an import may hold for milliseconds."""
+"""Bytes that a thread packs before it needs Python's lock again, which an import may hold for milliseconds."""
 
 
 class FileMatrix(Struct, frozen=True, eq=False):
-    """A matrix: row i is row `order[i]` of `tensors`, which are counted one after the other. Without an order all rows
-    are taken as they stand. `shape` is that of the parameter, whose last dimension is the columns. `columns` has the
-    sizes by which the file has them in another order (`gguf.sources.Columns`)."""
+    """A matrix. Row i is row `order[i]` of the concatenated `tensors`, or row i without an order. `shape` is the shape
+    of the parameter; the last dimension is the columns. `columns` has sizes if the columns are in another order in the
+    file (`gguf.sources.Columns`)."""
 
     tensors: tuple[FileTensor, ...]
     shape: tuple[int, ...]
@@ -45,36 +46,37 @@ class FileMatrix(Struct, frozen=True, eq=False):
 
     @classmethod
     def whole(cls, tensor: FileTensor) -> FileMatrix:
-        """Returns a tensor as it is."""
+        """Returns the matrix of all rows of a tensor, in order."""
         return cls((tensor,), tensor.shape, None)
 
     @classmethod
     def of(
         cls, rows: np.ndarray, tensors: Sequence[FileTensor], columns: tuple[int, int, int] | None = None
     ) -> FileMatrix:
-        """Returns the matrix of `rows`, counted through `tensors`. Raises `ModelError` for rows of several lengths."""
-        flat, found, starts, first = rows.reshape(-1), list[FileTensor](), [0], 0
+        """Returns the matrix of `rows` of the concatenated `tensors`. Raises `ModelError` for rows of several
+        lengths."""
+        flat, taken, starts, first = rows.reshape(-1), list[FileTensor](), [0], 0
         order = np.empty(len(flat), np.int32)
         for tensor in tensors:
             own = (flat >= first) & (flat < first + tensor.num_rows)
             if own.any():
                 order[own] = flat[own] - first + starts[-1]
-                found.append(tensor)
+                taken.append(tensor)
                 starts.append(starts[-1] + tensor.num_rows)
             first += tensor.num_rows
-        if len({tensor.shape[-1] for tensor in found}) != 1:
+        if len({tensor.shape[-1] for tensor in taken}) != 1:
             raise ModelError("matrices of several widths cannot be joined")
         is_same = len(flat) == starts[-1] and bool((np.diff(order) == 1).all())
-        return cls(tuple(found), (*rows.shape, found[0].shape[-1]), None if is_same else order, columns)
+        return cls(tuple(taken), (*rows.shape, taken[0].shape[-1]), None if is_same else order, columns)
 
     @property
     def kind(self) -> str:
-        """The type of its tensors, or several types."""
+        """The type of its tensors, or their types, joined by "and"."""
         return " and ".join({tensor.kind for tensor in self.tensors})
 
     @property
     def key(self) -> Hashable:
-        """A value that matrices with the same weights have in common."""
+        """A value that is equal for matrices with the same weights."""
         order = None if self.order is None else self.order.tobytes()
         return self.shape, tuple(tensor.name for tensor in self.tensors), order
 
@@ -84,7 +86,7 @@ class FileMatrix(Struct, frozen=True, eq=False):
 
     @property
     def is_packable(self) -> bool:
-        """True if the operators take its quants, or those of each expert."""
+        """True if the operators take its quants, or the quants of each expert."""
         return self.kind in FILE_FORMS and len(self.shape) > 1 and self.shape[-2] % ROWS == 0
 
     @property
@@ -98,24 +100,24 @@ class FileMatrix(Struct, frozen=True, eq=False):
         return *experts, *self.form.packed_shape(rows, columns)
 
     def pieces(self, multiple: int = 1) -> Iterator[tuple[int, int, list[FileRows]]]:
-        """Yields first and last row of pieces of `multiple` rows or several times that, and what the file has of them.
-        Raises `ModelError` if the file is cut short."""
+        """Yields pieces: the first row, the row after the last, and the file's rows. The number of rows is a multiple
+        of `multiple`. Raises `ModelError` if the file is cut short."""
         step = max(1, _PIECE_BYTES // max(tensor.row_bytes for tensor in self.tensors) // multiple) * multiple
         for first in range(0, self.num_rows, step):
             last = min(first + step, self.num_rows)
-            yield first, last, self._read(np.arange(first, last) if self.order is None else self.order[first:last])
+            yield first, last, self._read_rows(np.arange(first, last) if self.order is None else self.order[first:last])
 
-    def _read(self, rows: np.ndarray) -> list[FileRows]:
-        found, start = [], 0
+    def _read_rows(self, rows: np.ndarray) -> list[FileRows]:
+        parts, start = [], 0
         for tensor in self.tensors:
             places = np.flatnonzero((rows >= start) & (rows < start + tensor.num_rows))
             if len(places):
                 own = rows[places] - start
                 lowest = int(own.min())
                 content = tensor.rows(lowest, int(own.max()) + 1)
-                found.append(FileRows(tensor, lowest, places, content, (own - lowest).astype(np.int32)))
+                parts.append(FileRows(tensor, lowest, places, content, (own - lowest).astype(np.int32)))
             start += tensor.num_rows
-        return found
+        return parts
 
     def tasks(self, operators: Operators, out: np.ndarray) -> Iterator[Callable[[], None]]:
         """Yields functions that each pack a part of the quants into `out`, uint8 [strips, ..], on the calling thread.
@@ -155,10 +157,12 @@ class FileMatrix(Struct, frozen=True, eq=False):
         """Returns the factors of rows `first` to before `last`, float32, None if no tensor has any."""
         if all(tensor.factors is None for tensor in self.tensors):
             return None
+        if len(self.tensors) == 1 and self.order is None:
+            return self.tensors[0].row_factors(first, last)
         of_all = [tensor.row_factors(0, tensor.num_rows) for tensor in self.tensors]
         ones = [
-            np.ones(tensor.num_rows, np.float32) if found is None else found
-            for tensor, found in zip(self.tensors, of_all, strict=True)
+            np.ones(tensor.num_rows, np.float32) if factors is None else factors
+            for tensor, factors in zip(self.tensors, of_all, strict=True)
         ]
         joined = np.concatenate(ones)
         return np.ascontiguousarray(joined[first:last] if self.order is None else joined[self.order[first:last]])
@@ -174,13 +178,13 @@ class FileMatrix(Struct, frozen=True, eq=False):
             for task in self.tasks(compiled, packed):
                 task()
             return weights_of(packed, self.form).reshape(self.shape)
-        found = np.empty((self.num_rows, self.shape[-1]), np.uint16)
+        matrix = np.empty((self.num_rows, self.shape[-1]), np.uint16)
         for first, last, parts in self.pieces():
             for part in parts:
                 dtype = _FLOATING.get(part.tensor.kind)
                 weights = part.numbers() if dtype is None else part.content.view(dtype)
-                found[first:last][part.places] = converted(weights, "bfloat16")[part.order]
-        return found.reshape(self.shape)
+                matrix[first:last][part.places] = converted(weights, "bfloat16")[part.order]
+        return matrix.reshape(self.shape)
 
 
 def _strips(packed: np.ndarray) -> np.ndarray:
@@ -189,7 +193,7 @@ def _strips(packed: np.ndarray) -> np.ndarray:
 
 
 def in_order(weights: np.ndarray, columns: tuple[int, int, int] | None) -> np.ndarray:
-    """Returns weights [.., columns] of a file with their columns in the parameter's order."""
+    """Returns weights [.., columns] of a file, with the columns in the order of the parameter."""
     if columns is None:
         return weights
     first, second, width = columns
@@ -203,8 +207,8 @@ def regrouped(numbers: np.ndarray, first: int, second: int, width: int) -> np.nd
 
 
 class FileRows(Struct, frozen=True, eq=False):
-    """Rows of a tensor from row `first` on as bytes, uint8 [n, bytes of a row]. Row `order[i]` belongs to `places[i]`
-    of a piece."""
+    """Rows of a tensor from row `first` on, `content`: uint8 [n, bytes of a row]. Row `order[i]` is row `places[i]` of
+    a piece."""
 
     tensor: FileTensor
     first: int
@@ -218,8 +222,8 @@ class FileRows(Struct, frozen=True, eq=False):
 
 
 class MatrixPacking:
-    """Packs different matrices side by side in large pages, on all compute threads but one: that of the caller, which
-    joins them in `finish`. Not thread-safe."""
+    """Packs matrices into large pages, on all compute threads except the caller's, which joins the work in
+    `finish_packing`. Not thread-safe."""
 
     def __init__(self, operators: Operators) -> None:
         self._operators = operators
@@ -230,8 +234,8 @@ class MatrixPacking:
         self._places = LargePages()
 
     def take(self, matrix: FileMatrix) -> np.ndarray:
-        """Returns the memory of a matrix, whose packing begins if it has not: `finish` waits for its end. Raises
-        `MemoryError`."""
+        """Returns the memory of a matrix, and starts packing it if that has not started. `finish_packing` waits for its
+        end. Raises `MemoryError`."""
         key = matrix.key
         if key not in self._packed:
             self._packed[key] = packed = self._places.take(matrix.packed_shape, np.uint8)
@@ -242,7 +246,7 @@ class MatrixPacking:
                 self._threads[-1].start()
         return self._packed[key]
 
-    def finish(self) -> dict[Hashable, np.ndarray]:
+    def finish_packing(self) -> dict[Hashable, np.ndarray]:
         """Returns all packed matrices by their keys. Raises `ModelError` for a cut file, `OSError`, `MemoryError`."""
         self._work()
         self._wait()
@@ -251,7 +255,7 @@ class MatrixPacking:
         return self._packed
 
     def stop(self) -> None:
-        """Ends the work. What is not packed yet is left out."""
+        """Stops packing. Matrices that are not packed yet stay without content."""
         self._tasks.clear()
         self._wait()
 
@@ -264,9 +268,9 @@ class MatrixPacking:
             try:
                 task = self._tasks.popleft()
             except IndexError:
-                return  # Another thread was faster.
+                return  # another thread took the last task
             try:
                 task()
-            except Exception as error:  # noqa: BLE001 - `finish` raises it
+            except Exception as error:  # noqa: BLE001 - `finish_packing` raises it
                 self._failures.append(error)
                 self._tasks.clear()

@@ -1,4 +1,4 @@
-"""Matrices in the forms of `quant_form.py`, as the compiled operators take them."""
+"""Matrices in the forms of `quant_form.py`, for the compiled operators."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from diskprefix.native.matrix import Matrix
 
 def compiled() -> Operators:
     """Returns the compiled operators. Raises `ModelError` if there are none."""
-    found = operators()
-    if found is None:
+    compiled = operators()
+    if compiled is None:
         raise ModelError("quantised weights need the compiled operators; add --weights native")
-    return found
+    return compiled
 
 
 def matrix_of(packed: np.ndarray, form: QuantForm, bias: np.ndarray | None) -> Matrix:

@@ -1,22 +1,22 @@
-"""The forms of quantised weights: how many bits codes, scales and zeros have, and how they lie in memory.
+"""The forms of quantised weights: the bits of codes, scales and zeros, and their layout in memory.
 
-A weight is `number × scale + zero`, computed in float32 and rounded to bfloat16. The number belongs to the code of the
-weight, of 1 to 8 bits. Along a row of a matrix, groups of 16 to 128 weights share their scale and zero. Of the compiled
-products, those of the variant `amx` compute with these bfloat16 numbers; the others do not round them.
+A weight is `number × scale + zero`, computed in float32 and rounded to bfloat16. Its code, of 1 to 8 bits, selects the
+number. Along a row of a matrix, groups of 16 to 128 weights share their scale and zero. The variant `amx` multiplies
+with the rounded weights; the other variants do not round them.
 
-In memory, 16 rows are a strip, and 32 columns of a strip are a block. A strip is a row of units: one block or several,
-with the scales of its groups, then the zeros, then the codes of its blocks. Scales and zeros lie group after group, in
-each the 16 rows. A unit is a block, the blocks of a larger group, or eight blocks whose scales (`bytes`, `nibbles`,
-`shared`) are integers, a byte for each group, and begin with a float16 for each row that they are multiplied with.
-Another one is for the zeros, which are then subtracted. Two blocks whose scales are `float8` begin with a float32 for
-each row instead. Units follow each other, and so do strips, so a product reads
-from the first to the last byte.
+In memory, 16 rows are a strip, and 32 columns of a strip are a block. A strip is a sequence of units. A unit is a
+block, the blocks of a larger group, eight blocks (scales in `bytes`, `nibbles` or `shared`), or two blocks (`float8`).
+It has the scales of its groups, then the zeros, then the codes of its blocks. Scales and zeros are [groups, 16 rows]. A
+unit of eight blocks begins with a float16 for each row, which multiplies the scales (a byte for each group); if there
+are zeros, another float16 multiplies them, and the result is subtracted. A unit of two blocks begins with a float32 for
+each row instead. Units and strips are contiguous, so a product reads from the first to the last byte.
 
 The codes of a block are 16 lines of 32 lanes. For AMX a line is a row of the strip, and its lanes are the 32 columns;
-of two groups they alternate. For the other variants a line is a pair of columns, and its lanes are the two columns of
-the first row, then those of the second. With 8 bits a line is 32 bytes. With fewer there are planes: words of 32 lanes
-of 16 bits. The first words have the low 4 bits (of 2 or 3 bits the low 2, of 1 bit that one) of consecutive lines, the
-lowest bits those of the first line. The next words have the other bits in the same way.
+if the block has two groups, their columns alternate. For the other variants a line is a pair of columns, and its lanes
+are the two columns of the first row, of the second row, and so on. Codes of 8 bits are bytes: 32 for a line.
+Other codes are in planes: words of 32 lanes of 16 bits. The first words have the low bits of the codes of consecutive
+lines, the first line in the lowest bits: 4 bits of a code, or 2 if a code has 2 or 3 bits, or its only bit. The next
+words have the remaining bits in the same way.
 """
 
 from __future__ import annotations
@@ -35,21 +35,22 @@ _TABLES: dict[str, tuple[float, ...]] = {
     "iq4": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
     "mxfp4": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
 }
-"""The numbers of codes that are not integers one after the other."""
+"""The numbers of codes that are not consecutive integers."""
 
 _NUMBER_BYTES = {"float16": 2, "exponents": 1, "bytes": 1, "nibbles": 1, "shared": 0, "float8": 1}
-"""Bytes of a scale for a group, by how it is stored."""
+"""Bytes of the scale of a group, by how scales are stored."""
 _SHARED_BYTES = {"bytes": 2, "nibbles": 2, "shared": 2, "float8": 4}
-"""Bytes of the number for each row of a unit that scales are multiplied with. Zeros have as many."""
+"""Bytes of the factor of the scales in a unit, for each row. The factor of the zeros has the same size."""
 _OF_MANY = ("bytes", "nibbles", "shared")
 
 
 class QuantForm(Struct, frozen=True):
-    """Codes of `bits` bits: without a `table` the integers from 0 on, or with a sign if there are no zeros.
+    """Codes of `bits` bits. Their numbers are in a `table`, or else are integers: from 0 on, or signed if there are no
+    zeros.
 
-    `scales` says how scales and zeros are stored: as `float16` for each group; as `exponents` of 2
-    (MXFP4); as `bytes` or as `nibbles` (both in one byte) that are multiplied by a float16 of 256 columns, or as that
-    alone (`shared`); as `float8`, 4 bits of exponent and 3 of mantissa, times a float32 of the row (NVFP4).
+    `scales` says how scales and zeros are stored: a `float16` for each group; `exponents` of 2 (MXFP4); `bytes` or
+    `nibbles` (scale and zero in one byte), multiplied by one float16 for 256 columns; that float16 alone (`shared`);
+    `float8` with 4 bits of exponent and 3 of mantissa, multiplied by a float32 of the row (NVFP4).
     """
 
     bits: int
@@ -64,7 +65,7 @@ class QuantForm(Struct, frozen=True):
 
     @property
     def kind(self) -> str:
-        """The kind of number that codes are, as people call it: `int4`."""
+        """The usual name of the type of codes, such as `int4`."""
         return f"int{self.bits}"
 
     @property
@@ -93,7 +94,7 @@ class QuantForm(Struct, frozen=True):
 
     @property
     def weight_bits(self) -> float:
-        """Bits of a weight, with its part of scales and zeros."""
+        """Bits per weight, including scales and zeros."""
         return self.unit_bytes * 8 / (ROWS * self.unit_columns)
 
     def packed_shape(self, rows: int, columns: int) -> tuple[int, int, int]:
@@ -127,4 +128,4 @@ FILE_FORMS = {
     "MXFP4": QuantForm(4, 32, False, "exponents", "mxfp4"),
     "NVFP4": QuantForm(4, 16, False, "float8", "mxfp4"),
 }
-"""The form of each type of quants in files, number for number: `native.packing` gives it to them."""
+"""The form of each type of quants in files, which keeps each number. `native.packing` converts to it."""

@@ -1,8 +1,8 @@
 // Attention over the memory of several sequences. A row's bits depend only on the tokens that it sees.
 //
-// Keys are taken in tiles of `KEY_TILE` tokens counted from position 0 of a sequence. Each tile gives a row a maximum, a
-// sum of weights and a weighted sum of values, all from that tile alone. They are merged into those of the row in
-// ascending order of the tiles. A tile that a row does not see leaves it exactly as it is. So the work can be cut
+// Keys are processed in tiles of `KEY_TILE` tokens, counted from position 0 of a sequence. Each tile gives a row a
+// maximum, a sum of weights and a weighted sum of values, from that tile alone. They are merged into the state of the row
+// in ascending order of the tiles. A tile that a row does not see leaves the state unchanged. So the work can be cut
 // anywhere, for any number of threads.
 
 #pragma once
@@ -18,18 +18,18 @@ namespace diskprefix {
 namespace {
 
 constexpr int64_t KEY_TILE = 256;
-constexpr int64_t KEYS = 32;                // the keys of a tile that are computed are a multiple of it
+constexpr int64_t KEYS = 32;                // the number of keys computed in a tile is a multiple of it
 constexpr int64_t BLOCK = 32;               // rows of a product
 constexpr int64_t MIN_CHUNK = 64;           // keys and values are packed once for a chunk of rows
 constexpr int64_t MAX_CHUNK = 512;
-constexpr int64_t STRIDE = KEY_TILE + 16;   // of scores and weights, not a power of two
-constexpr int64_t PART_BYTES = 16384;       // numbers of 8 bits are widened in parts of about this size, which stay in the cache
-constexpr int64_t ALONE = 8192;             // with fewer numbers of rows than this, in each tile, one thread is faster
-constexpr float NOTHING = -1e30f;           // the maximum of no scores: finite, as infinities have no difference
+constexpr int64_t STRIDE = KEY_TILE + 16;   // of the rows of scores and weights; not a power of two
+constexpr int64_t PART_BYTES = 16384;       // 8-bit rows are widened in parts of about this size, which stay in the cache
+constexpr int64_t ALONE = 8192;             // one thread is faster if each tile has fewer row elements than this
+constexpr float NOTHING = -1e30f;           // the maximum of no scores; finite, because inf - inf is NaN
 constexpr float HIDDEN = -__builtin_inff();
 constexpr float NO_NUMBER = __builtin_nanf("");
 
-// The row of a token and a head, null if its page is not there.
+// Returns the row of a token and a head, null if its page is missing.
 template <class Element>
 Element* row_of(const Run& run, const Rows& rows, int64_t head, int64_t token) {
   char* page = rows.pages[token / run.page_tokens];
@@ -39,9 +39,9 @@ Element* row_of(const Run& run, const Rows& rows, int64_t head, int64_t token) {
 
 typedef int8_t Codes __attribute__((vector_size(LANES)));
 
-// Puts numbers into 8 bits. All 32 with a scale are none if one of them is not finite.
+// Stores numbers in 8 bits. If one of the 32 numbers of a block is not finite, the scale of the block is NaN.
 template <class Type>
-inline void put_eights(const typename Type::Stored* from, int64_t count, Eights* to) {
+inline void store_q8(const typename Type::Stored* from, int64_t count, Q8Block* to) {
   for (; count > 0; count -= 32, from += 32, ++to) {
     Floats numbers[32 / LANES];
     Ints largest = {};
@@ -50,23 +50,23 @@ inline void put_eights(const typename Type::Stored* from, int64_t count, Eights*
       const Ints size = (Ints)numbers[i / LANES] & 0x7fffffff;
       largest = size > largest ? size : largest;
     }
-    // As integers, infinity and what is no number are the largest.
+    // Compared as integers, infinity and NaN are the largest.
     int32_t top = 0;
     for (int lane = 0; lane < LANES; ++lane) top = top > largest[lane] ? top : largest[lane];
     uint16_t scales[LANES];
     BFloat16::put(scales, top < 0x7f800000 ? (Floats)all_ints(top) / all(127.0f) : all(NO_NUMBER));
     const float scale = BFloat16::one(to->scale = scales[0]), inverse = scale < 1e-36f ? 0.0f : 1.0f / scale;
     for (int64_t i = 0; i < 32; i += LANES) {
-      // What is added to 1.5 × 2^23 is rounded to a whole number.
+      // Adding 1.5 × 2^23 rounds a number to an integer.
       const Ints codes = (Ints)(numbers[i / LANES] * all(inverse) + all(12582912.0f)) - 0x4b400000;
       store(to->codes + i, __builtin_convertvector(codes, Codes));
     }
   }
 }
 
-// The opposite of `put_eights`: factors of a product, code × scale. In float32 they are exact, in bfloat16 rounded.
+// The inverse of `store_q8`: factors of a product, code × scale, exact in float32, rounded in bfloat16.
 template <class Product>
-inline void widen_eights(const Eights* from, int64_t count, typename Product::Factor* to) {
+inline void widen_q8(const Q8Block* from, int64_t count, typename Product::Factor* to) {
   for (; count >= 32; count -= 32, ++from, to += 32) {
     __builtin_prefetch((const char*)from + PREFETCH_BYTES, 0, 2);
     const Floats scale = all(BFloat16::one(from->scale));
@@ -76,20 +76,20 @@ inline void widen_eights(const Eights* from, int64_t count, typename Product::Fa
   }
   if (count > 0) {
     typename Product::Factor some[32];
-    widen_eights<Product>(from, 32, some);
+    widen_q8<Product>(from, 32, some);
     memcpy(to, some, count * sizeof *some);
   }
 }
 
-// Behind the last token that a row sees.
+// Returns the position after the last token that a row sees.
 inline int64_t end_visible(const Run& run, int64_t position) {
   for (int64_t i = 0; i < run.num_spans; ++i)
     if (position >= run.spans[i].begin && position < run.spans[i].end) return run.spans[i].end;
   return position + 1;
 }
 
-// The state of rows: the largest score × log2(e), the sum of weights, and the weighted sums of values. There is room
-// for a multiple of 16 rows.
+// The state of rows: the largest score × log2(e), the sum of weights, and the weighted sums of values, with room for a
+// multiple of 16 rows.
 struct State {
   float *high, *sum, *taken;
   int64_t columns;
@@ -101,7 +101,7 @@ struct State {
     memset(taken, 0, num_rows * columns * sizeof(float));
   }
 
-  // Adds a tile. The state of a row that does not see it stays exactly as it is.
+  // Adds a tile. The state of a row that does not see it is unchanged.
   void merge(const State& tile, int64_t num_rows) const {
     for (int64_t row = 0; row < num_rows; row += LANES) {
       const Floats before = loaded<Floats>(high + row), other = loaded<Floats>(tile.high + row);
@@ -119,11 +119,11 @@ struct State {
   }
 };
 
-// Rows of one key-value head of a run, and the tiles that they see. The rows are those of all heads of the group, token
-// by token. `piece` tiles make a unit of work.
+// Rows of one key-value head of a run, and the tiles that they see: the rows of all query heads of the group, token by
+// token. `piece` tiles make a unit of work.
 struct Task {
   int64_t run, head, row, num_rows, first_tile, num_tiles, piece, first_unit, num_units;
-  float* of_tiles;  // what each tile gives, if there are several units
+  float* tile_results;  // the result of each tile, if there are several units
   std::atomic<int64_t> open_units;
 };
 
@@ -163,11 +163,11 @@ class Computation {
   static constexpr int64_t WEIGHTS = STRIDE * sizeof(float) / sizeof(Factor);  // the stride of weights
 
   struct Scratch {
-    Factor *queries, *turned, *keys, *values;
-    Factor* gathered;  // the keys of a tile that lie in several pages or are in 8 bits, then its values
-    float* scores;  // and in the same rows the weights, as soon as a score is not needed any more
+    Factor *queries, *transposed, *keys, *values;
+    Factor* gathered;  // the keys of a tile that lie in several pages or in 8 bits, then its values
+    float* scores;  // weights overwrite the scores of their row
     State state, tile;
-    Span* visible;  // of each row the tokens that it sees
+    Span* visible;  // the tokens that each row sees
   };
 
   int64_t first_visible(int64_t position) const {
@@ -177,14 +177,14 @@ class Computation {
 
   int64_t position_of(const Task& task, int64_t row) const { return runs_[task.run].start + (task.row + row) / group_; }
 
-  // Behind the last token that a row of the task sees.
+  // Returns the position after the last token that a row of the task sees.
   int64_t end_of(const Task& task) const { return end_visible(runs_[task.run], position_of(task, task.num_rows - 1)); }
 
-  // Tasks for all rows; those of few rows may be cut into several units of tiles.
+  // Makes tasks for all rows. A task of few rows may be cut into several units of tiles.
   bool plan(Memory& memory) {
     int64_t all_rows = 0, most_tasks = 0;
     for (int64_t run = 0; run < call_.num_runs; ++run) all_rows += runs_[run].num_rows * call_.num_heads;
-    // Large chunks pack seldom. With three of them for each thread, all threads end at about the same time.
+    // Large chunks pack rarely. With three chunks for each thread, all threads end at about the same time.
     chunk_ = least(MAX_CHUNK, most(MIN_CHUNK, up_to(all_rows / (3 * call_.num_threads), BLOCK)));
     for (int64_t run = 0; run < call_.num_runs; ++run)
       most_tasks += (runs_[run].num_rows * group_ + MIN_CHUNK - 1) / MIN_CHUNK * call_.num_kv_heads;
@@ -220,7 +220,7 @@ class Computation {
   int64_t partial_size(const Task& task) const { return up_to(task.num_rows, 16) * (columns_ + 2); }
 
   State partial(const Task& task, int64_t tile) const {
-    float* high = task.of_tiles + tile * partial_size(task);
+    float* high = task.tile_results + tile * partial_size(task);
     float* sum = high + up_to(task.num_rows, 16);
     return {high, sum, sum + up_to(task.num_rows, 16), columns_};
   }
@@ -232,7 +232,7 @@ class Computation {
     if (!memory.reserve(bytes)) return false;
     for (int64_t i = 0; i < num_tasks_; ++i) {
       const bool is_cut = tasks_[i].num_units > 1;
-      tasks_[i].of_tiles = is_cut ? memory.take<float>(partial_size(tasks_[i]) * tasks_[i].num_tiles) : nullptr;
+      tasks_[i].tile_results = is_cut ? memory.take<float>(partial_size(tasks_[i]) * tasks_[i].num_tiles) : nullptr;
     }
     return true;
   }
@@ -262,7 +262,7 @@ class Computation {
                           Memory::size_of<Factor>(KEY_TILE * most(call_.key_dim, call_.value_dim));
     if (!memory.reserve(bytes)) return false;
     scratch.queries = memory.take<Factor>(rows * inner_);
-    scratch.turned = memory.take<Factor>(16 * inner_);
+    scratch.transposed = memory.take<Factor>(16 * inner_);
     scratch.keys = memory.take<Factor>(KEY_TILE * inner_);
     scratch.values = memory.take<Factor>(KEY_TILE * columns_);
     scratch.scores = memory.take<float>(BLOCK * STRIDE);
@@ -283,12 +283,12 @@ class Computation {
       typename Product::Scope scope(task.num_rows);
       pack_queries(task, scratch);
       const int64_t first = unit * task.piece, end = least(first + task.piece, task.num_tiles);
-      if (!task.of_tiles) scratch.state.clear(task.num_rows);
+      if (!task.tile_results) scratch.state.clear(task.num_rows);
       for (int64_t tile = first; tile < end; ++tile) attend_to(task, tile, scratch);
     }
-    if (!task.of_tiles) return finish(task, scratch.state);
+    if (!task.tile_results) return finish(task, scratch.state);
     if (task.open_units.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
-    // The last thread that ends merges the results of all, in the order of the tiles.
+    // The thread that ends last merges all results, in the order of the tiles.
     scratch.state.clear(task.num_rows);
     for (int64_t tile = 0; tile < task.num_tiles; ++tile) scratch.state.merge(partial(task, tile), task.num_rows);
     finish(task, scratch.state);
@@ -305,29 +305,29 @@ class Computation {
       const int64_t position = runs_[task.run].start + token;
       scratch.visible[row] = {first_visible(position), end_visible(runs_[task.run], position)};
     }
-    if (has_few(task)) Product::turn_rows(scratch.queries, inner_, task.num_rows, inner_, scratch.turned);
+    if (has_few(task)) Product::transpose_rows(scratch.queries, inner_, task.num_rows, inner_, scratch.transposed);
   }
 
-  // Keys are then multiplied as they lie in memory.
+  // Returns whether the keys are multiplied as they lie in memory.
   bool has_few(const Task& task) const { return task.num_rows <= Product::FEW_ROWS && call_.key_dim == inner_; }
 
-  // Calls `body` with the rows of the first tokens of a tile, and how many numbers they are apart: as they lie in a page, or
-  // copied to `gathered` if they lie in several pages, or widened there if they are in 8 bits.
+  // Calls `body` with the rows of the first tokens of a tile, and their stride in elements. The rows are in a page, or in
+  // `gathered`: copied there if they lie in several pages or if their page is missing, widened there if they are in 8 bits.
   template <class Body>
   static void with_rows(const Run& run, const Rows& rows, int64_t head, int64_t start, int64_t present, int64_t dim,
                         Factor* gathered, const Body& body) {
-    if (rows.in_eights) {
-      gather<Eights>(run, rows, head, start, present, dim, gathered, widen_eights<Product>);
+    if (rows.in_q8) {
+      gather<Q8Block>(run, rows, head, start, present, dim, gathered, widen_q8<Product>);
       return body((const Factor*)gathered, dim);
     }
-    if (start % run.page_tokens + present <= run.page_tokens)
-      return body((const Stored*)row_of<Stored>(run, rows, head, start), rows.token_stride);
+    const Stored* in_page = row_of<Stored>(run, rows, head, start);
+    if (in_page && start % run.page_tokens + present <= run.page_tokens) return body(in_page, rows.token_stride);
     gather<Stored>(run, rows, head, start, present, dim, (Stored*)gathered,
                    [](const Stored* from, int64_t count, Stored* to) { memcpy(to, from, count * sizeof *to); });
     body((const Stored*)gathered, dim);
   }
 
-  // Rows of missing pages, which nobody sees, are zeros: a weight of 0 does not hide what is no number.
+  // Rows of missing pages, which no row sees, become zeros, because a weight of 0 does not hide a NaN.
   template <class Element, class Number, class Copy>
   static void gather(const Run& run, const Rows& rows, int64_t head, int64_t start, int64_t present, int64_t dim, Number* to,
                      const Copy& copy) {
@@ -340,14 +340,14 @@ class Computation {
     }
   }
 
-  // Calls `body` for tokens of a tile: all of them, or if they are in 8 bits parts that stay in the cache.
+  // Calls `body` for the tokens of a tile: for all at once, or in 8 bits for parts that stay in the cache.
   template <class Body>
   static void in_parts(const Rows& rows, int64_t count, int64_t dim, const Body& body) {
-    const int64_t part = rows.in_eights ? up_to(PART_BYTES / (dim * (int64_t)sizeof(Factor)), KEYS) : KEY_TILE;
+    const int64_t part = rows.in_q8 ? up_to(PART_BYTES / (dim * (int64_t)sizeof(Factor)), KEYS) : KEY_TILE;
     for (int64_t first = 0; first < count; first += part) body(first, least(part, count - first));
   }
 
-  // The tile has the number `tile` among those of the task.
+  // Computes tile number `tile` of the task.
   void attend_to(const Task& task, int64_t tile, const Scratch& scratch) const {
     const Run& run = runs_[task.run];
     const int64_t start = (task.first_tile + tile) * KEY_TILE;
@@ -358,12 +358,12 @@ class Computation {
     const int64_t as_they_lie = has_few(task) ? present / KEYS * KEYS : 0;
     in_parts(run.keys, as_they_lie, call_.key_dim, [&](int64_t first, int64_t count) {
       with(run.keys, first, count, call_.key_dim, [&](const auto* keys, int64_t stride) {
-        Product::multiply_tokens(scratch.turned, task.num_rows, inner_, keys, stride, count, scratch.scores + first, STRIDE);
+        Product::multiply_tokens(scratch.transposed, task.num_rows, inner_, keys, stride, count, scratch.scores + first, STRIDE);
       });
     });
     if (const int64_t left = present - as_they_lie; left > 0)
       with(run.keys, as_they_lie, left, call_.key_dim, [&](const auto* keys, int64_t stride) {
-        Product::pack_turned(keys, stride, left, num_keys - as_they_lie, call_.key_dim, inner_, scratch.keys);
+        Product::pack_transposed(keys, stride, left, num_keys - as_they_lie, call_.key_dim, inner_, scratch.keys);
       });
     const bool packs_values = !has_few(task) || !takes_values<Product>(call_.value_dim);
     if (packs_values)
@@ -374,27 +374,27 @@ class Computation {
       const int64_t num_rows = least(BLOCK, task.num_rows - row), end = scratch.visible[row + num_rows - 1].end;
       const int64_t seen = up_to(least(present, end - start), KEYS);
       if (seen <= 0) continue;
-      // Those of few rows, which may be cut into units, have one block.
-      const State found = task.of_tiles ? partial(task, tile) : scratch.tile;
-      weigh_block(scratch, row, num_rows, start, as_they_lie, seen, num_keys, found);
+      // A task of few rows, which may be cut into units, has one block.
+      const State result = task.tile_results ? partial(task, tile) : scratch.tile;
+      weigh_block(scratch, row, num_rows, start, as_they_lie, seen, num_keys, result);
       const Factor* weights = (const Factor*)scratch.scores;
       if (packs_values)
-        Product::multiply(weights, WEIGHTS, scratch.values, num_keys, columns_, found.taken, columns_, num_rows, seen, columns_);
+        Product::multiply(weights, WEIGHTS, scratch.values, num_keys, columns_, result.taken, columns_, num_rows, seen, columns_);
       else if constexpr (Product::VALUES > 0)
         in_parts(run.values, present, call_.value_dim, [&](int64_t first, int64_t count) {
           with(run.values, first, count, call_.value_dim, [&](const auto* values, int64_t stride) {
-            Product::multiply_values(weights + first, WEIGHTS, num_rows, values, stride, count, call_.value_dim, found.taken,
+            Product::multiply_values(weights + first, WEIGHTS, num_rows, values, stride, count, call_.value_dim, result.taken,
                                      columns_, first > 0);
           });
         });
-      if (!task.of_tiles) scratch.state.from(row).merge(found, num_rows);
+      if (!task.tile_results) scratch.state.from(row).merge(result, num_rows);
     }
   }
 
-  // Computes the weights of a block of rows for `seen` of the `num_keys` keys. The scores of the first `known` are
-  // there, the other keys are packed.
+  // Computes the weights of a block of rows for `seen` of the `num_keys` keys. The first `known` keys have their scores;
+  // the others are packed.
   void weigh_block(const Scratch& scratch, int64_t row, int64_t num_rows, int64_t start, int64_t known, int64_t seen,
-                    int64_t num_keys, const State& found) const {
+                    int64_t num_keys, const State& result) const {
     if (known < seen)
       Product::multiply(scratch.queries + row * inner_, inner_, scratch.keys, inner_, num_keys - known,
                         scratch.scores + known, STRIDE, num_rows, inner_, seen - known);
@@ -404,13 +404,13 @@ class Computation {
       tops[i] = largest_score(scratch.scores + i * STRIDE, seen, visible.begin - start, visible.end - start);
     }
     for (int64_t i = 0; i < num_rows; ++i) {
-      found.high[i] = tops[i] * scale_ > NOTHING ? tops[i] * scale_ : NOTHING;
-      found.sum[i] = weigh(scratch.scores + i * STRIDE, seen, tops[i]);
+      result.high[i] = tops[i] * scale_ > NOTHING ? tops[i] * scale_ : NOTHING;
+      result.sum[i] = weigh(scratch.scores + i * STRIDE, seen, tops[i]);
     }
   }
 
-  // The largest score of a row that sees the keys from `first` up to `end`; other scores are hidden. It is no number if
-  // one of them is none: which one a comparison returns would depend on where the block of rows ends.
+  // Returns the largest score of a row that sees the keys from `first` up to `end`, and hides the other scores. Returns
+  // NaN if one of them is NaN: a comparison's result would depend on where the block of rows ends.
   float largest_score(float* scores, int64_t count, int64_t first, int64_t end) const {
     if (call_.softcap) cap(scores, count);
     if (first > 0 || end < count) hide(scores, count, first, end);
@@ -424,11 +424,11 @@ class Computation {
     return has_any(none) ? NO_NUMBER : largest_of(larger(highest[0], highest[1]));
   }
 
-  // Turns a row of scores into weights in the same memory, and returns their sum: no number if `top` is none, and so is
-  // then what the row gets.
+  // Replaces a row of scores by weights, and returns their sum. If `top` is NaN, so is the sum, and so is the row's
+  // result.
   float weigh(float* scores, int64_t count, float top) const {
     Factor* weights = (Factor*)scores;
-    // The difference first: that of the largest score is exactly 0, however large it is.
+    // Subtract first: the largest score then gives exactly 0, however large it is.
     const Floats scale = all(scale_), offset = all(top > HIDDEN ? top : 0.0f);
     Floats sums[2] = {};
     for (int64_t i = 0; i < count; i += 2 * LANES) {
@@ -450,8 +450,8 @@ class Computation {
     for (int64_t i = 0; i < count; i += LANES) {
       if (i >= first && i + LANES <= end) continue;
       const Ints numbers = lane_numbers() + (int32_t)i;
-      const Floats found = loaded<Floats>(scores + i);
-      store(scores + i, (numbers >= from) & (numbers < to) ? found : all(HIDDEN));
+      const Floats score = loaded<Floats>(scores + i);
+      store(scores + i, (numbers >= from) & (numbers < to) ? score : all(HIDDEN));
     }
   }
 
@@ -464,14 +464,14 @@ class Computation {
       if (call_.sinks) total += exp2(all(clamped(call_.sinks[head] * LOG2_E - state.high[row])));
       Stored* to = (Stored*)call_.out + ((before + token) * call_.num_heads + head) * call_.value_dim;
       for (int64_t i = 0; i < call_.value_dim; i += LANES) {
-        // A zero is always +0, whatever was added to it.
-        const Floats found = loaded<Floats>(state.taken + row * columns_ + i) / total + all(0.0f);
-        put_some<Type>(to + i, found, call_.value_dim - i);
+        // Makes -0 into +0.
+        const Floats attended = loaded<Floats>(state.taken + row * columns_ + i) / total + all(0.0f);
+        put_some<Type>(to + i, attended, call_.value_dim - i);
       }
     }
   }
 
-  // A sink far above all scores leaves nothing of them.
+  // Far above all scores, a sink makes their weights 0.
   static float clamped(float exponent) { return exponent < 126.0f ? exponent : 126.0f; }
 };
 

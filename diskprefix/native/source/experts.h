@@ -1,7 +1,7 @@
 // The chosen experts of a mixture, for all rows of a step in one call. A row's result depends on no other row.
 //
-// Rows are sorted by expert, so that each matrix is read once. The products of all experts are one loop over the threads:
-// first gate and up, then down.
+// Rows are sorted by expert, so that each matrix is read once. The gate and up products of all experts are one loop over
+// the threads, the down products another.
 
 #pragma once
 
@@ -18,7 +18,7 @@ class Mixture {
       : call_(call), pairs_(call.num_rows * call.num_chosen), width_(call.gate[0]->columns), inner_(call.gate[0]->rows),
         num_first_(call.up ? 2 : 1) {}
 
-  // Returns what the operator returns.
+  // Returns the operator's result; see `Operators`.
   int32_t run() {
     if (!pairs_) return 0;
     static thread_local Memory indices, memory;
@@ -26,7 +26,7 @@ class Mixture {
                          Memory::size_of<Group>(pairs_) + Memory::size_of<Part>(3 * pairs_)))
       return 1;
     if (!sort(indices)) return 2;
-    const int64_t packed = of_packed();
+    const int64_t packed = place_packed();
     if (!memory.reserve(Memory::size_of<uint16_t>(pairs_ * width_) + 2 * Memory::size_of<uint16_t>(pairs_ * inner_) + packed))
       return 1;
     rows_ = memory.take<uint16_t>(pairs_ * width_);
@@ -41,7 +41,7 @@ class Mixture {
   }
 
  private:
-  // An expert that is chosen, and its rows among all that are sorted by expert.
+  // A chosen expert, and its range of the rows sorted by expert.
   struct Group {
     int64_t expert, first, count, packed;
   };
@@ -55,7 +55,7 @@ class Mixture {
   uint16_t *rows_ = nullptr, *gate_ = nullptr, *up_ = nullptr;
   uint8_t* packed_ = nullptr;
 
-  // A pair is a row and one of its experts. Returns false if there is no such expert.
+  // Sorts the pairs of a row and one of its experts. Returns false if an expert does not exist.
   bool sort(Memory& memory) {
     int64_t* counts = memory.take<int64_t>(call_.num_experts + 1);
     pair_at_ = memory.take<int64_t>(pairs_), place_of_ = memory.take<int64_t>(pairs_);
@@ -77,8 +77,8 @@ class Mixture {
     return true;
   }
 
-  // Gives each group its place in the memory for packed rows, and returns the bytes of all.
-  int64_t of_packed() {
+  // Gives each group its place in the memory for packed rows, and returns the number of bytes in all.
+  int64_t place_packed() {
     int64_t bytes = 0;
     for (int64_t i = 0; i < num_groups_; ++i) {
       groups_[i].packed = bytes;
@@ -112,7 +112,7 @@ class Mixture {
     pack_rows(parts, num_first_, 0, group.count);
   }
 
-  // The products of the experts take the place of the rows.
+  // The experts' results replace the rows.
   void gate(const Group& group) {
     uint16_t *gate = gate_ + group.first * inner_, *up = up_ + group.first * inner_;
     for (int64_t i = 0; i < group.count; ++i)
@@ -134,8 +134,8 @@ class Mixture {
     for (int64_t i = 0; i < width_; i += LANES) {
       Floats total = {};
       for (int64_t pair = row * call_.num_chosen; pair < (row + 1) * call_.num_chosen; ++pair) {
-        const Floats found = BFloat16::load(rows_ + place_of_[pair] * width_ + i);
-        const Floats weighted = call_.weighs_rows ? found : rounded_to<BFloat16>(found * all(call_.weights[pair]));
+        const Floats computed = BFloat16::load(rows_ + place_of_[pair] * width_ + i);
+        const Floats weighted = call_.weighs_rows ? computed : rounded_to<BFloat16>(computed * all(call_.weights[pair]));
         total = pair == row * call_.num_chosen ? weighted : total + weighted;
       }
       BFloat16::put(out + i, total);

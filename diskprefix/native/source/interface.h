@@ -1,5 +1,4 @@
-// The structures that Python and the variants share. The modules of `native` describe the same ones. Strides count
-// elements.
+// The structures that Python and the variants share; `native/calls.py` repeats them. Strides count elements.
 
 #pragma once
 
@@ -11,19 +10,19 @@ enum DType : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
 typedef void (*Work)(int64_t begin, int64_t end, void* context);
 
-// Calls `work` with parts of [0, count), of `grain` or more each, on so many threads.
+// Calls `work` with parts of [0, count), of `grain` or more each, on up to `num_threads` threads.
 void share(int64_t num_threads, int64_t count, int64_t grain, Work work, void* context);
 
 // The rows of one layer, [kv_heads, tokens, dim], in the pages of a sequence. The row of token t is in page t /
-// page_tokens: `offset` bytes behind its start, and head × `head_stride` + (t % page_tokens) × `token_stride` elements.
-// With `in_eights` an element is an `Eights` of 32 numbers.
+// page_tokens: `offset` bytes after its start, and head × `head_stride` + (t % page_tokens) × `token_stride` elements.
+// With `in_q8` an element is a `Q8Block` of 32 numbers.
 struct Rows {
   char* const* pages;
-  int64_t offset, head_stride, token_stride, in_eights;
+  int64_t offset, head_stride, token_stride, in_q8;
 };
 
-// Numbers of 8 bits: each is its code × `scale`, a bfloat16, rounded to the type of the model.
-struct Eights {
+// 32 numbers in 8 bits: each is its code × `scale`, a bfloat16, rounded to the type of the model.
+struct Q8Block {
   uint16_t scale;
   int8_t codes[32];
 };
@@ -33,9 +32,9 @@ struct Span {
   int64_t begin, end;
 };
 
-// Consecutive tokens of one sequence: `num_rows` rows of the query, the first at position `start`. Pages of which no row
-// sees a token may be null. A row in one of the spans, which are in order and end before the run does, sees all tokens up
-// to the end of that span, as far back as another row does.
+// Consecutive tokens of one sequence: `num_rows` rows of the query, the first at position `start`. A page without a token
+// that a row sees may be null. Spans are in order and end before the run does. A row inside a span sees the tokens up to
+// the end of the span; how far back it sees is not changed.
 struct Run {
   int64_t start, num_rows, page_tokens;
   Rows keys, values;
@@ -45,22 +44,23 @@ struct Run {
 
 struct Attention {
   int64_t dtype, num_heads, num_kv_heads, key_dim, value_dim, num_runs;
-  // A token sees the last `window` tokens, or those of its chunk of `chunk` tokens, or if both are 0 all up to itself.
+  // A token sees the last `window` tokens, or its chunk of `chunk` tokens, or if both are 0 all tokens up to itself.
   int64_t window, chunk;
   const void* query;  // [heads, rows, key_dim]
   int64_t query_head_stride, query_row_stride;
   void* out;           // [rows, heads, value_dim]
   const float* sinks;  // one for each head, or null
-  double scale, softcap;  // without soft cap 0
+  double scale, softcap;  // `softcap` 0: none
   int64_t num_threads;
 };
 
-// How scales, and zeros where there are some, are stored: numbers of the groups, exponents of 2, or small integers that are
-// multiplied by a float16 of 256 columns: bytes, or the halves of one byte for both. Shared ones are that float16 alone.
+// How scales (and zeros, if any) are stored: one float16 for each group; exponents of 2; or integers that are multiplied by
+// one float16 for 256 columns, in bytes, or scale and zero in the nibbles of one byte. `SHARED`: that float16 alone.
+// `IN_FLOAT8`: 8-bit floats that are multiplied by one float32 for each row of a unit.
 enum Scales : int64_t { IN_FLOAT16 = 0, IN_EXPONENTS = 1, IN_BYTES = 2, IN_NIBBLES = 3, SHARED = 4, IN_FLOAT8 = 5 };
 
 // A matrix [rows, columns]: in bfloat16 row after row (`bits` is 16), or in blocks of quants, see
-// model/quants/forms.py. Codes stand for the numbers in `table`, 64 of them; they follow each other without `has_table`.
+// model/quants/forms.py. Code i stands for `table[i]`, of 64 numbers; without `has_table` these are consecutive.
 struct Matrix {
   int64_t rows, columns, bits, group, has_zeros, scales, has_table;
   const void* weights;
@@ -80,9 +80,9 @@ struct Lookup {
 };
 
 // Strips of a packed matrix, made of rows of a GGUF tensor. Row i is row `order[i]` of the content, or row i if `order` is
-// null. `type` is the number of the type in the file. Types that choose several weights together have a grid of codes. If
-// `content` is null, it is that of an open file from `offset` on. Scales in 8 bits are multiplied by `factors`, one for each
-// packed row, or by 1 if it is null.
+// null. `type` is the number of the type in the file. Types whose codes stand for several weights have a grid of codes. If
+// `content` is null, the content is read from an open file, at `offset`. Scales in 8 bits are multiplied by `factors`, one
+// for each packed row; null: by 1.
 struct Packing {
   int64_t type, strips, columns, file, offset;
   const void *content, *grid;
@@ -92,7 +92,7 @@ struct Packing {
   int64_t num_threads;
 };
 
-// The same rows, bfloat16 [num_rows, columns], times each of several matrices: bfloat16 [num_rows, rows of the matrix].
+// Rows, bfloat16 [num_rows, columns], times each of several matrices: bfloat16 [num_rows, rows of the matrix] each.
 struct Product {
   int64_t num_rows, num_matrices;
   const void* rows;
@@ -101,7 +101,7 @@ struct Product {
   int64_t num_threads;
 };
 
-// The rows of each head, in bfloat16, times its matrix. Numbers of a row and of a result lie side by side.
+// The rows of each head, in bfloat16, times its matrix. Rows and results are contiguous.
 struct HeadProduct {
   int64_t num_rows, num_heads;
   const void* rows;
@@ -111,10 +111,10 @@ struct HeadProduct {
   int64_t out_head_stride, out_row_stride, num_threads;
 };
 
-// The rows of each head times a matrix of that head: [num_rows, inner] → [num_rows, outer]. The matrix has lines of `outer`
-// numbers, or if it is turned of `inner`. Numbers of a line, of a row and of a result lie side by side.
+// The rows of each head times its matrix: [num_rows, inner] → [num_rows, outer]. The matrix is [inner, outer], or
+// [outer, inner] if it is transposed. Lines of the matrix, rows and results are contiguous.
 struct DenseProduct {
-  int64_t dtype, is_turned, num_heads, num_rows, inner, outer;
+  int64_t dtype, is_transposed, num_heads, num_rows, inner, outer;
   const void* rows;
   int64_t head_stride, row_stride;
   const void* matrices;
@@ -124,12 +124,11 @@ struct DenseProduct {
   int64_t out_head_stride, out_row_stride, num_threads;
 };
 
-// The use of weights in a norm by the root of the mean square: the normed number is rounded first, or it is not, or the
-// weight is one more than the stored one. In a layer norm numbers are taken less their mean, and behind the weights as many
-// biases follow.
+// How an RMS norm applies its weights: the normed number is rounded before, or it is not, or the weight is the stored one
+// plus 1. A layer norm subtracts the mean first; its biases follow its weights.
 enum NormKind : int64_t { ROUNDED = 0, UNROUNDED = 1, ONE_MORE = 2, LAYER = 3 };
 
-// Rows of `width` numbers side by side.
+// Contiguous rows of `width` numbers.
 struct Norm {
   int64_t dtype, kind, num_rows, width;
   const void* rows;
@@ -139,12 +138,12 @@ struct Norm {
   int64_t num_threads;
 };
 
-// For each row the experts that its router chose: down × (curve(gate × row) × up_curve(up × row)), rounded to bfloat16,
-// times the weight of the expert, rounded again, and added up in float32 in the order in which they are named. Without
-// `up` it is down × curve(gate × row). A curve is a table with the value
-// for each of the 65,536 bfloat16 numbers, and one number more; `up_curve` may be null. `rows` and `out` are
-// bfloat16 [num_rows, width], `chosen` and `weights` [num_rows, num_chosen]; `gate`, `up` and `down` hold the address of
-// each expert's matrix. With `weighs_rows` the row is multiplied by the weight, instead of the result.
+// The experts that the router chose for each row: down × (curve(gate × row) × up_curve(up × row)), rounded to bfloat16,
+// times the weight of the expert, rounded again, and added up in float32 in the order of `chosen`. Without `up` it is
+// down × curve(gate × row). A curve is a table with a value for each of the 65,536 bfloat16 numbers, and one more entry;
+// `up_curve` may be null. `rows` and `out` are bfloat16 [num_rows, width], `chosen` and `weights` [num_rows, num_chosen];
+// `gate`, `up` and `down` hold the address of each expert's matrix. With `weighs_rows` the weight multiplies the row
+// instead of the result.
 struct Experts {
   int64_t num_rows, num_chosen, num_experts, weighs_rows;
   const void* rows;
@@ -156,17 +155,17 @@ struct Experts {
   int64_t num_threads;
 };
 
-// Consecutive tokens of one sequence, at least one, the state before them, and where the state behind them goes, which may
-// be the same memory.
+// Consecutive tokens of one sequence, at least one; the state before them; and where to write the state after them, which
+// may be the same memory.
 struct StateRun {
   int64_t num_rows;
   const void* before;
   void* state;
 };
 
-// A convolution of each channel alone with its last `kernel` inputs, rows [num_rows, channels] with a stride from row to row
-// to the same side by side. `weight` is [channels, kernel], `bias` [channels] or null, a state [channels, kernel], all of one
-// dtype. With `has_silu`, x × sigmoid(x) of the rounded number.
+// A depthwise causal convolution over the last `kernel` inputs of each channel: rows [num_rows, channels], `row_stride`
+// apart, to contiguous rows. `weight` is [channels, kernel], `bias` [channels] or null, a state [channels, kernel], all of
+// one dtype. With `has_silu`, x × sigmoid(x) of the rounded number.
 struct Convolution {
   int64_t dtype, num_runs, num_rows, channels, kernel, has_silu, row_stride;
   const void *rows, *weight, *bias;
@@ -175,8 +174,8 @@ struct Convolution {
 };
 
 // The gated delta rule: queries and keys [rows, key_heads, key_dim], values and out [rows, heads, value_dim] of one
-// dtype, with strides from row to row. Decays are logarithms [rows, heads, decay_dim]: 1 or one for each number of the
-// key. States are float32 [heads, key_dim, value_dim]. Queries and keys get length 1 if `epsilon` is not 0.
+// dtype, with strides from row to row. Decays are logarithms [rows, heads, decay_dim]; `decay_dim` is 1 or `key_dim`.
+// States are float32 [heads, key_dim, value_dim]. Queries and keys are normalised to length 1 if `epsilon` is not 0.
 struct DeltaRule {
   int64_t dtype, num_runs, heads, key_heads, key_dim, value_dim, decay_dim;
   const void *query, *key, *value;
@@ -202,7 +201,7 @@ struct StateSpace {
 // -- a plan ------------------------------------------------------------------------------------------------------------
 
 // The cosines and sines of rotary positions, [num_rows, half], times `factor`. Positions are int64 [axes, num_rows], with
-// `axis_stride` numbers from axis to axis. `axes` has the axis of each frequency; null: all are of the first.
+// `axis_stride` numbers from axis to axis. `axes` has the axis of each frequency; null: axis 0 for all.
 struct Angles {
   int64_t dtype, num_rows, half, axis_stride;
   const int64_t* positions;
@@ -213,25 +212,27 @@ struct Angles {
   int64_t num_threads;
 };
 
-// Rows [num_rows, num_heads, dim], changed in place: each head gets its norm, without weight none, and is turned by
-// `cosines` and `sines`, [num_rows, half], from number `rotary_first` on, without `half` not at all. The norm's weights of
-// the next head are `norm_stride` behind. Number i is turned with number half + i; if `is_paired` is 1 neighbours are, if it
-// is 2 neighbours that are parted into halves then. The head goes to memory `to` of page table number `table`, if that is
-// not negative.
-struct Heads {
+// The two elements that frequency i rotates, counted from the first rotated one: i and half + i, or 2i and 2i + 1. The last
+// kind moves them to i and half + i.
+enum Pairing : int64_t { HALVES = 0, INTERLEAVED = 1, INTERLEAVED_TO_HALVES = 2 };
+
+// Rows [num_rows, num_heads, dim], changed in place: each head is normed, unless `norm` is null, and rotated by `cosines` and
+// `sines`, [num_rows, half], from element `rotary_first` on, unless `half` is 0. The norm's weights of two heads are
+// `norm_stride` apart. The head is stored at `to` in page table number `table`, unless that is negative.
+struct NormRotateStore {
   int64_t dtype, num_rows, num_heads, dim, row_stride;
   void* rows;
   const void* norm;
   int64_t norm_kind, norm_stride;
   double epsilon;
-  int64_t rotary_first, half, is_paired;
+  int64_t rotary_first, half, pairing;
   const void *cosines, *sines;
   int64_t table;
   Rows to;
   int64_t num_threads;
 };
 
-// Attention over keys in page table number `table` and values in another or the same. What a step decides is not set.
+// Attention over keys in page table number `table` and values in `value_table`. A step sets the fields that depend on it.
 struct Attend {
   Attention attention;
   int64_t table, value_table, sees_pictures;
@@ -239,10 +240,11 @@ struct Attend {
 };
 
 enum Function : int64_t { IDENTITY = 0, SILU = 1, GELU = 2, GELU_TANH = 3, RELU = 4, SQUARED_RELU = 5, SIGMOID = 6, TANH = 7,
-  SOFTPLUS = 8, LIMITED_SILU = 9, LIMITED_AND_ONE = 10 };
+  SOFTPLUS = 8, LIMITED_SILU = 9, LIMITED_AND_ONE = 10, EXPM1_EXCESS = 11 };
 
-// Rows [num_rows, width] of `factor` × function(gate / factor) × up, without `up` of the function alone. bfloat16 has
-// `curve`, a table as in `Experts`. `gate` and `up` have strides from row to row; a number of gate counts for `each` of up.
+// Rows [num_rows, width] of `factor` × function(gate / factor) × up; without `up`, `factor` × function(gate / factor).
+// bfloat16 has `curve`, a table as in `Experts`. `gate` and `up` have strides from row to row; each number of the gate
+// multiplies `each` consecutive numbers of `up`.
 struct Gate {
   int64_t dtype, num_rows, width, each, gate_stride, up_stride, function;
   double factor;
@@ -252,16 +254,17 @@ struct Gate {
   int64_t num_threads;
 };
 
-// Rows [num_rows, width]: one + other × factor, without `one` other × factor. A factor that is not 1 rounds the product.
+// Rows [num_rows, width]: first + second × factor; without `first`, second × factor. If `factor` is not 1, the product is
+// rounded.
 struct Sum {
   int64_t dtype, num_rows, width;
   double factor;
-  const void *one, *other;
+  const void *first, *second;
   void* out;
   int64_t num_threads;
 };
 
-// Rows of these numbers, `row_bytes` each, one behind the other.
+// Copies rows `numbers[i]`, `row_bytes` each, to contiguous rows.
 struct Pick {
   int64_t num_rows, row_bytes;
   const void* rows;
@@ -270,7 +273,7 @@ struct Pick {
   int64_t num_threads;
 };
 
-// Puts rows of `from` in the place of rows with these numbers, or with `adds` adds them. A step may have none of them.
+// Replaces rows `numbers[i]` by rows of `from`, or with `adds` adds to them. `count` may be 0 in a step.
 struct Scatter {
   int64_t dtype, num_rows, width, adds, count;
   const int64_t* numbers;
@@ -279,13 +282,14 @@ struct Scatter {
   int64_t num_threads;
 };
 
-// Scores of experts: of all of them, or numbers that get theirs among those that are chosen.
+// The scores of experts: over all experts, or over the chosen ones.
 enum Scores : int64_t { SOFTMAX = 0, OF_SIGMOID = 1, SOFTMAX_OF_CHOSEN = 2, SIGMOID_OF_CHOSEN = 3, SPARSE_MIXER = 4 };
 
 // The `num_chosen` experts with the largest score + bias for rows of `logits`, [num_rows, num_experts], and their weights,
-// [num_rows, num_chosen]. With `groups`, only experts of the `groups_chosen` best ones: a group counts its `of_group`
-// largest. Weights are scores, divided by their sum or `floor` if they are normed, times `factor` and the scale of the
-// expert. A softcap is one of logits. A sparse mixer weighs each expert among those left that are nearer to it than `threshold`, relative to them.
+// [num_rows, num_chosen]. With `groups`, only experts of the `groups_chosen` best groups are chosen; a group is rated by the
+// sum of its `of_group` largest. Weights are scores, divided by their sum (at least `floor`) if they are normed, times
+// `factor` and the scale of the expert. `softcap` applies to logits. A sparse mixer's weight is the part of the expert in a
+// softmax over itself and the experts not chosen yet whose logits are within a relative distance of `threshold`.
 struct Router {
   int64_t dtype, num_rows, num_experts, num_chosen, scores, groups, groups_chosen, of_group, is_normed;
   const void* logits;
@@ -296,12 +300,12 @@ struct Router {
   int64_t num_threads;
 };
 
-// What `Experts` does, of matrices that lie side by side, [num_experts, outer, width] and [num_experts, width, inner], or
-// with the last two exchanged if they are turned. Numbers of up are `up_shift` behind those of gate, which are `step` apart;
-// without up it is 0. Biases are [num_experts, outer] and [num_experts, width], or null. float32 has functions, bfloat16
-// curves.
+// As `Experts`, with contiguous matrices [num_experts, outer, width] and [num_experts, width, inner]; if they are
+// transposed, with the last two dimensions swapped. Gate and up are in one row, `step` apart; up begins at offset
+// `up_shift`, 0 without up. Biases are [num_experts, outer] and [num_experts, width], or null. float32 has functions,
+// bfloat16 curves.
 struct DenseExperts {
-  int64_t dtype, num_rows, num_chosen, num_experts, width, inner, outer, is_turned, step, up_shift, weighs_rows;
+  int64_t dtype, num_rows, num_chosen, num_experts, width, inner, outer, is_transposed, step, up_shift, weighs_rows;
   int64_t function, up_function;
   double slope, limit;
   const void* rows;
@@ -314,7 +318,7 @@ struct DenseExperts {
   int64_t num_threads;
 };
 
-// bfloat16 rows [num_rows, width], side by side, in float32; with `narrows` the other way round.
+// Converts contiguous rows [num_rows, width] from bfloat16 to float32, with `narrows` from float32 to bfloat16.
 struct Widening {
   int64_t num_rows, width, narrows;
   const void* rows;
@@ -323,7 +327,7 @@ struct Widening {
 };
 
 // Rows [num_rows, width], in place, times 1 + factor × log(1 + floor((position + offset) / period)).
-struct Tempering {
+struct PositionScaling {
   int64_t dtype, num_rows, width, offset, period;
   double factor;
   const int64_t* positions;
@@ -331,7 +335,7 @@ struct Tempering {
   int64_t num_threads;
 };
 
-// For each row and head, `num_bytes` bytes from one place to another, each with bytes from row to row and head to head.
+// Copies `num_bytes` bytes for each row and head. Both sides have their strides in bytes from row to row and head to head.
 struct Copy {
   int64_t num_rows, num_heads, num_bytes;
   const char* source;
@@ -340,13 +344,13 @@ struct Copy {
   int64_t out_row_bytes, out_head_bytes, num_threads;
 };
 
-// Where the states of an operation are: `num_bytes` behind `offset` bytes in the pages of states number `group`.
+// Where the states of an operation are: `num_bytes` at `offset` of the state pages of group number `group`.
 struct StatePlace {
   int64_t group, offset, num_bytes;
 };
 
-// Operations over states. A run that may be computed again keeps what no other of them computes: these inputs of its rows
-// lie behind `kept` bytes for each row that it keeps.
+// Operations over states. A run that may be replayed keeps their inputs, except inputs that another such operation
+// computes. Those of one operation are at offset `kept` × the number of rows that the run keeps.
 struct PlannedConvolution {
   Convolution call;
   StatePlace place;
@@ -365,9 +369,8 @@ struct PlannedStateSpace {
   int64_t kept;
 };
 
-// float32 rows [num_rows, width] of factors × softplus(rows + bias), of which none is below `least` or above `most` before
-// the factors. Rows have a stride, `bias` and `factors`
-// may be null.
+// float32 rows [num_rows, width] of factors × softplus(rows + bias), clamped to `least` and `most` before the factors. Rows
+// have a stride. `bias` and `factors` may be null.
 struct StepSizes {
   int64_t dtype, num_rows, width, row_stride;
   double least, most;
@@ -377,8 +380,9 @@ struct StepSizes {
   int64_t num_threads;
 };
 
-// Rows [num_rows, width] of function(gate) × the norm of each `group` numbers; with `gates_first` of the norm of function(gate)
-// × rows. `rows` are float32 and change; weights are [num_weights], for a group or for a row, or null: then there is no norm.
+// Rows [num_rows, width]: function(gate) × norm(rows), or with `gates_first` norm(function(gate) × rows). The norm is over
+// each `group` numbers. `rows` are float32 and are overwritten. Weights are [num_weights], for a group or for a row; null:
+// there is no norm.
 struct GatedNorm {
   int64_t dtype, num_rows, width, group, gates_first, function, gate_stride, num_weights;
   double epsilon;
@@ -389,28 +393,28 @@ struct GatedNorm {
   int64_t num_threads;
 };
 
-// base + Σ (factor + offset) × rows over the first `count` of `rows`, each [num_rows, width]. A row has `count` factors.
+// base + Σ (factor[i] + offset) × rows[i] for i < `count`, each [num_rows, width]. A row has `count` factors.
 struct Mix {
   int64_t dtype, num_rows, width, count;
   const void* rows[MAX_STREAMS];
   const void* factors;
-  int64_t factor_stride;
+  int64_t factors_stride;
   double offset;
   const void* base;
   void* out;
   int64_t num_threads;
 };
 
-// Rows [num_rows, width], in place, with the root mean square that those of `like` have.
-struct Leveling {
+// Rows [num_rows, width], in place, scaled to the root mean square of the rows of `like`.
+struct RmsMatching {
   int64_t dtype, num_rows, width;
   const void* like;
   void* rows;
   int64_t num_threads;
 };
 
-// Rows [num_rows, width], in place, minus their mean and so many standard deviations, and no number below 0.
-struct CutOff {
+// Rows [num_rows, width], in place: max(0, number - mean - `deviations` × the standard deviation of the row).
+struct GateSparsity {
   int64_t dtype, num_rows, width;
   double deviations;
   void* rows;
@@ -418,12 +422,12 @@ struct CutOff {
 };
 
 enum OperationKind : int64_t {
-  LOOK_UP = 0, PICK = 1, NORM = 2, PRODUCT = 3, DENSE = 4, ANGLES = 5, HEADS = 6, ATTEND = 7, GATE = 8, SUM = 9, SCATTER = 10,
-  ROUTE = 11, EXPERTS = 12, DENSE_EXPERTS = 13, WIDEN = 14, COPY = 15, TEMPER = 16, MIX = 17, LEVEL = 18, CUT_OFF = 19,
+  LOOK_UP = 0, PICK = 1, NORM = 2, PRODUCT = 3, DENSE = 4, ANGLES = 5, NORM_ROTATE_STORE = 6, ATTEND = 7, GATE = 8, SUM = 9, SCATTER = 10,
+  ROUTE = 11, EXPERTS = 12, DENSE_EXPERTS = 13, WIDEN = 14, COPY = 15, SCALE_BY_POSITION = 16, MIX = 17, MATCH_RMS = 18, SPARSIFY_GATE = 19,
   CONVOLVE = 20, DELTA_RULE = 21, STEP_SIZES = 22, GATED_NORM = 23, STATE_SPACE = 24, HEAD_PRODUCT = 25
 };
 
-// A call of an operator, by its structure, over all rows of a step or over those that get logits.
+// A call of an operator, over all rows of a step or only over the rows that get logits.
 struct Operation {
   int64_t kind, is_of_logits;
   void* call;
@@ -434,8 +438,8 @@ struct Plan {
   const Operation* operations;
 };
 
-// A sequence of a step: a `Run`, with the addresses of the pages' addresses of each page table, and the pages of states
-// before the step and behind it. Its last rows get logits. `kept`, if it is not null, has room for inputs of `kept_rows` rows.
+// A sequence of a step: a `Run`, with its page tables (arrays of page addresses) and its state pages before and after the
+// step. Its last rows get logits. `kept`, if it is not null, has room for inputs of `kept_rows` rows.
 struct PlanRun {
   int64_t start, num_rows, num_logits;
   const Span* spans;
@@ -446,24 +450,24 @@ struct PlanRun {
   int64_t kept_rows;
 };
 
-// With `is_replay`, the operations are those over states, of one run: their inputs are what it kept.
+// With `is_replay`, the operations are those over states, for one run, and their inputs are the ones that it kept.
 struct PlanStep {
   int64_t num_rows, num_logits, num_runs, page_tokens, is_replay;
   const PlanRun* runs;
   int64_t num_threads;
 };
 
-// Rows of `width` values, `stride` bytes apart, and the same values in planes: `num_bytes`, with `bits` in a code.
-// Splitting gets the room in `num_bytes` and sets both; it returns 1 if they do not fit. Joining returns 1 for data
-// that splitting does not write.
+// Rows of `width` values, `stride` bytes apart, and the same values in planes: `num_bytes`, with `bits` in a code. Before
+// splitting, `num_bytes` is the room for the planes; splitting sets `num_bytes` and `bits`, and returns 1 if the planes do
+// not fit. Joining returns 1 for data that splitting cannot have written.
 struct Planes {
   int64_t dtype, bits, num_rows, width, stride, num_bytes;
   void *values, *data;
 };
 
-// The operators, as one variant computes them. They return 0, or 1 if there is not enough memory. `run` returns 2 if
-// there is no expert of a number. `require_matrix` returns 1 if no product takes the matrix: its form is unknown, it has
-// parts of blocks, or its weights have other than `num_bytes` bytes.
+// The operators of one variant. They return 0, or 1 if there is not enough memory. `run` returns 2 if a chosen expert does
+// not exist. `require_matrix` returns 1 if no product takes the matrix: its form is unknown, it does not consist of whole
+// blocks, or its weights do not have `num_bytes` bytes.
 struct Operators {
   const char* name;
   int32_t (*require_matrix)(const Matrix* matrix, const int64_t* num_bytes);

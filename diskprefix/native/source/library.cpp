@@ -1,5 +1,5 @@
-// The functions that Python calls. Compiled for the oldest CPU. VARIANTS lists the variants that were compiled: V(amx)
-// V(avx512_bf16) ... SOURCE is the digest of the sources, and COMPILER names the compiler.
+// The functions that Python calls, compiled for the oldest CPU. VARIANTS lists the compiled variants: V(amx)
+// V(avx512_bf16) ... SOURCE is the digest of the sources and the names of the requested variants, COMPILER the compiler.
 
 #include <cstring>
 
@@ -42,7 +42,7 @@ uint64_t saved_registers() {
 
 bool may_use_tiles() {
 #if defined(__linux__)
-  // Linux gives a process the registers of AMX when it asks for them.
+  // On Linux, a process must request the registers of AMX.
   const long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
   return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
 #else
@@ -50,13 +50,13 @@ bool may_use_tiles() {
 #endif
 }
 
-// Processors with AVX-512 may have it or not.
+// CPUs with AVX-512 may have AVX-VNNI or not.
 bool has_avx_vnni() {
   uint32_t a, b, c, d;
   return __get_cpuid_count(7, 0, &a, &b, &c, &d) && a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && a & 1 << 4;
 }
 
-// Cascade Lake and Ice Lake have it without bfloat16, Skylake has neither.
+// Cascade Lake and Ice Lake have AVX-512 VNNI without bfloat16; Skylake has neither.
 bool has_avx512_vnni() {
   uint32_t a, b, c, d;
   return __get_cpuid_count(7, 0, &a, &b, &c, &d) && c & 1 << 11;
@@ -126,7 +126,7 @@ EXPORTED const char* diskprefix_source() { return SOURCE; }
 
 EXPORTED const char* diskprefix_compiler() { return COMPILER; }
 
-// Writes the maker of the CPU as it names itself ("GenuineIntel", "AuthenticAMD"); nothing where CPUs do not.
+// Writes the maker of the CPU as the CPU names it ("GenuineIntel", "AuthenticAMD"), or "" if the CPU has no such name.
 EXPORTED void diskprefix_maker(char (*to)[13]) {
   memset(to, 0, sizeof *to);
 #if defined(__x86_64__)
@@ -144,7 +144,7 @@ EXPORTED int diskprefix_can_run(const char* name) {
   return 0;
 }
 
-// Returns the operators of this name. Null if this CPU cannot compute them.
+// Returns the operators of the variant `name`, null if this CPU cannot compute them.
 EXPORTED const diskprefix::Operators* diskprefix_operators(const char* name) {
 #define V(variant)                                                                                \
   if (!strcmp(name, diskprefix::variant.name) && diskprefix::can_run(diskprefix::variant##_level)) \

@@ -13,7 +13,7 @@ namespace diskprefix {
 namespace {
 namespace matrices {
 
-// The rows of a call: `rows` as they are, `packed` in the form of `Multiply`.
+// The rows of a call: `rows` as given, `packed` in the form that `Multiply` takes.
 struct Part {
   const Matrix* matrix;
   Form form;
@@ -21,7 +21,7 @@ struct Part {
   const uint8_t* packed;
   int64_t num_rows, blocks, strips;
   uint16_t* out;
-  int64_t out_stride;  // from row to row
+  int64_t out_stride;  // from row to row, in elements
 
   Part(const Matrix& matrix, const void* rows, const uint8_t* packed, int64_t num_rows, void* out, int64_t out_stride)
       : matrix(&matrix), form(form_of(matrix)), rows((const uint16_t*)rows), packed(packed), num_rows(num_rows),
@@ -35,16 +35,16 @@ struct Part {
     form.unpack(strip(number), begin, end, matrix->table, to);
   }
 
-  // The vectors of a strip follow each other.
+  // Stores the sums of a row and a strip, whose vectors are contiguous.
   void put(const void* sums, int64_t row, int64_t strip) const {
     for (int64_t i = 0, column = strip * STRIP; i < STRIP; i += LANES, column += LANES) {
-      const Floats found = loaded<Floats>((const float*)sums + i);
-      BFloat16::put(out + row * out_stride + column, matrix->bias ? found + loaded<Floats>(matrix->bias + column) : found);
+      const Floats number = loaded<Floats>((const float*)sums + i);
+      BFloat16::put(out + row * out_stride + column, matrix->bias ? number + loaded<Floats>(matrix->bias + column) : number);
     }
   }
 };
 
-// For many rows: as much as stays in the cache of a core while all rows use it.
+// Unpacked at a time for many rows: what stays in the cache of a core while all rows use it.
 constexpr int64_t PANEL_BYTES = 512 * 1024;
 
 #if !defined(TAKES_INTEGERS)
@@ -68,8 +68,8 @@ inline void multiply_many(const Part& part, int64_t first, int64_t last, uint8_t
 
 #if defined(__AMX_BF16__)
 
-// The rows of the matrix are left factors, and those of the call right ones: groups of 16, pairs of columns, in each all rows
-// of the group.
+// The rows of the matrix are left factors, and the rows of the call right factors, in groups of 16 rows: pairs of columns,
+// each with all rows of the group.
 struct Multiply {
   static constexpr int64_t ROWS = 32, FEW_ROWS = 32;
   static constexpr int64_t UNPACKED_BYTES = 4 * BLOCK_BYTES;
@@ -88,7 +88,7 @@ struct Multiply {
 
   static void pack(const uint16_t* rows, int64_t begin, int64_t end, int64_t, int64_t columns, uint8_t* packed) {
     for (int64_t row = begin; row < end; row += 16)
-      TileProduct::turn_rows(rows + row * columns, columns, least(end - row, 16), columns, (uint16_t*)packed + row * columns);
+      TileProduct::transpose_rows(rows + row * columns, columns, least(end - row, 16), columns, (uint16_t*)packed + row * columns);
   }
 
   // Adds the products of a block of STRIPS with GROUPS of rows.
@@ -109,10 +109,10 @@ struct Multiply {
     TileSums<STRIPS, GROUPS>::put((float*)sums, 256, 256 * GROUPS, is_one ? 4 : 64);
     for (int half = 0; half < STRIPS; ++half)
       for (int group = 0; group < GROUPS; ++group) {
-        Floats* found = sums[half][group];
+        Floats* of_group = sums[half][group];
         if (!is_one) transpose(sums[half][group]);
         for (int64_t i = 0; i < least(16, part.num_rows - row - 16 * group); ++i)
-          part.put(found + i, row + 16 * group + i, strip + half);
+          part.put(of_group + i, row + 16 * group + i, strip + half);
       }
   }
 
@@ -139,8 +139,8 @@ struct Multiply {
   }
 };
 
-// A block is unpacked while the one before is multiplied, because the load of a tile waits for the stores before it. Two
-// strips are two chains of sums, each of which waits for its last one.
+// Each block is unpacked while the previous one is multiplied, because the load of a tile waits for earlier stores. Two
+// strips are two independent chains of sums: a sum must wait only for the previous one of its chain.
 template <class Weights, int STRIPS, int GROUPS>
 void multiply_few(const Part& part, int64_t strip, uint8_t* factors) {
   const auto opened = [&](int half) { return typename Weights::Strip(part.strip(strip + half), part.blocks, part.matrix->table); };
@@ -159,8 +159,8 @@ void multiply_few(const Part& part, int64_t strip, uint8_t* factors) {
 
 #elif defined(KEEPS_CODES)
 
-// A pair of a row times a pair of 16 columns. A group of a block is a sum of its own, in the order of the columns; times its
-// scale it is added to that of the number, and so are its zero or zeros times the sums of the row's halves.
+// Multiplies a pair of numbers of a row with pairs of 16 columns. Each group of a block is summed alone, in the order of the
+// columns. The group's sum × its scale is added to the result, and so are its zeros × the sums of the row's halves.
 struct Multiply {
   static constexpr int64_t ROWS = 6, FEW_ROWS = FEW;
   static constexpr int64_t UNPACKED_BYTES = 0, PACKED_TOGETHER = 1;
@@ -203,23 +203,23 @@ struct Multiply {
     for (int64_t block = 0; block < part.blocks; ++block, weights += BLOCK_BYTES) {
       const uint8_t *factors = weights, *scales = weights + SCALES_AT;
       for (int64_t group = 0; group < groups; ++group, scales += 64) {
-        __m512 found[COUNT][STRIPS] = {};
+        __m512 products[COUNT][STRIPS] = {};
 #pragma GCC unroll 8
         for (int64_t pair = 0; pair < pairs; ++pair, factors += 64, rows += 2) {
           __m512bh right[STRIPS];
           for (int half = 0; half < STRIPS; ++half) {
             right[half] = loaded<__m512bh>(factors + half * next);
-            // GCC would load them again for each row.
+            // Without this, GCC loads `right` again for each row.
             if (COUNT > 1) __asm__("" : "+v"(right[half]));
           }
           for (int i = 0; i < COUNT; ++i) {
             const __m512bh left = (__m512bh)_mm512_set1_epi32(loaded<int32_t>(rows + i * columns));
-            for (int half = 0; half < STRIPS; ++half) found[i][half] = _mm512_dpbf16_ps(found[i][half], left, right[half]);
+            for (int half = 0; half < STRIPS; ++half) products[i][half] = _mm512_dpbf16_ps(products[i][half], left, right[half]);
           }
         }
         for (int half = 0; half < STRIPS; ++half) {
           const __m512 scale = loaded<__m512>(scales + half * next);
-          for (int i = 0; i < COUNT; ++i) kept[i][half] = _mm512_fmadd_ps(found[i][half], scale, kept[i][half]);
+          for (int i = 0; i < COUNT; ++i) kept[i][half] = _mm512_fmadd_ps(products[i][half], scale, kept[i][half]);
         }
       }
       for (int64_t group = 0; part.form.has_zeros && group < groups; ++group, scales += 64)
@@ -236,11 +236,11 @@ struct Multiply {
 
 #else
 
-// Sums of products of some rows with the parts that are multiplied together.
+// The sums of COUNT rows for the parts of a strip that are multiplied together.
 template <int COUNT>
 struct SumsOfRows {
 #if defined(__ARM_FEATURE_MATMUL_INT8)
-  // Squares of two rows of the strip and two rows of the step. A last row alone is there twice.
+  // Squares of two rows of the strip and two rows of the step. If COUNT is odd, the last row is there twice.
   int32x4_t squares[2][(COUNT + 1) / 2][2] = {};
 
   INLINE void add(const uint8_t* weights, const Integers* rows, int64_t eight) {
@@ -280,8 +280,8 @@ struct SumsOfRows {
 #endif
 };
 
-// Rows are integers with a scale for each block. A group of a block is summed up as an integer, in any order; times the
-// scales it is added to the number, and so are its zero or zeros times the sums of the row's halves.
+// Rows are integers with a scale for each block. The sum of a group of a block is an exact integer, so the order does not
+// matter. It is added × the scales to the result, and so are the group's zeros × the sums of the row's halves.
 struct Multiply {
   static constexpr int64_t FEW_ROWS = FEW;
   static constexpr int64_t PACKED_TOGETHER = 1;
@@ -303,7 +303,7 @@ struct Multiply {
     }
   }
 
-  // An exponent of 2^-95 or less is taken for that. Infinite numbers, and those that are none, make a sum that is none.
+  // Exponents below 2^-95 count as 2^-95. An infinity or a NaN in the row makes the sum NaN.
   static void pack_block(const uint16_t* from, Integers& to) {
     Halves highest = {};
     for (int i = 0; i < INNER; i += LANES) {
@@ -315,7 +315,7 @@ struct Multiply {
     const Floats factor = (Floats)all_ints((267 - exponent) << 23);
     int16_t whole[INNER];
     for (int i = 0; i < INNER; i += LANES) {
-      // Added to that number, others are rounded to integers in its last bits.
+      // Adding 1.5 × 2^23 rounds a number to an integer in the last bits.
       const Words bits = (Words)(BFloat16::load(from + i) * factor + all(12582912.0f));
       store(whole + i, __builtin_convertvector(bits, Halves));
     }
@@ -346,10 +346,10 @@ struct Multiply {
     }
   }
 
-  // Those of the sums of two strips, and what is fetched ahead of them.
+  // The bytes of the sums of two strips, and of what is prefetched.
   static int64_t pair_bytes(const Part& part) { return 2 * (part.num_rows * STRIP * sizeof(float) + AHEAD); }
 
-  // A few blocks of a strip are unpacked for all rows. Sums lie in memory meanwhile.
+  // Unpacks a few blocks of a strip at a time for all rows; meanwhile the sums are in memory.
   static void many(const Part& part, int64_t first, int64_t last, uint8_t* panel) {
     float* sums = (float*)(panel + UNPACKED_BYTES);
     const int64_t of_strip = part.num_rows * STRIP;
@@ -383,16 +383,16 @@ struct Multiply {
         const uint8_t* factors = weights + block * BLOCK_BYTES + first / WIDE * STEPS * STEP_BYTES;
         const uint8_t* numbers = weights + block * BLOCK_BYTES + SCALES_AT + first * sizeof(Floats);
         for (int group = 0; group < GROUPS; ++group) {
-          SumsOfRows<COUNT> found;
+          SumsOfRows<COUNT> products;
 #pragma GCC unroll 4
           for (int step = group * STEPS / GROUPS; step < (group + 1) * STEPS / GROUPS; ++step)
-            found.add(factors + step * STEP_BYTES, of_block, step);
+            products.add(factors + step * STEP_BYTES, of_block, step);
 #pragma GCC unroll 6
           for (int i = 0; i < COUNT; ++i)
 #pragma GCC unroll 2
             for (int at = 0; at < WIDE; ++at) {
               const Floats scales = loaded<Floats>(numbers + 64 * group + at * sizeof(Floats));
-              kept[i][at] = with_group(kept[i][at], found.of(i, at), scales, of_block[i]);
+              kept[i][at] = with_group(kept[i][at], products.of(i, at), scales, of_block[i]);
             }
           for (int i = 0; part.form.has_zeros && i < COUNT; ++i)
             for (int at = 0; at < WIDE; ++at) {
@@ -418,14 +418,14 @@ inline bool multiply_dense(const Part& part, int64_t begin, int64_t end) {
   return !dense(&call);
 }
 
-// Brings the rows of parts, which have the same ones, from `begin` to `end` into the form that any of them takes.
+// Packs rows `begin` to `end`, which all parts share, if any part takes packed rows.
 inline void pack_rows(const Part* parts, int64_t count, int64_t begin, int64_t end) {
   for (int64_t i = 0; i < count; ++i)
     if (parts[i].matrix->bits != 16 && Multiply::takes_packed(parts[i]))
       return Multiply::pack(parts[i].rows, begin, end, parts[i].num_rows, parts[i].matrix->columns, (uint8_t*)parts[i].packed);
 }
 
-// Multiplies with the pairs of strips from `begin` to `end`. Returns false if there is not enough memory.
+// Multiplies with pairs of strips `begin` to `end`. Returns false if there is not enough memory.
 inline bool multiply_part(const Part& part, int64_t begin, int64_t end) {
   if (part.matrix->bits == 16) return multiply_dense(part, 2 * STRIP * begin, least(2 * STRIP * end, part.matrix->rows));
   static thread_local Memory memory;
@@ -443,8 +443,8 @@ inline bool multiply_part(const Part& part, int64_t begin, int64_t end) {
   return true;
 }
 
-// Multiplies all parts. A thread takes some of the remaining pairs of strips, again and again, so that slow and fast threads
-// end at about the same time. Returns false if there is not enough memory.
+// Multiplies all parts. Threads repeatedly take some of the remaining pairs of strips, so that slow and fast threads end at
+// about the same time. Returns false if there is not enough memory.
 inline bool multiply_all(const Part* parts, int64_t num_parts, int64_t num_threads) {
   int64_t pairs = 0;
   for (int64_t i = 0; i < num_parts; ++i) pairs += parts[i].pairs();

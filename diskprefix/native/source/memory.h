@@ -14,7 +14,7 @@ class Memory {
  public:
   ~Memory() { free(start_); }
 
-  // Frees what was taken before.
+  // Makes room for `bytes`. Memory taken before is no longer valid.
   bool reserve(int64_t bytes) {
     if (bytes > size_) {
       free(start_);

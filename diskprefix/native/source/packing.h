@@ -18,8 +18,8 @@ namespace packing {
 
 constexpr int64_t MOST_WEIGHTS = 256, MOST_GROUPS = 16;
 
-// The same columns of the rows of a strip, of one block of the file: a unit. The numbers of a unit or a group are those of
-// all rows.
+// A unit: one block of the file for each row of a strip. Scales and zeros of the unit or of a group have one number for
+// each row.
 struct Decoded {
   uint8_t codes[STRIP][MOST_WEIGHTS];
   float factors[STRIP];
@@ -27,7 +27,7 @@ struct Decoded {
   uint8_t scales_of_groups[MOST_GROUPS][STRIP], zeros_of_groups[MOST_GROUPS][STRIP];
 };
 
-// One row of them. `grid` are the codes of the numbers that some types choose together.
+// One row of a unit. `grid` has the codes of types whose codes stand for several weights.
 struct Row {
   uint8_t* codes;
   uint16_t *own_scale, *own_zero;
@@ -53,18 +53,18 @@ INLINE void halves_of(const uint8_t* from, int count, uint8_t* codes) {
   }
 }
 
-// 2 × `count` codes: the low halves of the bytes, then the high ones.
+// Writes 2 × `count` codes: the low nibbles of the bytes, then the high ones.
 INLINE void halves(const uint8_t* from, int count, uint8_t* codes) {
   count < INNER ? halves_of<BytesOfHalf>(from, count, codes) : halves_of<BytesOfLine>(from, count, codes);
 }
 
-// 128 codes: the lowest quarters of 32 bytes, then the others.
+// Writes 128 codes of 2 bits: the lowest two bits of 32 bytes, then the next two, and so on.
 inline void quarters(const uint8_t* from, uint8_t* codes) {
   for (int quarter = 0; quarter < 4; ++quarter)
     for (int i = 0; i < 32; ++i) codes[32 * quarter + i] = from[i] >> 2 * quarter & 3;
 }
 
-// What 32 bits add to 32 codes of 4 bits.
+// Adds the fifth bit to 32 codes of 4 bits.
 inline void fifth_bits(const uint8_t* from, uint8_t* codes) {
   constexpr BytesOfLine BITS = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128,
                                 1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
@@ -73,10 +73,10 @@ inline void fifth_bits(const uint8_t* from, uint8_t* codes) {
   store(codes, loaded<BytesOfLine>(codes) | (BytesOfLine)((loaded<BytesOfLine>(bytes) & BITS) != 0) & 16);
 }
 
-// 8 signs in 7 bits: their number is even.
+// Returns 8 signs from 7 bits; the number of signs set is even.
 inline uint32_t even_signs(uint32_t bits) { return bits & 127 | __builtin_parity(bits & 127) << 7; }
 
-// COUNT codes of a grid, with their signs above `bits`.
+// Writes COUNT codes of a grid, each with its sign in bit `bits`.
 template <int COUNT>
 inline void chosen(const uint8_t* grid, uint32_t at, uint32_t signs, int bits, uint8_t* codes) {
   for (int i = 0; i < COUNT; ++i) codes[i] = grid[COUNT * at + i] | (signs >> i & 1) << bits;
@@ -149,7 +149,7 @@ struct MXFP4 : Kept<4, 32, false, IN_EXPONENTS> {
   }
 };
 
-// The lowest quarter of each byte comes first.
+// The lowest two bits of each byte come first.
 struct Q2_0 : Kept<2, 64, false, IN_FLOAT16> {
   static constexpr int BYTES = 18;
 
@@ -168,7 +168,7 @@ struct Q1_0 : Kept<1, 128, false, IN_FLOAT16> {
   }
 };
 
-// llama.cpp takes the scale that is none for 0, and ignores the sign.
+// As llama.cpp: a NaN scale is 0, and the sign is ignored.
 struct NVFP4 : Kept<4, 16, false, IN_FLOAT8> {
   static constexpr int BYTES = 36;
 
@@ -270,7 +270,7 @@ struct IQ4_XS : Kept<4, 32, false, IN_BYTES> {
   }
 };
 
-// Four rows of 8 from the grid in 32 bits, signs and scale in the next 32.
+// 32 bits with four grid indices (of 8 codes each), then 32 bits with signs and scale.
 struct IQ2_XXS : Kept<3, 32, false, IN_BYTES> {
   static constexpr int BYTES = 66;
 
@@ -337,7 +337,7 @@ struct IQ3_S : Kept<4, 32, false, IN_BYTES> {
   }
 };
 
-// The sign is that of a shift by an eighth, of all 8.
+// All 8 numbers are shifted by an eighth; the bit is the sign of the shift.
 struct IQ1_S : Kept<3, 32, false, IN_BYTES> {
   static constexpr int BYTES = 50;
 
@@ -353,7 +353,7 @@ struct IQ1_S : Kept<3, 32, false, IN_BYTES> {
   }
 };
 
-// The scale of the block lies in the last four bits of each of four words.
+// The scale of the block is in the top four bits of each of four words.
 struct IQ1_M : Kept<3, 16, false, IN_BYTES> {
   static constexpr int BYTES = 56;
 
@@ -378,7 +378,7 @@ struct TQ2_0 : Kept<2, 32, false, SHARED> {
   }
 };
 
-// Five digits with three values in a byte.
+// A byte has five ternary digits.
 struct TQ1_0 : Kept<2, 32, false, SHARED> {
   static constexpr int BYTES = 54;
 
@@ -398,23 +398,23 @@ struct TQ1_0 : Kept<2, 32, false, SHARED> {
 
 typedef uint16_t Pairs __attribute__((vector_size(32)));
 
-// The first or second halves of each half of both, in turn.
-inline Pairs first_in_turn(Pairs a, Pairs b) {
+// Interleave the first or the last four elements of each half of `a` and `b`.
+inline Pairs interleave_first(Pairs a, Pairs b) {
   return __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 8, 24, 9, 25, 10, 26, 11, 27);
 }
-inline Pairs second_in_turn(Pairs a, Pairs b) {
+inline Pairs interleave_last(Pairs a, Pairs b) {
   return __builtin_shufflevector(a, b, 4, 20, 5, 21, 6, 22, 7, 23, 12, 28, 13, 29, 14, 30, 15, 31);
 }
 
-// Writes number `row` of each of 16 columns for each of 16 rows.
-inline void put_turned(Pairs (&rows)[16], uint8_t (*to)[INNER]) {
-  // In the halves of eight rows each, three rounds turn eight by eight.
+// Writes a 16 × 16 square transposed.
+inline void put_transposed(Pairs (&rows)[16], uint8_t (*to)[INNER]) {
+  // For eight rows each, three rounds transpose squares of eight by eight.
   for (int round = 0; round < 3; ++round) {
     Pairs next[16];
     for (int half = 0; half < 16; half += 8)
       for (int i = 0; i < 4; ++i) {
-        next[half + 2 * i] = first_in_turn(rows[half + i], rows[half + i + 4]);
-        next[half + 2 * i + 1] = second_in_turn(rows[half + i], rows[half + i + 4]);
+        next[half + 2 * i] = interleave_first(rows[half + i], rows[half + i + 4]);
+        next[half + 2 * i + 1] = interleave_last(rows[half + i], rows[half + i + 4]);
       }
     memcpy(rows, next, sizeof next);
   }
@@ -438,7 +438,7 @@ inline void put_codes(const Decoded& decoded, int64_t first, uint8_t* to) {
   } else {
     Pairs rows[STRIP];
     for (int row = 0; row < STRIP; ++row) rows[row] = loaded<Pairs>(decoded.codes[row] + first);
-    put_turned(rows, lines);
+    put_transposed(rows, lines);
   }
   if constexpr (Form::CODES == sizeof lines) {
     memcpy(to, lines, sizeof lines);
@@ -474,7 +474,7 @@ inline uint8_t* put_unit(const Decoded& decoded, uint8_t* to) {
 
 enum Failure { NO_MEMORY = 1, CUT_SHORT = 2 };
 
-// Strips that are read of a file at a time: what is read is packed while it is in the cache.
+// Read from a file at a time: the bytes are packed while they are in the cache.
 constexpr int64_t BYTES_AT_ONCE = 1 << 18;
 
 inline bool read_all(int file, uint8_t* to, int64_t bytes, int64_t offset) {
@@ -487,7 +487,8 @@ inline bool read_all(int file, uint8_t* to, int64_t bytes, int64_t offset) {
   return true;
 }
 
-// Packs `strips` strips of rows that begin at `from`, in their order or in that of `order`. `factors` are those of the rows.
+// Packs `strips` strips of the rows at `from`, in the order given by `order` if it is not null. `factors` has one number for
+// each row.
 template <class Type>
 void pack_strips(const Packing& call, int64_t strips, const uint8_t* from, const int32_t* order, const float* factors, uint8_t* to) {
   typedef typename Type::Form Form;
@@ -498,7 +499,7 @@ void pack_strips(const Packing& call, int64_t strips, const uint8_t* from, const
     for (int64_t row = 0; row < STRIP; ++row) {
       const int64_t place = strip * STRIP + row;
       rows[row] = from + (order ? order[place] : place) * units * Type::BYTES;
-      // The numbers of the codes are twice those of the format.
+      // Our table has twice the format's numbers.
       decoded.factors[row] = 0.5f * (factors ? factors[place] : 1.0f);
     }
     for (int64_t unit = 0; unit < units; ++unit) {
@@ -530,7 +531,7 @@ int32_t pack_of(const Packing& call) {
     uint8_t* read = memory.take<uint8_t>(many * STRIP * row_bytes);
     for (int64_t strip = begin; strip < end; strip += many, out += many * units * Form::BYTES) {
       const int64_t first = strip * STRIP, strips = least(many, end - strip);
-      // Rows in their order are read together.
+      // Without `order`, the rows of several strips are read together.
       const int64_t together = call.order ? 1 : strips * STRIP;
       for (int64_t row = 0; row < strips * STRIP; row += together) {
         const int64_t place = call.order ? call.order[first + row] : first + row;

@@ -16,7 +16,7 @@ inline void spread(int64_t num_threads, int64_t count, int64_t grain, const Body
   share(num_threads, count, grain, call, (void*)&body);
 }
 
-// The numbers from `from` on, of which `left` are there; the others are 0.
+// Loads LANES numbers, or the `left` remaining ones and zeros.
 template <class Type>
 inline Floats some_of(const typename Type::Stored* from, int64_t left) {
   if (left >= LANES) return Type::load(from);
@@ -33,7 +33,7 @@ inline void put_some(typename Type::Stored* to, Floats numbers, int64_t left) {
   memcpy(to, padded, left * sizeof *to);
 }
 
-// Rounded as it is stored.
+// Rounds to the stored type.
 template <class Type>
 inline Floats rounded_to(Floats numbers) {
   typename Type::Stored stored[LANES];
@@ -92,27 +92,27 @@ inline void put_norm(const Norm& call, int64_t row) {
                  (float)call.epsilon, (Stored*)call.out + row * call.width);
 }
 
-// The values of a curve, a table with one number more, at LANES numbers or the `left` ones.
+// Looks up LANES numbers, or the `left` remaining ones, in a curve: a table with one extra entry.
 inline Floats curve_at(const uint16_t* numbers, const uint16_t* curve, int64_t left) {
-  uint16_t found[LANES] = {};
+  uint16_t values[LANES] = {};
 #if defined(__AVX512F__)
   if (left == LANES) {
     const __m512i at = _mm512_cvtepu16_epi32(loaded<__m256i>(numbers));
-    store(found, _mm512_cvtepi32_epi16(_mm512_i32gather_epi32(at, curve, 2)));
+    store(values, _mm512_cvtepi32_epi16(_mm512_i32gather_epi32(at, curve, 2)));
   } else
 #endif
-    for (int64_t lane = 0; lane < left; ++lane) found[lane] = curve[numbers[lane]];
-  return BFloat16::load(found);
+    for (int64_t lane = 0; lane < left; ++lane) values[lane] = curve[numbers[lane]];
+  return BFloat16::load(values);
 }
 
-// out = curve(gate) × up, or curve(gate) × up_curve(up), or without `up` curve(gate)
+// out = curve(gate) × up, or curve(gate) × up_curve(up), or curve(gate) without `up`.
 inline void gate_row(const uint16_t* gate, const uint16_t* up, const uint16_t* curve, int64_t width, uint16_t* out,
                      const uint16_t* up_curve = nullptr) {
   for (int64_t i = 0; i < width; i += LANES) {
     const int64_t left = least(LANES, width - i);
-    Floats found = curve_at(gate + i, curve, left);
-    if (up) found *= up_curve ? curve_at(up + i, up_curve, left) : some_of<BFloat16>(up + i, left);
-    put_some<BFloat16>(out + i, found, left);
+    Floats product = curve_at(gate + i, curve, left);
+    if (up) product *= up_curve ? curve_at(up + i, up_curve, left) : some_of<BFloat16>(up + i, left);
+    put_some<BFloat16>(out + i, product, left);
   }
 }
 

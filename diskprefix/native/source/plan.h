@@ -1,5 +1,5 @@
-// A step of a model, as it is written down: operator calls that were made once, over buffers at fixed addresses. Each
-// step sets the number of its rows in every call, and runs them in order.
+// A step of a model, written down as operator calls over buffers at fixed addresses. Each step sets its number of rows in
+// every call, and runs the calls in order.
 
 #pragma once
 
@@ -29,7 +29,7 @@ class PlannedStep {
  private:
   const PlanStep& step_;
 
-  // The call with what this step sets in each.
+  // Returns the call with the fields that every step sets.
   template <class Call>
   Call* set(const Operation& operation) const {
     Call* call = (Call*)operation.call;
@@ -73,8 +73,8 @@ class PlannedStep {
         return dense(set<DenseProduct>(operation));
       case ANGLES:
         return each(*set<Angles>(operation), put_angles<Float32>, put_angles<BFloat16>, 16);
-      case HEADS:
-        return heads(*set<Heads>(operation), operation.is_of_logits);
+      case NORM_ROTATE_STORE:
+        return norm_rotate_store(*set<NormRotateStore>(operation), operation.is_of_logits);
       case ATTEND:
         return attend(*(Attend*)operation.call, operation.is_of_logits);
       case GATE:
@@ -93,14 +93,14 @@ class PlannedStep {
         return dense_experts(*set<DenseExperts>(operation));
       case WIDEN:
         return widen(*set<Widening>(operation));
-      case TEMPER:
-        return each(*set<Tempering>(operation), temper_row<Float32>, temper_row<BFloat16>);
+      case SCALE_BY_POSITION:
+        return each(*set<PositionScaling>(operation), scale_row_by_position<Float32>, scale_row_by_position<BFloat16>);
       case MIX:
         return each(*set<Mix>(operation), mix_row<Float32>, mix_row<BFloat16>);
-      case LEVEL:
-        return each(*set<Leveling>(operation), level_row<Float32>, level_row<BFloat16>);
-      case CUT_OFF:
-        return each(*set<CutOff>(operation), cut_off_row<Float32>, cut_off_row<BFloat16>);
+      case MATCH_RMS:
+        return each(*set<RmsMatching>(operation), match_rms_of_row<Float32>, match_rms_of_row<BFloat16>);
+      case SPARSIFY_GATE:
+        return each(*set<GateSparsity>(operation), sparsify_gate_row<Float32>, sparsify_gate_row<BFloat16>);
       case CONVOLVE:
         return convolve(*(const PlannedConvolution*)operation.call);
       case DELTA_RULE:
@@ -162,7 +162,7 @@ class PlannedStep {
     });
   }
 
-  int32_t heads(const Heads& call, bool is_of_logits) const {
+  int32_t norm_rotate_store(const NormRotateStore& call, bool is_of_logits) const {
     static thread_local Memory memory;
     const Run* runs = nullptr;
     if (call.table >= 0 && !(runs = runs_in(memory, {call.table, call.table}, call.to, call.to, false, is_of_logits))) return 1;
@@ -188,7 +188,7 @@ class PlannedStep {
     return over_states(call, planned.place, convolution);
   }
 
-  // Queries, keys and values are of the convolution before it.
+  // Queries, keys and values come from the convolution before it.
   int32_t delta_rule_in(const PlannedDeltaRule& planned) const {
     DeltaRule call = planned.call;
     const int64_t of_beta = call.heads * 4, of_decay = of_beta * call.decay_dim;
@@ -197,14 +197,15 @@ class PlannedStep {
     return over_states(call, planned.place, delta_rule);
   }
 
-  // Its rows, B and C are of the convolution before it.
+  // Its rows, B and C come from the convolution before it.
   int32_t state_space_in(const PlannedStateSpace& planned) const {
     StateSpace call = planned.call;
     call.steps = (const float*)kept(call.steps, call.heads * 4, call.heads * 4, planned.kept);
     return over_states(call, planned.place, state_space);
   }
 
-  // Inputs of an operation over states, which runs that may be computed again keep, or that were kept.
+  // Returns the inputs of an operation over states: those that were kept in a replay, or else `rows`, which runs that may be
+  // replayed keep.
   const void* kept(const void* rows, int64_t row_bytes, int64_t stride, int64_t offset) const {
     if (step_.is_replay) return step_.runs->kept + offset * step_.runs->kept_rows;
     const char* from = (const char*)rows;
@@ -216,7 +217,7 @@ class PlannedStep {
     return rows;
   }
 
-  // Computes the states of the step's sequences; before their first tokens they are zeros.
+  // Computes the states of the step's sequences. A sequence begins with zeros.
   template <class Call>
   int32_t over_states(Call& call, const StatePlace& place, int32_t (*compute)(const Call*, const StateRun*)) const {
     static thread_local Memory memory;
@@ -232,7 +233,7 @@ class PlannedStep {
     return compute(&call, runs);
   }
 
-  // The sequences of the step with the memory of one layer, null if there is none for them.
+  // Returns the sequences of the step with the memory of one layer, null if there is not enough memory.
   const Run* runs_in(Memory& memory, std::pair<int64_t, int64_t> tables, const Rows& keys, const Rows& values, bool sees_pictures,
                      bool is_of_logits) const {
     if (!memory.reserve(Memory::size_of<Run>(step_.num_runs))) return nullptr;
@@ -247,7 +248,7 @@ class PlannedStep {
   }
 };
 
-// Sets numbers in the calls, so one thread at a time runs a plan.
+// Writes into the calls, so only one thread at a time may run a plan.
 int32_t run(const Plan* plan, const PlanStep* step) { return PlannedStep(*step).run(plan->operations, plan->num_operations); }
 
 }  // namespace

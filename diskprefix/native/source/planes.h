@@ -15,8 +15,8 @@ typedef uint16_t Half __attribute__((may_alias, aligned(1)));
 typedef uint32_t Single __attribute__((may_alias, aligned(1)));
 typedef uint8_t Bytes __attribute__((vector_size(GROUP)));
 
-// The parts of a value: its exponent, a byte of the rest, and the lower half of a longer value. `MARKS` are bits of the
-// upper byte that are stored beside the codes.
+// The parts of a value: its exponent, a byte with the other bits, and the lower half of a longer value. `MARKS` are bits of
+// the upper byte that are stored next to the codes.
 struct BFloatPlanes {
   typedef Half Value;
   static constexpr int64_t REST_BYTES = 1, NUM_MARKS = 0;
@@ -51,7 +51,7 @@ struct SinglePlanes {
   }
 };
 
-// The beginnings of the parts of the data, for rows of `width` values.
+// Where the parts of the data begin, for rows of `width` values.
 struct Parts {
   int64_t values, word_bytes, codes, counts, bases, exceptions;
 
@@ -70,21 +70,21 @@ struct Parts {
   }
 };
 
-// 255 for each bit that is set, the lowest first; otherwise 0.
+// Returns a byte for each bit, the lowest first: 255 if it is set, or else 0.
 inline Bytes spread(uint64_t bits) {
 #if defined(__AVX512BW__)
   return (Bytes)_mm512_movm_epi8(bits);
 #else
   uint64_t bytes[8];
   for (int i = 0; i < 8; ++i) {
-    const uint64_t found = (bits >> 8 * i & 0xff) * 0x0101010101010101 & 0x8040201008040201;
-    bytes[i] = ((found + 0x7f7f7f7f7f7f7f7f) >> 7 & 0x0101010101010101) * 0xff;
+    const uint64_t bits_of_byte = (bits >> 8 * i & 0xff) * 0x0101010101010101 & 0x8040201008040201;
+    bytes[i] = ((bits_of_byte + 0x7f7f7f7f7f7f7f7f) >> 7 & 0x0101010101010101) * 0xff;
   }
   return loaded<Bytes>(bytes);
 #endif
 }
 
-// One bit of each byte.
+// Returns bit `bit` of each byte.
 inline uint64_t bits_of(const uint8_t* bytes, uint8_t bit) {
 #if defined(__AVX512BW__)
   return _mm512_test_epi8_mask(_mm512_loadu_si512(bytes), _mm512_set1_epi8(bit));
@@ -98,28 +98,28 @@ inline uint64_t bits_of(const uint8_t* bytes, uint8_t bit) {
 #endif
 }
 
-// Writes the exponents of a run of `size` values, each in the upper byte of its value if there are marks. False if it has
-// not exactly `count` exceptions.
+// Writes the exponents of a run of `size` values, each in the upper byte of its value if there are marks. Returns false if
+// the run does not have exactly `count` exceptions.
 template <class Format, int BITS>
 bool unpack(const uint8_t* words, int64_t size, uint8_t base, const uint8_t* exceptions, int64_t count,
             uint8_t* exponents) {
   const uint8_t* end = exceptions + count;
   for (int64_t start = 0; start < size; start += GROUP) {
     uint64_t excepted = size - start < GROUP ? (1ull << (size - start)) - 1 : ~0ull;
-    Bytes found = base - Bytes{};
+    Bytes recovered = base - Bytes{};
     for (int i = 0; i < BITS; ++i, words += sizeof(uint64_t)) {
       const uint64_t word = loaded<uint64_t>(words);
-      found -= spread(word) & (uint8_t)(1 << i);
+      recovered -= spread(word) & (uint8_t)(1 << i);
       excepted &= word;
     }
     if (__builtin_popcountll(excepted) > end - exceptions) return false;
-    store(exponents + start, found);
+    store(exponents + start, recovered);
     for (; excepted; excepted &= excepted - 1) exponents[start + __builtin_ctzll(excepted)] = *exceptions++;
     if constexpr (Format::NUM_MARKS) {
-      found = loaded<Bytes>(exponents + start) << 2 & 0x7c;
+      recovered = loaded<Bytes>(exponents + start) << 2 & 0x7c;
       for (int i = 0; i < Format::NUM_MARKS; ++i, words += sizeof(uint64_t))
-        found |= spread(loaded<uint64_t>(words)) & Format::MARKS[i];
-      store(exponents + start, found);
+        recovered |= spread(loaded<uint64_t>(words)) & Format::MARKS[i];
+      store(exponents + start, recovered);
     }
   }
   return exceptions == end;
@@ -167,13 +167,13 @@ int32_t join(Planes* call) {
   }
 }
 
-// The code of a run: exponents from `base` down. The others are `exceptions`.
+// The code of a run: it covers the exponents from `base` down; `exceptions` values have another one.
 struct Code {
   int64_t exceptions;
   uint8_t base;
 };
 
-// The best codes of a run, for each number of bits from 1 on: the lowest base of those with fewest exceptions.
+// Finds the best code of a run for each number of bits: fewest exceptions, then the lowest base.
 inline void find_codes(const uint8_t* exponents, int64_t size, Code* codes) {
   int32_t counted[4][256] = {};
   for (int64_t i = 0; i < size; ++i) ++counted[i & 3][exponents[i]];
@@ -183,16 +183,16 @@ inline void find_codes(const uint8_t* exponents, int64_t size, Code* codes) {
   for (int bits = 1; bits <= MAX_BITS; ++bits) {
     const int width = (1 << bits) - 1;
     int best = -1;
-    // A lower base would find no more, and its codes would wrap around to 255.
+    // A lower base would cover no more exponents, and its codes would wrap around to 255.
     for (int base = width - 1; base < 256; ++base) {
-      const int found = before[base + 1] - before[base + 1 - width];
-      if (found > best) best = found, codes[bits - 1].base = base;
+      const int present = before[base + 1] - before[base + 1 - width];
+      if (present > best) best = present, codes[bits - 1].base = base;
     }
     codes[bits - 1].exceptions = size - best;
   }
 }
 
-// Writes the words of a run of `size` values, and the exceptions. Returns their end.
+// Writes the words of a run of `size` values, and its exceptions. Returns the end.
 template <class Format>
 uint8_t* pack(const typename Format::Value* values, uint8_t* exponents, int64_t size, uint8_t base, int64_t bits,
               uint8_t* words, uint8_t* exceptions) {

@@ -9,12 +9,12 @@
 namespace diskprefix {
 namespace {
 
-// How far before its use memory is fetched: to the second cache, as the first one is too small.
+// How far ahead memory is prefetched, to the L2 cache, because L1 is too small.
 constexpr int64_t PREFETCH_BYTES = 16384;
 
-// A block of sums in registers: R rows × C vectors of columns. `Terms` multiplies `STEP` inner numbers of a row with
-// those of a vector's columns at once. The vectors of a matrix are `across` numbers apart, its inner steps `down`. With
-// `adds` the sums go on from those in `out`.
+// A block of sums in registers: R rows × C vectors of columns. `Terms` multiplies `STEP` inner numbers of a row with the
+// same inner numbers of a vector of columns. Vectors of the matrix are `across` elements apart, inner steps `down`. With
+// `adds` the sums are added to `out`.
 template <class Terms, int R, int C, class Factor, class Number>
 inline void block(const Factor* left, int64_t left_stride, const Number* matrix, int64_t across, int64_t down, float* out,
                   int64_t out_stride, int64_t inner, bool adds) {
@@ -24,7 +24,7 @@ inline void block(const Factor* left, int64_t left_stride, const Number* matrix,
   for (int64_t i = 0; i < inner; i += Terms::STEP, matrix += down) {
     Floats right[C];
     for (int column = 0; column < C; ++column) {
-      // One that was packed is in the cache.
+      // A packed matrix is in the cache.
       if (!std::is_same<Number, Factor>::value && LANES * column * sizeof(Number) % 64 == 0)
         __builtin_prefetch((const char*)(matrix + column * across) + PREFETCH_BYTES, 0, 2);
       right[column] = Terms::numbers_of(matrix + column * across);
@@ -47,7 +47,7 @@ inline void block_of(int64_t rows, const Factor* left, int64_t left_stride, cons
     block_of<Terms, R - 1, C>(rows, left, left_stride, matrix, across, down, out, out_stride, inner, adds);
 }
 
-// Rows × matrix, by blocks of R rows and C vectors or less.
+// Rows × matrix, in blocks of at most R rows and C vectors.
 template <class Terms, int R, int C, class Factor, class Number>
 void blocks(const Factor* left, int64_t left_stride, const Number* matrix, int64_t across, int64_t down, float* out,
             int64_t out_stride, int64_t num_rows, int64_t inner, int64_t columns, bool adds) {
@@ -70,7 +70,7 @@ void blocks(const Factor* left, int64_t left_stride, const Number* matrix, int64
 template <class Terms, int R, int VECTORS, class Factor, class Stored>
 inline void vectors_of_tokens(const Factor* rows, int64_t inner, const Stored* tokens, int64_t stride, float* out,
                               int64_t out_stride) {
-  // The next tokens, or farther ahead if these are short.
+  // Prefetches the next tokens, or farther ahead if their rows are short.
   const int64_t ahead = most(PREFETCH_BYTES, VECTORS * LANES * stride * (int64_t)sizeof(Stored));
   Floats sums[VECTORS][R] = {};
   for (int64_t i = 0; i < inner; i += Terms::STEP * LANES)
@@ -90,14 +90,14 @@ inline void vectors_of_tokens(const Factor* rows, int64_t inner, const Stored* t
     for (int vector = 0; vector < VECTORS; ++vector) store(out + row * out_stride + vector * LANES, sums[vector][row]);
 }
 
-// out [rows, tokens] = rows × tokensᵀ, for vectors of tokens as they lie in memory: R rows or less. Each number has
-// the bits that `blocks` give it.
+// out [rows, tokens] = rows × tokensᵀ, with tokens as they lie in memory, for at most R rows. The bits are those of
+// `blocks`.
 template <class Terms, int R, class Factor, class Stored>
 void rows_by_tokens(const Factor* rows, int64_t num_rows, int64_t inner, const Stored* tokens, int64_t stride,
                     int64_t num_tokens, float* out, int64_t out_stride) {
   if constexpr (R > 1)
     if (num_rows < R) return rows_by_tokens<Terms, R - 1>(rows, num_rows, inner, tokens, stride, num_tokens, out, out_stride);
-  // Two vectors at a time are two chains, each of which waits for its last sum.
+  // Two vectors at a time are two independent chains of sums.
   for (int64_t token = 0; token < num_tokens; token += 2 * LANES) {
     const Stored* from = tokens + token * stride;
     if (token + LANES < num_tokens) vectors_of_tokens<Terms, R, 2>(rows, inner, from, stride, out + token, out_stride);
@@ -105,26 +105,27 @@ void rows_by_tokens(const Factor* rows, int64_t num_rows, int64_t inner, const S
   }
 }
 
-// Rows of `inner` factors, one after the other.
+// Packs rows of `inner` factors, contiguous.
 template <class Factor>
 inline void copy_rows(const Factor* rows, int64_t stride, int64_t num_rows, int64_t inner, Factor* to) {
   for (int64_t row = 0; row < num_rows; ++row) memcpy(to + row * inner, rows + row * stride, inner * sizeof(Factor));
 }
 
-// Whether values of `dim` numbers are multiplied as they lie in memory.
+// Returns whether values of `dim` numbers are multiplied as they lie in memory.
 template <class Product>
 constexpr bool takes_values(int64_t dim) {
   if constexpr (Product::VALUES > 0) return dim % Product::VALUES == 0;
   return false;
 }
 
-// Exists while `multiply` is called for a number of rows or less.
+// Lives while `multiply` is called for at most this number of rows.
 struct NoScope {
   explicit NoScope(int64_t) {}
   ~NoScope() {}
 };
 
-// In float32, whatever the type of the model: a number is one chain of multiply-and-add, in the order of the inner index.
+// Products in float32, whatever the model's dtype: a number is one chain of multiply-and-add, in the order of the inner
+// index.
 template <class Type>
 struct VectorProduct {
   typedef typename Type::Stored Stored;
@@ -132,13 +133,13 @@ struct VectorProduct {
   typedef NoScope Scope;
   static constexpr int INNER = LANES;  // inner sizes and columns are padded to multiples of these
   static constexpr int COLUMNS = LANES;
-  static constexpr int WHOLE_ROWS = 1;  // the memory of rows has a multiple of these
-  static constexpr int FEW_ROWS = LANES == 16 ? 8 : 4;  // or fewer are multiplied with tokens as they lie in memory
-  static constexpr int64_t TOKENS = 16;  // so many lines of values are read side by side
-  static constexpr int VALUES = LANES;  // values of a multiple of these are multiplied as they lie in memory; 0: none are
+  static constexpr int WHOLE_ROWS = 1;  // the memory of rows has a multiple of this number of rows
+  static constexpr int FEW_ROWS = LANES == 16 ? 8 : 4;  // at most this number use tokens as they lie in memory
+  static constexpr int64_t TOKENS = 16;  // lines of values that are read together
+  static constexpr int VALUES = LANES;  // values with a multiple of this size are multiplied as they lie in memory; 0: none are
   static constexpr int STEP = 1;
 
-  // Rows of `dim` numbers, the rest up to `inner` is 0.
+  // Packs a row of `dim` numbers, followed by zeros up to `inner`.
   static void pack_row(const Stored* from, int64_t dim, int64_t inner, float* to) {
     for (int64_t i = 0; i < inner; ++i) to[i] = i < dim ? Type::one(from[i]) : 0.0f;
   }
@@ -148,9 +149,9 @@ struct VectorProduct {
     store(to + LANES, high);
   }
 
-  // [tokens, dim] as a matrix [inner, tokens]. Of `num_tokens` tokens `present` are there, the others are 0.
+  // Packs [tokens, dim] as a matrix [inner, tokens]. `present` of the `num_tokens` tokens exist; the others become 0.
   template <class Number>
-  static void pack_turned(const Number* from, int64_t stride, int64_t present, int64_t num_tokens, int64_t dim,
+  static void pack_transposed(const Number* from, int64_t stride, int64_t present, int64_t num_tokens, int64_t dim,
                           int64_t inner, float* to) {
     for (int64_t token = 0; token < num_tokens; token += LANES)
       for (int64_t first = 0; first < inner; first += LANES) {
@@ -162,7 +163,7 @@ struct VectorProduct {
       }
   }
 
-  // [tokens, dim] as a matrix [tokens, columns].
+  // Packs [tokens, dim] as a matrix [tokens, columns].
   template <class Number>
   static void pack_plain(const Number* from, int64_t stride, int64_t present, int64_t num_tokens, int64_t dim,
                          int64_t columns, float* to) {
@@ -179,15 +180,15 @@ struct VectorProduct {
     return is_present && width > 0 ? some_of<Form>(from, width) : Floats{};
   }
 
-  // out [rows, columns] = left [rows, inner] × the first rows and columns of a packed matrix [all_inner, all_columns]. With
-  // `begin` the products of the inner numbers from there on are added to `out`.
+  // out [rows, columns] = left [rows, inner] × the first rows and columns of a packed matrix [all_inner, all_columns]. If
+  // `begin` is not 0, the products from inner number `begin` on are added to `out`.
   static void multiply(const float* left, int64_t left_stride, const float* matrix, int64_t, int64_t all_columns,
                        float* out, int64_t out_stride, int64_t num_rows, int64_t inner, int64_t columns, int64_t begin = 0) {
     blocks<VectorProduct, 6, LANES == 16 ? 4 : 2>(left + begin, left_stride, matrix + begin * all_columns, LANES, all_columns, out,
                                                   out_stride, num_rows, inner - begin, columns, begin > 0);
   }
 
-  static void turn_rows(const float* rows, int64_t stride, int64_t num_rows, int64_t inner, float* to) {
+  static void transpose_rows(const float* rows, int64_t stride, int64_t num_rows, int64_t inner, float* to) {
     copy_rows(rows, stride, num_rows, inner, to);
   }
 
@@ -197,8 +198,8 @@ struct VectorProduct {
     rows_by_tokens<VectorProduct, FEW_ROWS>(rows, num_rows, inner, tokens, stride, num_tokens, out, out_stride);
   }
 
-  // out [rows, columns] = weights [rows, tokens] × values [tokens, columns] as they lie in memory, for `FEW_ROWS` or less, or
-  // with `adds` more. Each number has the bits that `multiply` gives it.
+  // out [rows, columns] = weights [rows, tokens] × values [tokens, columns], with values as they lie in memory, for at most
+  // `FEW_ROWS` rows, with `adds` added to `out`. The bits are those of `multiply`.
   template <class Number>
   static void multiply_values(const float* weights, int64_t weights_stride, int64_t num_rows, const Number* values,
                               int64_t stride, int64_t num_tokens, int64_t, float* out, int64_t columns, bool adds) {
@@ -221,8 +222,8 @@ struct VectorProduct {
 
 #if defined(HAS_PAIRS)
 
-// Factors in bfloat16. A matrix lies in panels of a vector of columns, in each the pairs of inner numbers that belong
-// together.
+// Factors in bfloat16. A packed matrix consists of panels, one for each vector of columns; a panel has the columns' pairs of
+// consecutive inner numbers.
 struct Pairs {
   typedef uint16_t Stored;
   typedef uint16_t Factor;
@@ -241,7 +242,7 @@ struct Pairs {
 #endif
   }
 
-  static void pack_turned(const uint16_t* from, int64_t stride, int64_t present, int64_t num_tokens, int64_t dim,
+  static void pack_transposed(const uint16_t* from, int64_t stride, int64_t present, int64_t num_tokens, int64_t dim,
                           int64_t inner, uint16_t* to) {
     for (int64_t token = 0; token < num_tokens; token += LANES)
       for (int64_t first = 0; first < inner; first += INNER, to += LANES * INNER) {
@@ -256,7 +257,7 @@ struct Pairs {
 
   static void pack_plain(const uint16_t* from, int64_t stride, int64_t present, int64_t num_tokens, int64_t dim,
                          int64_t columns, uint16_t* to) {
-    // Token by token, as memory is read fastest in its order, one line of it at a time.
+    // Token by token: memory is read fastest in its order, one line at a time.
     const Pairing pairing;
     for (int64_t token = 0; token < num_tokens; token += 2) {
       const uint16_t *even = from + token * stride, *odd = even + stride;
@@ -274,14 +275,14 @@ struct Pairs {
   }
 
 #if defined(__AVX512BF16__)
-  // How many of a vector's numbers are there.
+  // A mask of the numbers of a vector that exist.
   typedef __mmask32 Width;
 
   static Width width_of(int64_t width) { return width >= INNER ? ~0u : (1u << width) - 1; }
 
   static Floats numbers_at(const uint16_t* from, Width width) { return (Floats)_mm512_maskz_loadu_epi16(width, from); }
 
-  // Two vectors of numbers as pairs.
+  // Interleaves two vectors to pairs.
   struct Pairing {
     __m512i low, high;
     Pairing() {
@@ -315,12 +316,12 @@ struct Pairs {
 #endif
 };
 
-// Products of bfloat16 by vectors: a number is one chain, in the order of the inner index, to which each pair adds the
-// products of its numbers, in the order of the instruction.
+// Products of bfloat16 by vectors: a number is one chain of additions, in the order of the inner index. Each pair adds its
+// two products, in the order of the instruction.
 struct PairProduct : Pairs {
   typedef NoScope Scope;
   static constexpr int WHOLE_ROWS = 1;
-  static constexpr int FEW_ROWS = 8;  // or fewer are multiplied with tokens as they lie in memory, and with their values
+  static constexpr int FEW_ROWS = 8;  // at most this number use tokens and values as they lie in memory
   static constexpr int VALUES = 1;
   static constexpr int STEP = 2;
 
@@ -344,7 +345,7 @@ struct PairProduct : Pairs {
 #endif
   }
 
-  static void turn_rows(const uint16_t* rows, int64_t stride, int64_t num_rows, int64_t inner, uint16_t* to) {
+  static void transpose_rows(const uint16_t* rows, int64_t stride, int64_t num_rows, int64_t inner, uint16_t* to) {
     copy_rows(rows, stride, num_rows, inner, to);
   }
 
@@ -355,8 +356,8 @@ struct PairProduct : Pairs {
 
   static Floats numbers_of(const uint16_t* from) { return loaded<Floats>(from); }
 
-  // out [rows, columns] = weights [rows, tokens] × values [tokens, dim] as they lie in memory, for `FEW_ROWS` or less. Each
-  // number has the bits that `multiply` gives it.
+  // out [rows, columns] = weights [rows, tokens] × values [tokens, dim], with values as they lie in memory, for at most
+  // `FEW_ROWS` rows. The bits are those of `multiply`.
   static void multiply_values(const uint16_t* weights, int64_t weights_stride, int64_t num_rows, const uint16_t* values,
                               int64_t stride, int64_t num_tokens, int64_t dim, float* out, int64_t columns, bool adds) {
     rows_by_values<FEW_ROWS>(weights, weights_stride, num_rows, values, stride, num_tokens, dim, out, columns, adds);
@@ -368,7 +369,7 @@ struct PairProduct : Pairs {
     if constexpr (R > 1)
       if (num_rows < R)
         return rows_by_values<R - 1>(weights, weights_stride, num_rows, values, stride, num_tokens, dim, out, columns, adds);
-    constexpr int MAX_VECTORS = R == 1 ? 16 : R <= 3 ? 8 : R <= 6 ? 4 : 2;  // vectors, so that the sums are in registers
+    constexpr int MAX_VECTORS = R == 1 ? 16 : R <= 3 ? 8 : R <= 6 ? 4 : 2;  // the largest number of vectors whose sums fit in registers
     for (int64_t first = 0; first < columns;) {
       const bool is_wide = dim - first >= MAX_VECTORS * LANES;
       if (is_wide)
@@ -381,7 +382,7 @@ struct PairProduct : Pairs {
     }
   }
 
-  // Of the vectors the first `present` are stored.
+  // Stores the first `present` vectors.
   template <int R, int C>
   static void values_block(const uint16_t* weights, int64_t weights_stride, const uint16_t* values, int64_t stride,
                            int64_t num_tokens, Width width, float* out, int64_t out_stride, int64_t present, bool adds) {
@@ -413,9 +414,9 @@ struct PairProduct : Pairs {
 
 #if defined(__AMX_BF16__)
 
-// The use of the registers of AMX, up to the end of the scope, as another library may use them after us. Tiles 0 to 3 hold
-// sums, 4 and 5 left factors, 6 and 7 right ones. `first` and `second` are the rows in use of left factors and their sums:
-// of tiles 0, 1 and 4, and of 2, 3 and 5. `columns` are those of right factors and sums.
+// Configures the tiles of AMX, and releases them at the end of the scope, because another library may use them after us.
+// Tiles 0 to 3 hold sums, 4 and 5 left factors, 6 and 7 right factors. `first` is the number of rows of tiles 0, 1 and 4,
+// `second` that of tiles 2, 3 and 5; `columns` is the number of columns of right factors and sums.
 struct TileScope {
   TileScope(int64_t first, int64_t second, int64_t columns) {
     struct {
@@ -443,7 +444,7 @@ struct TileSums {
     if (ROWS == 2 && COLUMNS == 2) _tile_zero(3);
   }
 
-  // The opposite of `put`.
+  // Loads the sums that `put` stored.
   static void load(const float* from, int64_t across, int64_t down, int64_t stride) {
     written();
     _tile_loadd(0, from, stride);
@@ -452,9 +453,9 @@ struct TileSums {
     if (ROWS == 2 && COLUMNS == 2) _tile_loadd(3, from + down + across, stride);
   }
 
-  // Adds the products of 32 inner numbers for each of `blocks`. Rows of factors are `stride` and `right_stride` bytes apart,
+  // Adds the products of `blocks` blocks of 32 inner numbers. Rows of factors are `stride` and `right_stride` bytes apart,
   // blocks `step` and `right_step`.
-  static void add(const void* left, const void* below, int64_t stride, int64_t step, const void* right, const void* beside,
+  static void add(const void* left, const void* left2, int64_t stride, int64_t step, const void* right, const void* right2,
                   int64_t right_stride, int64_t right_step, int64_t blocks) {
     written();
     for (int64_t block = 0; block < blocks; ++block) {
@@ -462,11 +463,11 @@ struct TileSums {
       _tile_loadd(4, (const char*)left + block * step, stride);
       _tile_dpbf16ps(0, 4, 6);
       if (ROWS == 2) {
-        _tile_loadd(5, (const char*)below + block * step, stride);
+        _tile_loadd(5, (const char*)left2 + block * step, stride);
         _tile_dpbf16ps(2, 5, 6);
       }
       if (COLUMNS == 2) {
-        _tile_loadd(7, (const char*)beside + block * right_step, right_stride);
+        _tile_loadd(7, (const char*)right2 + block * right_step, right_stride);
         _tile_dpbf16ps(1, 4, 7);
         if (ROWS == 2) _tile_dpbf16ps(3, 5, 7);
       }
@@ -485,22 +486,22 @@ struct TileSums {
 // Products of bfloat16 by tiles of 16 rows and 32 inner numbers.
 struct TileProduct : Pairs {
   static constexpr int WHOLE_ROWS = 16;
-  static constexpr int FEW_ROWS = 16;  // or fewer may be multiplied with tokens as they lie in memory
+  static constexpr int FEW_ROWS = 16;  // at most this number may use tokens as they lie in memory
   static constexpr int VALUES = 0;
 
   struct Scope : TileScope {
     explicit Scope(int64_t num_rows) : TileScope(least(num_rows, 16), 16, 16) {}
   };
 
-  // The memory behind `left` and `out` has whole tiles of rows.
+  // The memory of `left` and `out` has whole tiles of rows.
   static void multiply(const uint16_t* left, int64_t left_stride, const uint16_t* matrix, int64_t all_inner, int64_t,
                        float* out, int64_t out_stride, int64_t num_rows, int64_t inner, int64_t columns, int64_t begin = 0) {
     const int64_t panel = all_inner * 16;
     for (int64_t column = 0; column < columns; column += 32)
       for (int64_t row = 0; row < num_rows; row += 32) {
         const bool is_tall = row + 16 < num_rows, is_wide = column + 16 < columns;
-        const auto one = is_tall ? (is_wide ? tiles<2, 2> : tiles<2, 1>) : (is_wide ? tiles<1, 2> : tiles<1, 1>);
-        one(left + row * left_stride + begin, left_stride, matrix + column / 16 * panel + begin * 16, panel,
+        const auto multiply_some = is_tall ? (is_wide ? tiles<2, 2> : tiles<2, 1>) : (is_wide ? tiles<1, 2> : tiles<1, 1>);
+        multiply_some(left + row * left_stride + begin, left_stride, matrix + column / 16 * panel + begin * 16, panel,
             out + row * out_stride + column, out_stride, inner - begin, begin > 0);
       }
   }
@@ -515,8 +516,8 @@ struct TileProduct : Pairs {
     Sums::put(out, 16, 16 * out_stride, out_stride * 4);
   }
 
-  // 16 rows or fewer, [rows, inner], as right factors: pairs of inner numbers, in each all rows.
-  static void turn_rows(const uint16_t* rows, int64_t stride, int64_t num_rows, int64_t inner, uint16_t* to) {
+  // Packs at most 16 rows, [rows, inner], as right factors: pairs of inner numbers, each with all rows.
+  static void transpose_rows(const uint16_t* rows, int64_t stride, int64_t num_rows, int64_t inner, uint16_t* to) {
     for (int64_t first = 0; first < inner; first += 32, to += 512) {
       Floats square[16] = {};
       for (int64_t row = 0; row < num_rows; ++row) square[row] = loaded<Floats>(rows + row * stride + first);
@@ -525,9 +526,9 @@ struct TileProduct : Pairs {
     }
   }
 
-  // out [rows, tokens] = rows × tokensᵀ, for 32 tokens at a time as they lie in memory, and what `turn_rows` made of 16
-  // rows or fewer. Each number has the bits that `multiply` gives it.
-  static void multiply_tokens(const uint16_t* turned, int64_t num_rows, int64_t inner, const uint16_t* tokens,
+  // out [rows, tokens] = rows × tokensᵀ, for 32 tokens at a time as they lie in memory, and at most 16 rows in the form that
+  // `transpose_rows` writes. The bits are those of `multiply`.
+  static void multiply_tokens(const uint16_t* transposed, int64_t num_rows, int64_t inner, const uint16_t* tokens,
                               int64_t stride, int64_t num_tokens, float* out, int64_t out_stride) {
     alignas(64) Floats sums[2][16];
     written();
@@ -536,7 +537,7 @@ struct TileProduct : Pairs {
       for (int64_t i = 0; i < inner; i += 32) {
         for (int64_t row = 0; row < 32; ++row)
           _mm_prefetch((const char*)(tokens + row * stride + i) + 8192, _MM_HINT_T0);
-        _tile_loadd(5, turned + i * 16, 64);
+        _tile_loadd(5, transposed + i * 16, 64);
         _tile_loadd(6, tokens + i, stride * 2);
         _tile_dpbf16ps(2, 6, 5);
         _tile_loadd(7, tokens + 16 * stride + i, stride * 2);

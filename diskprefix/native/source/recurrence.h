@@ -1,6 +1,6 @@
-// What layers with a state compute, token after token: a causal convolution of each channel, the delta rule, and the
-// state space of Mamba 2. Each number is one chain of operations that depends on the tokens before it alone, so the
-// state of a sequence has the same bits however its tokens are cut into steps, and whatever is computed beside them.
+// The operators of layers with a state, token by token: a depthwise causal convolution, the delta rule, and the state space
+// of Mamba 2. Each number is one chain of operations over the tokens up to its own. So the state of a sequence has the same
+// bits however its tokens are cut into steps, and whatever the rest of the batch is.
 
 #pragma once
 
@@ -13,21 +13,21 @@
 namespace diskprefix {
 namespace {
 
-// NaN for NaN: a decay that is no number must not become 0, which would forget the state without a word.
+// Returns NaN for NaN: a NaN decay must not become 0, which would silently clear the state.
 inline Floats exp_of(Floats x) {
   const Floats limited = larger(x * all(LOG2_E), all(-127.0f));
-  const Floats found = exp2(limited > all(126.0f) ? all(126.0f) : limited);
-  return x == x ? found : x;
+  const Floats power = exp2(limited > all(126.0f) ? all(126.0f) : limited);
+  return x == x ? power : x;
 }
 
 inline Floats silu(Floats x) { return x / (all(1.0f) + exp_of(-x)); }
 
-// Channels of a convolution that one thread computes together: they fill a line of the cache.
+// Channels of a convolution that one thread computes together: a cache line.
 constexpr int64_t CHANNELS = 4 * LANES;
 constexpr int64_t MAX_KERNEL = 16;
 
-// The tokens of one sequence, for the channels from `first` on. `window` holds the last inputs of these channels and
-// the present one, the oldest first, and goes round.
+// The tokens of one sequence, for the channels from `first` on. `window` is a ring buffer with the last inputs of these
+// channels and the current one.
 template <class Type>
 class ConvolvedChannels {
   typedef typename Type::Stored Stored;
@@ -48,7 +48,7 @@ class ConvolvedChannels {
     Stored* state = (Stored*)run.state + first_ * kernel_;
     for (int64_t k = 0; k < kernel_; ++k)
       for (int64_t lane = 0; lane < width_; ++lane) ((float*)window_[k])[lane] = Type::one(before[lane * kernel_ + k]);
-    // The window begins with the state's second number: the first one is that of the token that slides out.
+    // The window begins with the second number of the state; the first belongs to the token that leaves the window.
     int64_t oldest = 0;
     for (int64_t token = 0; token < run.num_rows; ++token) {
       const int64_t number = row + token;
@@ -95,7 +95,7 @@ int32_t convolution(const Convolution* call, const StateRun* runs) {
   return 0;
 }
 
-// Computes each head of each sequence. Returns 1 if one of them has no memory.
+// Computes each head of each sequence. Returns 1 if there is not enough memory.
 template <template <class> class Head, class Call>
 inline int32_t for_heads(const Call& call, const StateRun* runs) {
   std::atomic<bool> has_failed{false};
@@ -117,7 +117,7 @@ inline void to_floats(const void* from, int64_t count, float* to) {
     put_some<Float32>(to + i, some_of<Type>((const typename Type::Stored*)from + i, count - i), count - i);
 }
 
-// Scaled to length 1 if `epsilon` is not 0, then times `scale`.
+// Normalises to length 1 if `epsilon` is not 0, then multiplies by `scale`.
 inline void to_length(float* numbers, int64_t count, float epsilon, float scale) {
   Floats factor = all(scale);
   if (epsilon) {
@@ -132,13 +132,13 @@ inline void to_length(float* numbers, int64_t count, float epsilon, float scale)
     put_some<Float32>(numbers + i, some_of<Float32>(numbers + i, count - i) * factor, count - i);
 }
 
-// Columns of a state that are computed together, and the sums that a number is made of.
+// Vectors of columns of a state that are computed together, and partial sums of a result.
 constexpr int64_t COLUMNS = 2, SUMS = 4;
 constexpr int64_t OF_STATE = COLUMNS * LANES;
 
-// One token of the delta rule for some columns of a head's state [key_dim, value_dim], a row every `stride` numbers:
+// One token of the delta rule for some columns of a head's state [key_dim, value_dim], whose rows are `stride` apart:
 //   state = decay × before;  state += key × (beta × (value − key · state));  out = query · state
-// With `decays` each row has a decay of its own.
+// With `decays` each row has its own decay.
 inline void delta_step(const float* before, float* state, int64_t stride, int64_t key_dim, const float* query, const float* key, const float* decays,
                        float decay, const Floats* values, float beta, Floats* out) {
   Floats sums[SUMS][COLUMNS] = {}, delta[COLUMNS];
@@ -189,7 +189,7 @@ class DeltaHead {
     float* state = (float*)run_.state + head_ * keys * call_.value_dim;
     for (int64_t column = 0; column < call_.value_dim; column += OF_STATE) {
       const int64_t width = least(OF_STATE, call_.value_dim - column);
-      // Many tokens go over a part of the state that stays in the cache.
+      // With many tokens, process all of them for a part of the state that stays in the cache.
       if (rows < 4 && width == OF_STATE) {
         tokens(before + column, state + column, call_.value_dim, column, width);
         continue;
@@ -231,23 +231,24 @@ class DeltaHead {
       const int64_t row = row_ + i, of_row = row * call_.heads + head_;
       const Stored* value = (const Stored*)call_.value + row * call_.value_stride + head_ * call_.value_dim + column;
       Stored* out = (Stored*)call_.out + of_row * call_.value_dim + column;
-      Floats values[COLUMNS], found[COLUMNS];
+      Floats values[COLUMNS], results[COLUMNS];
       for (int64_t part = 0; part < COLUMNS; ++part)
         values[part] = part * LANES < width ? some_of<Type>(value + part * LANES, width - part * LANES) : Floats{};
       const float* decays = call_.decay_dim > 1 ? decays_ + i * call_.decay_dim : nullptr;
       delta_step(i ? state : before, state, stride, keys, queries_ + i * keys, keys_ + i * keys, decays, decays_[i * call_.decay_dim], values,
-                 call_.beta[of_row], found);
-      for (int64_t part = 0; part * LANES < width; ++part) put_some<Type>(out + part * LANES, found[part], width - part * LANES);
+                 call_.beta[of_row], results);
+      for (int64_t part = 0; part * LANES < width; ++part) put_some<Type>(out + part * LANES, results[part], width - part * LANES);
     }
   }
 };
 
 int32_t delta_rule(const DeltaRule* call, const StateRun* runs) { return for_heads<DeltaHead>(*call, runs); }
 
-// Rows of a head's state that go over all tokens together.
+// Rows of a head's state that process all tokens before the next ones do.
 constexpr int64_t STATE_ROWS = 16;
 
-// A head's state [dim, state_dim] is  state = exp(step × decay) × state + (step × x) ⊗ B,  and the result C · state.
+// A head's state [dim, state_dim]:
+//   state = exp(step × decay) × state + (step × x) ⊗ B;  out = C · state
 template <class Type>
 class StateSpaceHead {
   typedef typename Type::Stored Stored;
@@ -299,8 +300,8 @@ class StateSpaceHead {
         Floats& sum = sums[i / LANES % 4];
         sum = fma(next, some_of<Float32>(from + i, left), sum);
       }
-      const float found = sum_of((sums[0] + sums[1]) + (sums[2] + sums[3]));
-      ((float*)call_.out)[of_row * call_.dim + row] = call_.skip ? found + input * call_.skip[head_] : found;
+      const float output = sum_of((sums[0] + sums[1]) + (sums[2] + sums[3]));
+      ((float*)call_.out)[of_row * call_.dim + row] = call_.skip ? output + input * call_.skip[head_] : output;
     }
   }
 };

@@ -8,10 +8,10 @@
 namespace diskprefix {
 namespace {
 
-// In the order of experts: what is no number comes first.
+// The order in which experts are chosen; NaN comes first.
 inline bool is_larger(float a, float b) { return a > b || (a != a && b == b); }
 
-// Takes the `count` largest numbers out of those that are left, the largest first; of equal ones the first.
+// Takes the `count` largest of the numbers that are left, in descending order; of equal numbers the first.
 template <class Take>
 inline void take_largest(const float* numbers, int64_t num_numbers, bool* is_left, int64_t count, const Take& take) {
   for (int64_t rank = 0; rank < count; ++rank) {
@@ -34,7 +34,7 @@ inline void sigmoids(float* numbers, int64_t count) {
   for (int64_t i = 0; i < count; ++i) numbers[i] = activated(numbers[i], SIGMOID);
 }
 
-// The part of the best number in the softmax of itself and those left that are near.
+// Returns the part of `best` in the softmax over `best` and the remaining numbers near it.
 inline float part_of_near(const float* numbers, int64_t count, const bool* is_left, float best, float threshold) {
   float sum = 1.0f;
   for (int64_t i = 0; i < count; ++i) {
@@ -44,7 +44,7 @@ inline float part_of_near(const float* numbers, int64_t count, const bool* is_le
   return 1.0f / sum;
 }
 
-// `scores` and `choice` are memory of [num_experts], `is_left` too.
+// `scores`, `choice` and `is_left` are scratch memory of [num_experts].
 template <class Type>
 inline void route_row(const Router& call, int64_t row, float* scores, float* choice, bool* is_left) {
   const int64_t count = call.num_experts, of_group = count / call.groups;
@@ -59,16 +59,16 @@ inline void route_row(const Router& call, int64_t row, float* scores, float* cho
   for (int64_t i = 0; i < count; ++i) choice[i] = call.bias ? scores[i] + call.bias[i] : scores[i];
   memset(is_left, 1, count);
   if (call.groups > 1) {
-    float of_groups[MAX_GROUPS];
+    float group_scores[MAX_GROUPS];
     bool is_group_left[MAX_GROUPS];
     for (int64_t group = 0; group < call.groups; ++group) {
       float sum = 0.0f;
       take_largest(choice + group * of_group, of_group, is_left + group * of_group, call.of_group,
                    [&](int64_t, int64_t at) { sum += choice[group * of_group + at]; });
-      of_groups[group] = sum, is_group_left[group] = true;
+      group_scores[group] = sum, is_group_left[group] = true;
     }
     memset(is_left, 0, count);
-    take_largest(of_groups, call.groups, is_group_left, call.groups_chosen,
+    take_largest(group_scores, call.groups, is_group_left, call.groups_chosen,
                  [&](int64_t, int64_t group) { memset(is_left + group * of_group, 1, of_group); });
   }
   int64_t* chosen = call.chosen + row * call.num_chosen;
@@ -105,7 +105,7 @@ int32_t route(const Router& call) {
   return has_failed;
 }
 
-// The products of one expert after the other.
+// Computes the products of the experts, one expert after the other.
 template <class Type>
 class DenseMixture {
   typedef typename Type::Stored Stored;
@@ -163,8 +163,8 @@ class DenseMixture {
   int32_t multiply(int64_t expert, int64_t count, const Stored* rows, int64_t inner, const void* matrices, int64_t outer,
                    const float* biases, Stored* out) const {
     const DenseProduct call = {
-        call_.dtype, !call_.is_turned, 1, count, inner, outer, rows, 0, inner,
-        (const Stored*)matrices + expert * inner * outer, 0, call_.is_turned ? outer : inner,
+        call_.dtype, !call_.is_transposed, 1, count, inner, outer, rows, 0, inner,
+        (const Stored*)matrices + expert * inner * outer, 0, call_.is_transposed ? outer : inner,
         biases ? biases + expert * outer : nullptr, out, 0, outer, call_.num_threads};
     return dense(&call);
   }
@@ -189,14 +189,14 @@ class DenseMixture {
     }
   }
 
-  // In the order in which experts are named, as `Experts`.
+  // Adds up in the order of `chosen`, as `Experts` does.
   void add_up(int64_t row) const {
     for (int64_t i = 0; i < call_.width; i += LANES) {
       Floats total = {};
       for (int64_t number = 0; number < call_.num_chosen; ++number) {
         const int64_t pair = row * call_.num_chosen + number;
-        const Floats found = some_of<Type>(found_ + pair * call_.width + i, call_.width - i);
-        const Floats weighted = call_.weighs_rows ? found : rounded_to<Type>(found * all(call_.weights[pair]));
+        const Floats computed = some_of<Type>(found_ + pair * call_.width + i, call_.width - i);
+        const Floats weighted = call_.weighs_rows ? computed : rounded_to<Type>(computed * all(call_.weights[pair]));
         total = number ? total + weighted : weighted;
       }
       put_some<Type>((Stored*)call_.out + row * call_.width + i, total, call_.width - i);

@@ -1,5 +1,5 @@
-// The steps of a layer that go row by row: rotary positions, keys and values to memory, gates, sums. A row's result depends
-// on no other row.
+// The row-wise steps of a layer: rotary positions, keys and values to memory, gates, sums. A row's result depends on no
+// other row.
 
 #pragma once
 
@@ -12,7 +12,7 @@
 namespace diskprefix {
 namespace {
 
-// The rotary positions of the step's rows: number i of a row is position × frequency i.
+// Computes the rotary angles of the step's rows: angle i of a row is position × frequency i.
 template <class Type>
 inline void put_angles(const Angles& call, int64_t row) {
   typename Type::Stored* cosines = (typename Type::Stored*)call.cosines + row * call.half;
@@ -22,7 +22,7 @@ inline void put_angles(const Angles& call, int64_t row) {
     const int64_t left = least(LANES, call.half - i);
     for (int64_t lane = 0; lane < left; ++lane) {
       const int64_t axis = call.axes ? call.axes[i + lane] : 0;
-      // In double precision, so that a float32 is right whatever the C library.
+      // In double precision, so that the float32 is the same with every C library.
       const double angle = (double)((float)call.positions[axis * call.axis_stride + row] * call.frequencies[i + lane]);
       cosine[lane] = (float)cos(angle), sine[lane] = (float)sin(angle);
     }
@@ -34,25 +34,25 @@ inline void put_angles(const Angles& call, int64_t row) {
 
 constexpr int64_t MAX_ROTARY = 1024;
 
-// Turns the first 2 × `half` numbers of a head, as `Heads` says. Each product is rounded before the sum.
+// Rotates 2 × `half` numbers of a head, as `NormRotateStore` says. Each product is rounded before the sum.
 template <class Type>
 inline void rotate(typename Type::Stored* head, const typename Type::Stored* cosines, const typename Type::Stored* sines,
                    int64_t half, int64_t pairing) {
-  const bool is_paired = pairing != 0;
   typename Type::Stored parted[MAX_ROTARY];
-  if (pairing == 2) memcpy(parted, head, 2 * half * sizeof *head);
-  const typename Type::Stored* from = pairing == 2 ? parted : head;
+  if (pairing == INTERLEAVED_TO_HALVES) memcpy(parted, head, 2 * half * sizeof *head);
+  const typename Type::Stored* from = pairing == INTERLEAVED_TO_HALVES ? parted : head;
   const auto times = [](Floats a, Floats b) { return rounded_to<Type>(a * b); };
   for (int64_t i = 0; i < half; i += LANES) {
     const int64_t left = least(LANES, half - i);
     const auto load = [left](const typename Type::Stored* from) { return some_of<Type>(from, left); };
     const Floats cosine = load(cosines + i), sine = load(sines + i);
     typename Type::Stored first[LANES] = {}, second[LANES] = {};
-    if (is_paired)
+    if (pairing != HALVES)
       for (int64_t lane = 0; lane < left; ++lane) first[lane] = from[2 * (i + lane)], second[lane] = from[2 * (i + lane) + 1];
-    const Floats a = is_paired ? Type::load(first) : load(head + i), b = is_paired ? Type::load(second) : load(head + half + i);
+    const Floats a = pairing == HALVES ? load(head + i) : Type::load(first);
+    const Floats b = pairing == HALVES ? load(head + half + i) : Type::load(second);
     const Floats to_a = times(a, cosine) + times(-b, sine), to_b = times(b, cosine) + times(a, sine);
-    if (pairing != 1) {
+    if (pairing != INTERLEAVED) {
       put_some<Type>(head + i, to_a, left);
       put_some<Type>(head + half + i, to_b, left);
       continue;
@@ -63,7 +63,7 @@ inline void rotate(typename Type::Stored* head, const typename Type::Stored* cos
 }
 
 template <class Type>
-inline void put_heads(const Heads& call, const Run* runs, int64_t begin, int64_t end) {
+inline void put_heads(const NormRotateStore& call, const Run* runs, int64_t begin, int64_t end) {
   typedef typename Type::Stored Stored;
   int64_t run = 0, before = 0;
   for (int64_t row = begin; row < end; ++row) {
@@ -75,17 +75,17 @@ inline void put_heads(const Heads& call, const Run* runs, int64_t begin, int64_t
                        head);
       if (call.half)
         rotate<Type>(head + call.rotary_first, (const Stored*)call.cosines + row * call.half,
-                     (const Stored*)call.sines + row * call.half, call.half, call.is_paired);
+                     (const Stored*)call.sines + row * call.half, call.half, call.pairing);
       if (!runs) continue;
       const Rows& to = runs[run].keys;
       const int64_t token = runs[run].start + row - before;
-      if (to.in_eights) put_eights<Type>(head, call.dim, row_of<Eights>(runs[run], to, number, token));
+      if (to.in_q8) store_q8<Type>(head, call.dim, row_of<Q8Block>(runs[run], to, number, token));
       else memcpy(row_of<Stored>(runs[run], to, number, token), head, call.dim * sizeof(Stored));
     }
   }
 }
 
-// Functions of one number, for float32: numbers of bfloat16 have tables.
+// Functions of one number in float32; bfloat16 has tables instead.
 inline float activated(float x, int64_t function, float slope = 1.0f, float limit = 0.0f) {
   const float limited = x > limit ? limit : x;
   switch (function) {
@@ -103,6 +103,8 @@ inline float activated(float x, int64_t function, float slope = 1.0f, float limi
       return 1.0f / (1.0f + expf(-x));
     case TANH:
       return tanhf(x);
+    case EXPM1_EXCESS:
+      return x > 0.0f ? 0.0f : expm1f(x > -1e-6f ? -1e-6f : x) - x;
     case SOFTPLUS:
       return x > 20.0f ? x : log1pf(expf(x));
     case LIMITED_SILU:
@@ -119,8 +121,8 @@ inline void gate_floats(const Gate& call, int64_t row) {
   const float* up = call.up ? (const float*)call.up + row * call.up_stride : nullptr;
   float* out = (float*)call.out + row * call.width;
   for (int64_t i = 0; i < call.width; ++i) {
-    const float found = call.factor * activated(gate[i / call.each] / (float)call.factor, call.function);
-    out[i] = up ? found * up[i] : found;
+    const float activation = call.factor * activated(gate[i / call.each] / (float)call.factor, call.function);
+    out[i] = up ? activation * up[i] : activation;
   }
 }
 
@@ -140,12 +142,12 @@ inline void gate_bfloats(const Gate& call, int64_t row) {
 template <class Type>
 inline void add_part(const Sum& call, int64_t begin, int64_t end) {
   typedef typename Type::Stored Stored;
-  const Stored *one = (const Stored*)call.one, *other = (const Stored*)call.other;
+  const Stored *first = (const Stored*)call.first, *second = (const Stored*)call.second;
   for (int64_t i = begin; i < end; i += LANES) {
-    Floats found = some_of<Type>(other + i, end - i);
-    if (call.factor != 1.0) found = rounded_to<Type>(found * all((float)call.factor));
-    if (one) found = some_of<Type>(one + i, end - i) + found;
-    put_some<Type>((Stored*)call.out + i, found, end - i);
+    Floats sum = some_of<Type>(second + i, end - i);
+    if (call.factor != 1.0) sum = rounded_to<Type>(sum * all((float)call.factor));
+    if (first) sum = some_of<Type>(first + i, end - i) + sum;
+    put_some<Type>((Stored*)call.out + i, sum, end - i);
   }
 }
 
@@ -154,10 +156,10 @@ inline void put_step_sizes(const StepSizes& call, int64_t row) {
   const typename Type::Stored* from = (const typename Type::Stored*)call.rows + row * call.row_stride;
   float* out = call.out + row * call.width;
   for (int64_t i = 0; i < call.width; ++i) {
-    float found = activated(Type::one(from[i]) + (call.bias ? call.bias[i] : 0.0f), SOFTPLUS);
-    if (found < (float)call.least) found = (float)call.least;
-    if (found > (float)call.most) found = (float)call.most;
-    out[i] = call.factors ? found * call.factors[i] : found;
+    float size = activated(Type::one(from[i]) + (call.bias ? call.bias[i] : 0.0f), SOFTPLUS);
+    if (size < (float)call.least) size = (float)call.least;
+    if (size > (float)call.most) size = (float)call.most;
+    out[i] = call.factors ? size * call.factors[i] : size;
   }
 }
 
@@ -180,7 +182,7 @@ inline void gate_and_norm(const GatedNorm& call, int64_t row) {
 }
 
 template <class Type>
-inline void temper_row(const Tempering& call, int64_t row) {
+inline void scale_row_by_position(const PositionScaling& call, int64_t row) {
   const float part = floorf(((float)call.positions[row] + (float)call.offset) / (float)call.period);
   weigh<Type>((typename Type::Stored*)call.rows + row * call.width, 1.0f + log1pf(part) * (float)call.factor, call.width);
 }

@@ -1,4 +1,4 @@
-// Row-wise steps of decoders that carry several streams of hidden states, and of sparse gates.
+// Row-wise steps of decoders with several streams of hidden states, and of sparse gates.
 
 #pragma once
 
@@ -12,7 +12,7 @@ namespace {
 template <class Type>
 inline void mix_row(const Mix& call, int64_t row) {
   typedef typename Type::Stored Stored;
-  const Stored* factors = (const Stored*)call.factors + row * call.factor_stride;
+  const Stored* factors = (const Stored*)call.factors + row * call.factors_stride;
   const int64_t at = row * call.width;
   for (int64_t i = 0; i < call.width; i += LANES) {
     const int64_t left = call.width - i;
@@ -36,7 +36,7 @@ inline float mean_square(const typename Type::Stored* row, int64_t width) {
 }
 
 template <class Type>
-inline void level_row(const Leveling& call, int64_t row) {
+inline void match_rms_of_row(const RmsMatching& call, int64_t row) {
   typedef typename Type::Stored Stored;
   Stored* to = (Stored*)call.rows + row * call.width;
   const float square = mean_square<Type>(to, call.width);
@@ -45,7 +45,7 @@ inline void level_row(const Leveling& call, int64_t row) {
 }
 
 template <class Type>
-inline void cut_off_row(const CutOff& call, int64_t row) {
+inline void sparsify_gate_row(const GateSparsity& call, int64_t row) {
   typedef typename Type::Stored Stored;
   Stored* numbers = (Stored*)call.rows + row * call.width;
   double sum = 0.0, squares = 0.0;
@@ -54,10 +54,10 @@ inline void cut_off_row(const CutOff& call, int64_t row) {
   for (int64_t i = 0; i < call.width; ++i) squares += (Type::one(numbers[i]) - mean) * (Type::one(numbers[i]) - mean);
   const Floats least = rounded_to<Type>(all((float)(mean + sqrt(squares / (double)call.width) * call.deviations)));
   for (int64_t i = 0; i < call.width; i += LANES) {
-    float found[LANES];
-    store(found, some_of<Type>(numbers + i, call.width - i) - least);
-    for (float& one : found) one = one < 0.0f ? 0.0f : one;
-    put_some<Type>(numbers + i, loaded<Floats>(found), call.width - i);
+    float above[LANES];
+    store(above, some_of<Type>(numbers + i, call.width - i) - least);
+    for (float& number : above) number = number < 0.0f ? 0.0f : number;
+    put_some<Type>(numbers + i, loaded<Floats>(above), call.width - i);
   }
 }
 

@@ -1,5 +1,5 @@
-// The threads that compute operators. Each thread that calls operators has a team of helpers. It takes parts of the work as
-// they do, so it waits only for helpers that compute one.
+// The threads that compute operators. Each thread that calls operators has a team of helpers. The caller takes parts of the
+// work as the helpers do, so it waits only for helpers that are computing.
 
 #include <pthread.h>
 
@@ -8,7 +8,7 @@
 
 #include "interface.h"
 
-// glibc 2.34 has given these functions a new version. By the old one they are found with any glibc.
+// glibc 2.34 gave these functions a new symbol version. Every glibc has the old one.
 #if defined(__GLIBC__) && defined(__x86_64__)
 __asm__(".symver pthread_create, pthread_create@GLIBC_2.2.5\n.symver pthread_join, pthread_join@GLIBC_2.2.5");
 #elif defined(__GLIBC__) && defined(__aarch64__)
@@ -20,8 +20,8 @@ namespace {
 
 constexpr int64_t MAX_THREADS = 1024, PARTS_OF_THREAD = 4, PART_BITS = 16, PART_MASK = (1 << PART_BITS) - 1;
 
-// Somewhat more than passes from one operator to the next. A thread that waits longer sleeps: other processes get its CPU,
-// and it is scheduled at once when it wakes up.
+// Slightly longer than the usual gap between two operators. A thread that waits longer sleeps: then other processes get its
+// CPU, and the kernel schedules it at once when it is woken.
 constexpr auto SPIN = std::chrono::microseconds(35);
 
 int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -41,7 +41,7 @@ bool comes_soon(const Condition& is_met) {
   return is_met();
 }
 
-// Threads sleep until a condition is met. Who meets it changes the condition first, and then wakes those who sleep.
+// Threads that sleep until a condition is met. A thread that meets it changes the condition first, and then wakes them.
 class Sleepers {
  public:
   template <class Condition>
@@ -57,7 +57,7 @@ class Sleepers {
 
   void wake(int64_t count) {
     if (count <= 0) return;
-    // One who has not seen the change sleeps before the lock is there.
+    // A thread that has not seen the change is asleep once this thread has the lock.
     pthread_mutex_lock(&mutex_);
     pthread_mutex_unlock(&mutex_);
     while (count-- > 0) pthread_cond_signal(&woken_);
@@ -78,7 +78,7 @@ class Team {
   }
 
   void compute(int64_t num_threads, int64_t num_parts, int64_t count, Work work, void* context) {
-    // If the machine gives no more threads, fewer compute.
+    // If the system creates no more threads, fewer compute.
     while (num_helpers_ < num_threads - 1 && !pthread_create(&helpers_[num_helpers_], nullptr, help, this)) ++num_helpers_;
     num_parts_ = num_parts, count_ = count, work_ = work, context_ = context, num_done_ = 0;
     open_ = (++job_ << PART_BITS) + num_parts;
@@ -94,8 +94,8 @@ class Team {
   int64_t num_helpers_ = 0, job_ = 0, num_parts_ = 0, count_ = 0;
   Work work_ = nullptr;
   void* context_ = nullptr;
-  // The number of the job, and in the last bits how many of its parts are not taken. Who takes one has the job that this
-  // number names: the next one begins when all parts are done.
+  // The number of the job; its last bits count the parts not taken yet. A thread that takes a part belongs to this job: the
+  // next job begins only when all parts are done.
   alignas(64) std::atomic<int64_t> open_{0};
   alignas(64) std::atomic<int64_t> num_done_{0};
   std::atomic<bool> ends_{false};
@@ -122,7 +122,7 @@ class Team {
   }
 };
 
-// A fork has none of the threads of the process that it was made from.
+// A forked process has none of its parent's threads.
 int64_t num_forks = 0;
 [[maybe_unused]] const int counts_forks = pthread_atfork(nullptr, nullptr, [] { ++num_forks; });
 

@@ -1,5 +1,5 @@
-// Vectors of float32 for the instructions that this file is compiled for. The compilers' own vector types do most of it.
-// Everything is in unnamed namespaces: variants must not share functions, as some would crash on an older CPU.
+// Vectors of float32 for the instructions that this file is compiled for, mostly by the compilers' vector types. Everything
+// is in unnamed namespaces: variants must not share functions, because some would crash on an older CPU.
 
 #pragma once
 
@@ -54,14 +54,14 @@ inline void store(void* to, Vector vector) {
   memcpy(to, &vector, sizeof vector);
 }
 
-// A barrier: the compiler moves no store across it. GCC needs it where tiles are loaded, because its intrinsics do not
-// say that they read memory.
+// A barrier: the compiler moves no store across it. GCC needs it before loads of tiles, because its intrinsics do not
+// declare that they read memory.
 inline void written() { __asm__ volatile("" ::: "memory"); }
 
 inline Floats all(float number) { return number - Floats{}; }
 inline Ints all_ints(int32_t number) { return number - Ints{}; }
 
-// Written out wherever it is used (-ffp-contract=off): a compiler would decide by the surrounding code.
+// Multiply-and-add is written out (-ffp-contract=off): otherwise the surrounding code would decide where it is used.
 inline Floats fma(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -82,7 +82,7 @@ inline Floats larger(Floats a, Floats b) {
 #endif
 }
 
-// Lanes in which one of two numbers is none.
+// Returns a mask of the lanes in which one of two numbers is NaN.
 #if defined(__AVX512F__)
 typedef __mmask16 Mask;
 inline Mask unordered(Floats a, Floats b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_UNORD_Q); }
@@ -91,13 +91,13 @@ inline bool has_any(Mask mask) { return mask; }
 typedef Ints Mask;
 inline Mask unordered(Floats a, Floats b) { return (a != a) | (b != b); }
 inline bool has_any(Mask mask) {
-  bool found = false;
-  for (int lane = 0; lane < LANES; ++lane) found |= mask[lane] != 0;
-  return found;
+  bool is_any = false;
+  for (int lane = 0; lane < LANES; ++lane) is_any |= mask[lane] != 0;
+  return is_any;
 }
 #endif
 
-// LANES numbers of 8 bits. Compilers convert them one by one.
+// Converts LANES 8-bit integers. Compilers would convert them one by one.
 inline Ints wide_ints(const int8_t* from) {
 #if defined(__AVX512F__)
   return (Ints)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from));
@@ -127,14 +127,14 @@ inline Floats rotated(Floats vector, std::integer_sequence<int, LANE...>) {
   return __builtin_shufflevector(vector, vector, ((LANE + BY) % LANES)...);
 }
 
-// In a fixed order: halves of the vector are combined.
+// Combines the lanes in a fixed order: halves of the vector, again and again.
 template <int HALF = LANES / 2, class Combine>
 inline float folded(Floats vector, const Combine& combine) {
-  const Floats found = combine(vector, rotated<HALF>(vector, std::make_integer_sequence<int, LANES>()));
+  const Floats half = combine(vector, rotated<HALF>(vector, std::make_integer_sequence<int, LANES>()));
   if constexpr (HALF > 1)
-    return folded<HALF / 2>(found, combine);
+    return folded<HALF / 2>(half, combine);
   else
-    return found[0];
+    return half[0];
 }
 
 inline float sum_of(Floats vector) { return folded(vector, [](Floats a, Floats b) { return a + b; }); }
@@ -143,7 +143,7 @@ inline float largest_of(Floats vector) { return folded(vector, larger); }
 
 // 2^x for x up to 126, with an error of 2 units in the last place. Exactly 1 for 0; 0 below -126 and for NaN.
 inline Floats exp2(Floats x) {
-  const Floats magic = all(12582912.0f);  // 1.5 × 2^23: what is added to it is rounded to a whole number
+  const Floats magic = all(12582912.0f);  // 1.5 × 2^23: adding it rounds to an integer
   Floats shifted = x + magic;
   Floats part = x - (shifted - magic);
   Floats sum = all(1.5403530e-4f);
@@ -157,12 +157,12 @@ inline Floats exp2(Floats x) {
   return (Floats)(bits & (x >= all(-126.0f)));
 }
 
-// Computed from exp(2x). The error is about 1e-7, near 0 too. NaN for NaN, which the limits and exp2 would hide.
+// Computed from exp(2x). The error is about 1e-7, also near 0. Returns NaN for NaN, which the limits and exp2 would hide.
 inline Floats tanh(Floats x) {
   Floats limited = larger(x, all(-20.0f));
   limited = limited > all(20.0f) ? all(20.0f) : limited;
-  const Floats found = all(1.0f) - all(2.0f) / (exp2(limited * all(2.0f * LOG2_E)) + all(1.0f));
-  return x == x ? found : x;
+  const Floats value = all(1.0f) - all(2.0f) / (exp2(limited * all(2.0f * LOG2_E)) + all(1.0f));
+  return x == x ? value : x;
 }
 
 inline float from_half(uint16_t bits) {
@@ -192,7 +192,7 @@ inline uint16_t to_half(float number) {
   float shifted;
   if (bits < 0x38800000) {
     memcpy(&shifted, &bits, 4);
-    shifted += 0.5f;  // its last place is that of a subnormal half
+    shifted += 0.5f;  // aligns the last bit with that of a subnormal float16
     memcpy(&bits, &shifted, 4);
     return sign | (uint16_t)(bits - 0x3f000000);
   }
@@ -200,7 +200,7 @@ inline uint16_t to_half(float number) {
   return sign | (uint16_t)((bits - 0x38000000) >> 13);
 }
 
-// The forms in which the numbers of a model are stored.
+// The types in which a model's numbers are stored.
 struct Float32 {
   typedef float Stored;
   static Floats load(const float* from) { return loaded<Floats>(from); }
@@ -220,7 +220,7 @@ struct BFloat16 {
     memcpy(&number, &bits, 4);
     return number;
   }
-  // Of a number that it has.
+  // Converts a number that the type represents exactly.
   static uint16_t narrowed(float number) {
     uint32_t bits;
     memcpy(&bits, &number, 4);
@@ -254,13 +254,13 @@ struct Float16 {
   }
 };
 
-// Calls `body` with the form of a model's numbers.
+// Calls `body` with the type of a model's numbers.
 template <class Body>
 inline auto with_type(int64_t dtype, const Body& body) {
   return dtype == FLOAT32 ? body(Float32()) : body(BFloat16());
 }
 
-// One step of turning a square of LANES × LANES: squares of STEP × STEP beside the diagonal change places.
+// One step of transposing a square of LANES × LANES: swaps the off-diagonal squares of STEP × STEP.
 template <int STEP, int... LANE>
 inline void exchange(Floats& upper, Floats& lower, std::integer_sequence<int, LANE...>) {
   Floats above = upper, below = lower;

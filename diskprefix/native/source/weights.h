@@ -1,12 +1,12 @@
 // The forms of a matrix's weights, and their conversion into the factors of a product.
 //
-// A quantised weight is the number of its code × scale + zero, rounded to bfloat16. `model/quants/quant_form.py` describes
-// how the matrix lies in memory: strips of 16 rows of the matrix, which are 16 columns of the result, in each one block after
-// the other, of 32 columns of the matrix. Matrices in bfloat16 are multiplied by `dense.h`.
+// A quantised weight is table[code] × scale + zero, rounded to bfloat16. `model/quants/quant_form.py` describes the layout in
+// memory: strips of 16 rows of the matrix (16 columns of the result), each a sequence of blocks of 32 columns of the matrix.
+// Matrices in bfloat16 are multiplied by `dense.h`.
 //
-// With AMX a block becomes a tile: 16 rows of 32 bfloat16. For the others the codes' numbers are the factors, and scales and
-// zeros come to the sums. There a block becomes 16 pairs of columns, in each the 16 rows, and a vector is multiplied with a
-// pair of a row: as bfloat16 with AVX-512 that has it, else as integers. ARM's dot products take four columns.
+// With AMX a block becomes a tile: 16 rows of 32 bfloat16. In the other variants the factors are table[code], and scales and
+// zeros are applied to the sums. There a block becomes 16 pairs of columns, each with the 16 rows, and a vector is multiplied
+// with a pair of a row: in bfloat16 where AVX-512 has it, or else as integers. ARM's dot products take four columns.
 
 #pragma once
 
@@ -20,7 +20,7 @@ namespace matrices {
 constexpr int64_t STRIP = 16;
 constexpr int64_t INNER = 32;
 
-// Vectors that have the rows of a strip.
+// The number of vectors for the rows of a strip.
 constexpr int PARTS = STRIP / LANES;
 
 typedef uint8_t UnsignedBytes __attribute__((vector_size(LANES)));
@@ -30,10 +30,10 @@ typedef int16_t Shorts __attribute__((vector_size(LANES * 4)));
 
 #define INLINE inline __attribute__((always_inline))
 
-// The numbers of all rows of a part.
+// Loads one float16 for each row of a part of a strip.
 INLINE Floats halves_at(const uint8_t* from, int part) { return Float16::load((const uint16_t*)from + part * LANES); }
 
-// GCC converts bytes one by one.
+// Widens bytes; GCC would convert them one by one.
 INLINE Words words_at(const uint8_t* from) {
 #if defined(__AVX512F__)
   return (Words)_mm512_cvtepu8_epi32(loaded<__m128i>(from));
@@ -48,14 +48,14 @@ INLINE Floats bytes_at(const uint8_t* from, int part) {
   return __builtin_convertvector((Ints)words_at(from + part * LANES) << 24 >> 24, Floats);
 }
 
-// Half of 2^(byte - 127), as MXFP4 has it.
+// Returns half of 2^(byte - 127), the scale of MXFP4.
 INLINE Floats exponents_at(const uint8_t* from, int part) {
   const Words exponents = words_at(from + part * LANES);
   const Words is_small = (Words)(exponents < 2);
   return (Floats)(is_small & (exponents + 1) * 0x200000u | ~is_small & exponents - 1 << 23);
 }
 
-// A float of 4 bits of exponent and 3 of mantissa, without a sign. Small ones have no leading 1.
+// Converts unsigned 8-bit floats: 4 bits of exponent, 3 of mantissa, with subnormals.
 INLINE Floats floats8_at(const uint8_t* from, int part) {
   const Words bits = words_at(from + part * LANES);
   const Words is_small = (Words)(bits < 8);
@@ -70,8 +70,8 @@ INLINE __m512i pair_of(Floats low, Floats high) { return (__m512i)_mm512_cvtne2p
 
 #if defined(__AMX_BF16__)
 
-constexpr bool HAS_ROWS = true;  // a line of codes is a row of the strip, else a pair of columns
-constexpr int64_t BLOCK_BYTES = 1024;  // of factors
+constexpr bool HAS_ROWS = true;  // a line of codes is a row of the strip; otherwise a pair of columns
+constexpr int64_t BLOCK_BYTES = 1024;  // of the factors of a block
 
 #elif defined(__AVX512BF16__)
 
@@ -79,7 +79,7 @@ constexpr int64_t BLOCK_BYTES = 1024;  // of factors
 
 constexpr int FEW = 6;
 
-// Behind the pairs are the scales of the strip's rows for one group or two, then the zeros.
+// The scales of the strip's rows follow the pairs, for one or two groups, and then the zeros.
 constexpr int64_t SCALES_AT = 1024, BLOCK_BYTES = SCALES_AT + 4 * 64;
 constexpr bool HAS_ROWS = false;
 
@@ -91,11 +91,11 @@ constexpr int FEW = 4;
 constexpr int TOGETHER = 6;  // rows whose blocks with the same columns lie side by side
 constexpr bool HAS_ROWS = false;
 
-// A block of a row: 2^n × integers of 15 bits. Numbers down to a 64th of the largest one are exact. `sums` are those of the
-// integers of its halves and of all, `totals` those of the numbers.
+// A block of a row: 2^n × integers of 15 bits. Numbers down to a 64th of the largest one are exact. `sums` are the sums of
+// the integers: of both halves and of all; `totals` are the sums of the numbers.
 struct Integers {
 #if defined(__ARM_FEATURE_DOTPROD)
-  int8_t high[INNER], low[INNER];  // 256 × high + low, in the order {0, 4, 1, 5, 2, 6, 3, 7} of each eight columns
+  int8_t high[INNER], low[INNER];  // 256 × high + low, with each eight columns in the order {0, 4, 1, 5, 2, 6, 3, 7}
 #else
   int16_t whole[INNER];
 #endif
@@ -105,7 +105,7 @@ struct Integers {
 
 #if defined(__ARM_FEATURE_DOTPROD)
 
-constexpr int STEPS = 4;  // of a block, each some columns of the strip's rows
+constexpr int STEPS = 4;  // of a block; each step has some columns of the strip's rows
 constexpr int WIDE = 1;   // parts that are multiplied together if there are many rows
 constexpr int64_t FACTOR_BYTES = 1;
 
@@ -122,7 +122,7 @@ typedef Lanes Factors;
 
 #endif
 
-// Behind the integers are the scales of the strip's rows for one group or two, then the zeros.
+// The scales of the strip's rows follow the integers, for one or two groups, and then the zeros.
 constexpr int64_t SCALES_AT = STRIP * INNER * FACTOR_BYTES, BLOCK_BYTES = SCALES_AT + 4 * 64;
 constexpr int64_t STEP_BYTES = SCALES_AT * WIDE / PARTS / STEPS;
 
@@ -130,18 +130,18 @@ constexpr int64_t STEP_BYTES = SCALES_AT * WIDE / PARTS / STEPS;
 
 struct Part;
 
-// A matrix's way into the factors of a product. `strip` is where a strip begins.
+// How a matrix is converted to factors of a product. `strip` is the address of a strip.
 struct Form {
-  // The blocks from `begin` to `end`. With AMX `begin` is 0.
+  // Unpacks blocks `begin` to `end`. With AMX `begin` is 0.
   void (*unpack)(const uint8_t* strip, int64_t begin, int64_t end, const float* table, uint8_t* to);
-  // One row of a strip of quants, in bfloat16.
+  // Writes one row of a quantised strip in bfloat16.
   void (*look_up)(const uint8_t* strip, int64_t blocks, int64_t row, const float* table, uint16_t* to);
   int64_t strip_bytes;
 #if defined(__AMX_BF16__)
-  // Few rows times one or two strips, in one or two groups.
+  // Multiplies few rows, in one or two groups, with one or two strips.
   void (*multiply[2][2])(const Part& part, int64_t strip, uint8_t* factors);
 #elif defined(KEEPS_CODES)
-  // 1 to FEW rows times the blocks of a strip. `sums` are those of the halves of the rows' blocks.
+  // Multiplies 1 to FEW rows with the blocks of a strip. `sums` are the sums of the halves of the rows' blocks.
   void (*multiply[FEW])(const uint8_t* strip, int64_t blocks, const float* table, const uint16_t* rows, const float* sums,
                         Floats* out);
   int64_t groups;  // of a block
@@ -153,24 +153,24 @@ struct Form {
 #endif
 };
 
-// The distance in bytes at which memory is fetched ahead. Blocks of a strip follow each other, and so do strips.
+// How far ahead memory is prefetched, in bytes. Blocks are contiguous in a strip, and strips in a matrix.
 constexpr int64_t AHEAD = 2048;
 
 #if defined(__AVX512VBMI__)
 
-// For each byte of eight, at which bit it begins when they are turned by -4 to 15 bits.
-struct Turns {
+// Operands of the rotation of eight bytes by -4 to 15 bits: the first bit of each byte of the result.
+struct Rotations {
   uint8_t from[20][64] = {};
-  constexpr Turns() {
+  constexpr Rotations() {
     for (int by = -4; by < 16; ++by)
       for (int i = 0; i < 64; ++i) from[by + 4][i] = (i % 8 * 8 + by + 64) % 64;
   }
 };
-alignas(64) constexpr Turns TURNS;
+alignas(64) constexpr Rotations ROTATIONS;
 
-// Beside AMX, products have only the port of the shifts. Turning has another one; it brings in other bits.
+// With AMX, vector products have one port, which shifts use too. Rotations use another port, but bring in other bits.
 INLINE Lanes down(Lanes from, int by) {
-  return by ? (Lanes)_mm512_multishift_epi64_epi8(loaded<__m512i>(TURNS.from[by + 4]), (__m512i)from) : from;
+  return by ? (Lanes)_mm512_multishift_epi64_epi8(loaded<__m512i>(ROTATIONS.from[by + 4]), (__m512i)from) : from;
 }
 
 #else
@@ -179,8 +179,8 @@ INLINE Lanes down(Lanes from, int by) { return by < 0 ? from << (uint16_t)-by : 
 
 #endif
 
-// The scales and zeros of the groups of a unit, in front of its codes. A unit is one block, the blocks of a larger group,
-// eight whose groups' numbers are small integers times those of the unit, or two whose scales in 8 bits are multiplied by a
+// The scales and zeros of the groups of a unit, before its codes. A unit is one block, or the blocks of a larger group, or
+// eight blocks whose groups have integers × the scale of the unit, or two blocks whose 8-bit scales are multiplied by a
 // float32 of the unit.
 template <int SCALES, int GROUP, bool HAS_ZEROS>
 struct Numbers {
@@ -204,7 +204,7 @@ struct Numbers {
     }
   }
 
-  // Of group number `group`, `GROUPS` of each block.
+  // Returns the scale of group number `group`; each block has `GROUPS` groups.
   INLINE Floats scale(int64_t group, int part = 0) const {
     const uint8_t* at = from + (IS_LARGE ? 0 : group * OF_GROUP);
     if constexpr (SCALES == IN_FLOAT16) return halves_at(at, part);
@@ -215,7 +215,7 @@ struct Numbers {
     return scale_of_unit[part];
   }
 
-  // Nested ones are stored as what is subtracted.
+  // Nested zeros are stored as numbers to subtract.
   INLINE Floats zero(int64_t group, int part = 0) const {
     static_assert(!IS_LARGE || !HAS_ZEROS);
     if constexpr (SCALES == IN_NIBBLES) return -(zero_of_unit[part] * nibbles_at(from + group * OF_GROUP, part, 4));
@@ -230,17 +230,17 @@ struct Numbers {
   }
 };
 
-// 32 columns of a strip: 16 lines of 32 lanes. A line is a row of the strip and a lane one of its columns, or a line is a
-// pair of columns and a lane one of them in a row. Codes of less than 8 bits lie in planes: words of 32 lanes of 16 bits, in
-// each the low 4, 2 or 1 bits of some of the lines; then words with the bits above. The number of a code is that in a table of
-// 64, where the numbers of fewer codes stand again and again. With 8 bits a code is its own number.
+// 32 columns of a strip: 16 lines of 32 lanes. Either a line is a row of the strip and a lane one of its columns, or a line
+// is a pair of columns and a lane one of these columns in a row. Codes of less than 8 bits are stored in planes: words of 32
+// lanes of 16 bits, each with the low 4, 2 or 1 bits of some lines; then words with the higher bits. Codes index a table of
+// 64 entries; with fewer codes the table repeats. Codes of 8 bits are the numbers themselves.
 template <int BITS, int GROUP, bool HAS_ZEROS, int SCALES, bool HAS_TABLE>
 struct Block {
   typedef matrices::Numbers<SCALES, GROUP, HAS_ZEROS> Numbers;
   static constexpr int64_t CODES = STRIP * INNER * BITS / 8;
   static constexpr int BLOCKS = Numbers::BLOCKS, GROUPS = Numbers::GROUPS;
   static constexpr bool ZEROS = HAS_ZEROS;
-  static constexpr int64_t BYTES = Numbers::BYTES + BLOCKS * CODES;  // of a unit
+  static constexpr int64_t BYTES = Numbers::BYTES + BLOCKS * CODES;  // in a unit
   static constexpr int LOW = BITS >= 4 ? 4 : BITS > 1 ? 2 : 1, HIGH = BITS - LOW, OF_LOW = 16 / LOW, OF_HIGH = HIGH ? 16 / HIGH : 1;
   static constexpr uint32_t LOW_MASK = (1 << LOW) - 1, HIGH_MASK = (1 << BITS) - 1 - LOW_MASK;
 
@@ -248,17 +248,17 @@ struct Block {
     for (int64_t block = 0; block < blocks; block += BLOCKS, strip += BYTES) {
       const Numbers numbers(strip);
       for (int64_t i = 0; i < BLOCKS; ++i, to += INNER) {
-        float found[INNER];
+        float unpacked[INNER];
         for (int group = 0; group < GROUPS; ++group) {
           const auto of_row = [row](Floats numbers) { return numbers[row % LANES]; };
           const float scale = of_row(numbers.scale(i * GROUPS + group, row / LANES));
           const float zero = HAS_ZEROS ? of_row(numbers.zero(i * GROUPS + group, row / LANES)) : 0;
           for (int column = group * INNER / GROUPS; column < (group + 1) * INNER / GROUPS; ++column) {
-            found[column] = number_of(strip + Numbers::BYTES + i * CODES, row, column, table) * scale;
-            if (HAS_ZEROS) found[column] += zero;
+            unpacked[column] = number_of(strip + Numbers::BYTES + i * CODES, row, column, table) * scale;
+            if (HAS_ZEROS) unpacked[column] += zero;
           }
         }
-        for (int64_t first = 0; first < INNER; first += LANES) BFloat16::put(to + first, loaded<Floats>(found + first));
+        for (int64_t first = 0; first < INNER; first += LANES) BFloat16::put(to + first, loaded<Floats>(unpacked + first));
       }
     }
   }
@@ -287,7 +287,7 @@ struct Block {
 
   static INLINE Lanes in_register(Lanes words) {
 #if defined(__AVX512F__)
-    // GCC would load them again for each code.
+    // Without this, GCC loads the words again for each code.
     __asm__("" : "+v"(words));
 #endif
     return words;
@@ -295,7 +295,7 @@ struct Block {
 
 #if defined(__AVX512BF16__)
 
-  // The numbers of the codes in bfloat16.
+  // The table in bfloat16.
   struct Table {
     __m512i first, second;
 
@@ -309,7 +309,7 @@ struct Block {
     }
   };
 
-  // The codes of a line, with anything in the bits above them.
+  // Returns the codes of a line; the bits above them are undefined.
   static INLINE __m512i codes_of(const Planes& planes, int line) {
     const Lanes low = down(planes.words[line / OF_LOW], LOW * (line % OF_LOW));
     if constexpr (!HIGH) return (__m512i)low;
@@ -334,11 +334,12 @@ struct Block {
 
 #elif defined(__AMX_BF16__)
 
-  // Codes of 6 bits become numbers from 128 on, whose products with a scale are too large by 160 times the scale.
+  // Codes of 6 bits become numbers from 128 on. Their products with a scale are too large by 160 × the scale.
   static constexpr bool HAS_SHIFT = BITS == 6, ADDS = HAS_ZEROS || HAS_SHIFT;
 
-  // A strip whose blocks are unpacked one after the other. The numbers of a unit are computed while the one before is
-  // unpacked, which would wait for them. They lie in memory, from where that of one row is loaded into all lanes.
+  // A strip whose blocks are unpacked one after the other. The scales and zeros of a unit are computed while the previous
+  // unit is unpacked, so that unpacking does not wait for them. They are in memory, from where those of one row are loaded
+  // into all lanes.
   class Strip {
    public:
     INLINE Strip(const uint8_t* strip, int64_t blocks, const float* table) : strip_(strip), blocks_(blocks), table_(table) { prepare(0); }
@@ -357,18 +358,18 @@ struct Block {
       __m512i by_code;
 #pragma GCC unroll 16
       for (int row = 0; row < 16; ++row) {
-        // One line at a time: many at once would delay the computation.
+        // One cache line at a time: many at once would delay the computation.
         if (64 * row < BYTES / BLOCKS) __builtin_prefetch(ahead + 64 * row);
         __m512i factors;
         if constexpr (BITS == 8) {
           const uint8_t* of_row = codes + INNER * row;
           factors = pair_of(weights(bytes_at(of_row, 0), 0, row), weights(bytes_at(of_row + STRIP, 0), 0, row));
         } else if constexpr (BITS == 6) {
-          const Words found = (Words)codes_of(planes, row);
-          factors = pair_of(weights(from_128(found << 16), 0, row), weights(from_128(found), 1, row));
+          const Words words = (Words)codes_of(planes, row);
+          factors = pair_of(weights(from_128(words << 16), 0, row), weights(from_128(words), 1, row));
         } else if constexpr (GROUPS == 2) {
-          const Words found = (Words)in_bfloat16.of(codes_of(planes, row));
-          factors = pair_of(weights((Floats)(found << 16), 0, row), weights((Floats)(found & 0xffff0000u), 1, row));
+          const Words words = (Words)in_bfloat16.of(codes_of(planes, row));
+          factors = pair_of(weights((Floats)(words << 16), 0, row), weights((Floats)(words & 0xffff0000u), 1, row));
         } else if constexpr (BITS == 5) {
           by_code = pair_of(weights(loaded<Floats>(table_), 0, row), weights(loaded<Floats>(table_ + 16), 0, row));
           factors = _mm512_permutexvar_epi16(codes_of(planes, row), by_code);
@@ -389,7 +390,7 @@ struct Block {
     const float* const table_;
     alignas(64) float numbers_[2 * BLOCKS][GROUPS * (1 + ADDS)][STRIP];
 
-    // Computes the numbers of the unit that begins with this block.
+    // Computes the scales and zeros of the unit that begins with this block.
     INLINE void prepare(int64_t block) {
       const Numbers numbers(strip_ + block / BLOCKS * BYTES);
       float (*to)[GROUPS * (1 + ADDS)][STRIP] = numbers_ + block % (2 * BLOCKS);
@@ -404,7 +405,7 @@ struct Block {
       written();
     }
 
-    // 128 more than the upper half of each lane.
+    // Returns 128 + the upper half of each lane.
     static INLINE Floats from_128(Words codes) {
       return (Floats)_mm512_ternarylogic_epi32((__m512i)codes, _mm512_set1_epi32(0x3f0000), _mm512_set1_epi32(0x43000000), 0xea);
     }
@@ -424,10 +425,10 @@ struct Block {
   static constexpr bool LOOKS_UP = HAS_TABLE;
   static constexpr int ABOVE_BITS = HAS_TABLE ? 7 : HAS_ZEROS || BITS == 8 ? 0 : BITS - 1;
 #endif
-  // What the factors of codes are above their numbers, so that they are the codes or positive bytes.
+  // The offset of the factors above the numbers, with which they are the codes themselves, or positive bytes.
   static constexpr int ABOVE = ABOVE_BITS ? 1 << ABOVE_BITS : 0;
 
-  // The numbers of the codes times a power of 2, with which they are integers of 8 bits.
+  // The table × a power of 2, as integers of 8 bits.
   struct Table {
     float unit = 1.0f;
 #if defined(__ARM_FEATURE_DOTPROD)
@@ -441,9 +442,9 @@ struct Block {
       float largest = 0.0f;
       for (int i = 0; i < 64; ++i) largest = __builtin_fmaxf(largest, __builtin_fabsf(table[i]));
       while (largest <= 63.5f * unit && unit > 0x1p-9f) unit *= 0.5f;
-      uint8_t found[64];
-      for (int i = 0; i < 64; ++i) found[i] = (int)(table[i] / unit) + ABOVE;
-      memcpy(&numbers, found, sizeof numbers);
+      uint8_t entries[64];
+      for (int i = 0; i < 64; ++i) entries[i] = (int)(table[i] / unit) + ABOVE;
+      memcpy(&numbers, entries, sizeof numbers);
     }
 
 #if defined(__ARM_FEATURE_DOTPROD)
@@ -469,7 +470,7 @@ struct Block {
 
 #if defined(__ARM_FEATURE_DOTPROD)
 
-  // The bits of a line, N of each lane, in its lower byte, and those of the line after the next one in the upper byte.
+  // Returns N bits for each lane: those of a line in the lower byte, those of the second line after it in the upper byte.
   template <int N>
   static INLINE uint8x16_t bytes_of(uint16x8_t words, int line) {
     const uint16x8_t first = words >> (uint16_t)(N * line);
@@ -477,7 +478,7 @@ struct Block {
     return (uint8x16_t)(both & (uint16_t)(0x101 * ((1 << N) - 1)));
   }
 
-  // Eight columns of four rows of a strip.
+  // Returns eight columns of four rows of a strip.
   static INLINE Factors factors_of(const Planes& planes, int eight, const Table& table) {
     if constexpr (BITS == 8) {
       const int8_t* lines = (const int8_t*)planes.bytes + 128 * eight;
@@ -488,16 +489,16 @@ struct Block {
       return {both(lines), both(lines + 32)};
     }
     const auto numbers = [&](int line) {
-      uint8x16_t found = bytes_of<LOW>(planes.words[line / OF_LOW], line % OF_LOW);
-      if constexpr (HIGH > 0) found |= bytes_of<HIGH>(planes.words[LOW + line / OF_HIGH], line % OF_HIGH) << LOW;
-      return table.of(found);
+      uint8x16_t codes = bytes_of<LOW>(planes.words[line / OF_LOW], line % OF_LOW);
+      if constexpr (HIGH > 0) codes |= bytes_of<HIGH>(planes.words[LOW + line / OF_HIGH], line % OF_HIGH) << LOW;
+      return table.of(codes);
     };
     return {numbers(4 * eight), numbers(4 * eight + 1)};
   }
 
 #else
 
-  // The codes of a line.
+  // Returns the codes of a line.
   static INLINE Lanes codes_of(const Planes& planes, int line) {
     Lanes low = down(planes.words[line / OF_LOW], LOW * (line % OF_LOW));
     if (line % OF_LOW < OF_LOW - 1) low &= (uint16_t)LOW_MASK;
@@ -505,11 +506,11 @@ struct Block {
     return low | down(planes.words[LOW + line / OF_HIGH], HIGH * (line % OF_HIGH) - LOW) & (uint16_t)HIGH_MASK;
   }
 
-  // A pair of columns of a part of a strip.
+  // Returns a pair of columns of a part of a strip.
   static INLINE Factors factors_of(const Planes& planes, int pair, const Table& table) {
     if constexpr (BITS == 8) return (Factors)__builtin_convertvector(loaded<BytesOfLanes>(planes.bytes + 32 * pair), Shorts);
     if constexpr (HAS_TABLE && BITS == 4) {
-      // The bytes of a word have the codes of two lines, which are looked up together.
+      // The bytes of a word have the codes of two lines; both are looked up together.
       const Lanes both = table.of(down(planes.words[pair / OF_LOW], LOW * (pair % 2)) & (uint16_t)0x0f0f);
       return pair & 2 ? both >> 8 : both & (uint16_t)0xff;
     }
@@ -541,7 +542,7 @@ void unpack(const uint8_t* strip, int64_t begin, int64_t end, const float* table
   for (int64_t block = begin; block < end; ++block, to += BLOCK_BYTES) unpack_one<Weights>(strip, block, table, to);
 }
 
-// The sum of a row's numbers in a group of a block, from the sums of the halves of the block.
+// Returns the sum of a row's numbers in a group of a block, from the sums of the block's halves.
 INLINE float sum_of_group(const float* halves, int64_t group, int64_t groups) {
   return groups == 1 ? halves[0] + halves[1] : halves[group];
 }
@@ -559,17 +560,17 @@ void multiply(const uint8_t* strip, int64_t blocks, const float* table, const ui
     strip += Numbers::BYTES;
 #pragma GCC unroll 1
     for (int64_t i = 0; i < Weights::BLOCKS; ++i, strip += Weights::CODES, rows += INNER) {
-      __m512 found[COUNT][Weights::GROUPS] = {};
+      __m512 products[COUNT][Weights::GROUPS] = {};
       Weights::each_pair(strip, numbers_of_codes, [&](int pair, __m512i factors) {
         for (int row = 0; row < COUNT; ++row) {
-          __m512& sum = found[row][pair * Weights::GROUPS / 16];
+          __m512& sum = products[row][pair * Weights::GROUPS / 16];
           const __m512i left = _mm512_set1_epi32(loaded<int32_t>(rows + row * columns + 2 * pair));
           sum = _mm512_dpbf16_ps(sum, (__m512bh)left, (__m512bh)factors);
         }
       });
       for (int group = 0; group < Weights::GROUPS; ++group) {
         const __m512 scale = (__m512)numbers.scale(i * Weights::GROUPS + group);
-        for (int row = 0; row < COUNT; ++row) kept[row] = _mm512_fmadd_ps(found[row][group], scale, kept[row]);
+        for (int row = 0; row < COUNT; ++row) kept[row] = _mm512_fmadd_ps(products[row][group], scale, kept[row]);
       }
       for (int group = 0; Weights::ZEROS && group < Weights::GROUPS; ++group) {
         const __m512 zero = (__m512)numbers.zero(i * Weights::GROUPS + group);
@@ -593,7 +594,7 @@ Form form_with(int64_t strip_bytes) {
 
 #elif defined(__AMX_BF16__)
 
-// In `matrix.h`.
+// Defined in `matrix.h`.
 template <class Weights, int STRIPS, int GROUPS>
 void multiply_few(const Part& part, int64_t strip, uint8_t* factors);
 
@@ -609,7 +610,7 @@ Form form_with(int64_t strip_bytes) {
 
 INLINE void put_factors(Factors factors, int, uint8_t* to) {
 #if defined(__ARM_FEATURE_MATMUL_INT8)
-  // All eight columns of two rows.
+  // All eight columns of two rows at a time.
   store(to, vzip1q_s32((int32x4_t)factors.first, (int32x4_t)factors.second));
   store(to + 16, vzip2q_s32((int32x4_t)factors.first, (int32x4_t)factors.second));
 #else
@@ -622,7 +623,7 @@ INLINE int32x4_t dots_of(int32x4_t sum, Factors factors, const int8_t* row) {
   return vdotq_lane_s32(vdotq_lane_s32(sum, factors.first, numbers, 0), factors.second, numbers, 1);
 }
 
-// Sums of products of a part of a strip with a row.
+// The sums of a part of a strip for one row.
 struct Sums {
   int32x4_t high = {}, low = {};
 
@@ -657,7 +658,7 @@ struct Sums {
     sums += ((Ints)factors << 16 >> 16) * (numbers << 16 >> 16) + ((Ints)factors >> 16) * (numbers >> 16);
 #endif
 #if defined(__x86_64__)
-    // GCC would multiply everything first and keep the products in memory.
+    // Without this, GCC multiplies everything first and keeps the products in memory.
     __asm__("" : "+v"(sums));
 #endif
   }
@@ -667,7 +668,7 @@ struct Sums {
 
 #endif
 
-// The scales of a block's groups and then the zeros.
+// Writes the scales of a block's groups, and then the zeros.
 template <class Weights>
 INLINE void put_numbers(const typename Weights::Numbers& numbers, int64_t block, float unit, uint8_t* to) {
   for (int kind = 0; kind < 1 + Weights::ZEROS; ++kind)
@@ -695,12 +696,12 @@ void unpack(const uint8_t* strip, int64_t begin, int64_t end, const float* table
   }
 }
 
-// Adds the product of a group of a block, which is an exact integer.
+// Adds the product of a group of a block, an exact integer.
 INLINE Floats with_group(Floats sum, Ints whole, Floats scales, const Integers& row) {
   return fma(__builtin_convertvector(whole, Floats), scales * all(row.scale), sum);
 }
 
-// Where a row has the sums of a group.
+// Returns the index of a group's sum in a row's `sums`.
 constexpr int64_t place_of(int64_t group, int64_t groups) { return groups == 1 ? 2 : group; }
 
 // Adds the products of a group of a block, of the parts of a strip from `first` on.
@@ -708,20 +709,20 @@ template <class Weights, int GROUP, int COUNT>
 INLINE void add_group(const uint8_t* codes, int first, const typename Weights::Numbers& numbers, int64_t block,
                       const typename Weights::Table& table, const Integers* rows, Floats (&kept)[PARTS][COUNT]) {
   constexpr int STEPS_OF_GROUP = STEPS / Weights::GROUPS, PLACE = place_of(GROUP, Weights::GROUPS);
-  Sums found[WIDE][COUNT];
+  Sums products[WIDE][COUNT];
   typename Weights::Planes planes[WIDE];
   for (int part = 0; part < WIDE; ++part) planes[part] = typename Weights::Planes(codes, first + part);
 #pragma GCC unroll 16
   for (int step = GROUP * STEPS_OF_GROUP; step < (GROUP + 1) * STEPS_OF_GROUP; ++step)
     for (int part = 0; part < WIDE; ++part) {
       const Factors factors = Weights::factors_of(planes[part], step, table);
-      for (int row = 0; row < COUNT; ++row) found[part][row].add(factors, rows[row], step);
+      for (int row = 0; row < COUNT; ++row) products[part][row].add(factors, rows[row], step);
     }
   for (int part = 0; part < WIDE; ++part) {
     const int64_t at = block * Weights::GROUPS + GROUP;
     const Floats scales = numbers.scale(at, first + part) * all(table.unit);
     for (int row = 0; row < COUNT; ++row) {
-      Ints whole = found[part][row].whole();
+      Ints whole = products[part][row].whole();
       if (Weights::ABOVE) whole -= all_ints(rows[row].sums[PLACE]) << Weights::ABOVE_BITS;
       kept[first + part][row] = with_group(kept[first + part][row], whole, scales, rows[row]);
     }
@@ -766,7 +767,7 @@ Form form_with(int64_t strip_bytes) {
 template <int BITS, int GROUP, bool HAS_ZEROS, int SCALES, bool HAS_TABLE = false>
 Form form_of_blocks(const Matrix& matrix) {
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_DOTPROD)
-  // Up to 5 bits are looked up anyway.
+  // Codes of up to 5 bits are looked up in any case.
   typedef Block<BITS, GROUP, HAS_ZEROS, SCALES, false> Weights;
 #else
   typedef Block<BITS, GROUP, HAS_ZEROS, SCALES, HAS_TABLE> Weights;
@@ -775,8 +776,8 @@ Form form_of_blocks(const Matrix& matrix) {
   return form_with<Weights>(matrix.columns / INNER / Weights::BLOCKS * Weights::BYTES);
 }
 
-// The forms in `model/quants/quant_form.py`. `strip_bytes` is 0 for bfloat16, for an unknown form, and for a row that ends
-// inside a unit.
+// Returns the form of a matrix; see `model/quants/quant_form.py`. `strip_bytes` is 0 for bfloat16, for an unknown form, and
+// for a row that ends inside a unit.
 inline Form form_of(const Matrix& matrix) {
 #define FORM(bits_, group_, has_zeros_, scales_, has_table_)                                                        \
   if (matrix.bits == bits_ && matrix.group == group_ && matrix.has_zeros == has_zeros_ && matrix.scales == scales_ && \

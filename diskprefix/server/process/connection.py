@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -15,27 +16,40 @@ from diskprefix.server.process.places import Places
 log = logging.getLogger("diskprefix")
 
 HEADERS_S = 30.0
-"""The time for the head of a request, from the connection or from the first byte after another request."""
+"""Seconds for the head of a request to arrive, from the connection or from the first byte after another request."""
 _LINGER_S = 10.0
 OTHER_CONNECTIONS = 448
-"""Connections beside those of the requests in flight. They are idle, or show pages and figures."""
+"""The most connections without a request in flight. They are idle, or show pages and figures."""
 
 
 class LimitedConnection(H11Protocol):
     """uvicorn's connection. One without a request is closed after a while.
 
-    One above the limit takes the place of another that is in no request, and is closed if there is none.
+    A connection above the limit replaces one that is in no request. Without such a connection, it is closed.
     """
 
-    def __init__(self, places: Places, **options: Any) -> None:
+    def __init__(
+        self,
+        places: Places,
+        user_of: Callable[[socket.socket], int | None] | None,
+        *,
+        is_behind_router: bool,
+        **options: Any,
+    ) -> None:
+        """`user_of` returns the user of an accepted connection, None for an unknown user. It is None where users do not
+        matter."""
         super().__init__(**options)
+        self._user_of, self._is_behind_router = user_of, is_behind_router
         self.conn = _StrictParser(h11.SERVER)
         self._places = places
         self._headers_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         peer = transport.get_extra_info("peername")
-        if not self._places.take(self, peer[0] if isinstance(peer, tuple) else None):
+        # Nothing has been read yet: asyncio reads after this call.
+        user = self._user_of(transport.get_extra_info("socket")) if self._user_of else None
+        self.app_state = {**self.app_state, "user": user, "is_behind_router": self._is_behind_router}
+        if not self._places.take(self, peer[0] if isinstance(peer, tuple) else None, user):
             log.warning("[server] a connection is refused: %d are open", self._places.num)
             self.transport = transport
             transport.abort()
@@ -55,7 +69,7 @@ class LimitedConnection(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        # With the next request, if the client has sent it already.
+        # The next request has begun already if the client has sent it.
         if not self._is_in_request:
             self._places.end_request(self)
 
@@ -101,10 +115,10 @@ class LimitedConnection(H11Protocol):
 
 
 class _StrictParser(h11.Connection):
-    """A parser that refuses requests whose end a proxy may see elsewhere: what follows could be another request to it.
+    """A parser that refuses requests whose end a proxy may see elsewhere (request smuggling).
 
-    Of a request with `Content-Length` and `Transfer-Encoding`, RFC 9112 (6.1, 6.3) lets the second count, or the server
-    refuse it. HTTP/1.0 has no `Transfer-Encoding`.
+    If a request has `Content-Length` and `Transfer-Encoding`, RFC 9112 (6.1, 6.3) lets the server use the second one,
+    or refuse the request. HTTP/1.0 has no `Transfer-Encoding`.
     """
 
     def next_event(self) -> Any:
@@ -117,10 +131,10 @@ class _StrictParser(h11.Connection):
 
 
 class _Lingering:
-    """A transport that lets a client read the response although its body was not read to the end.
+    """A transport that lets a client read the response although the request's body was not read to the end.
 
-    Closing a socket with unread bytes resets the connection, and many clients then never see the response. So only the
-    end of the response is sent first, and what arrives is discarded for `_LINGER_S`, until the client closes.
+    Closing a socket with unread bytes resets the connection, and many clients then never see the response. So `close`
+    ends only the sending side, and discards what arrives until the client closes, for at most `_LINGER_S`.
     """
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, has_unread: Callable[[], bool]):

@@ -16,7 +16,7 @@ from diskprefix.server.process.token_file import token_at
 from diskprefix.settings import Settings
 
 STALLED_S = 60
-"""Time after which the kernel closes a connection whose client is gone, or takes none of what waits for it."""
+"""Seconds after which the kernel closes a connection whose client is gone or does not read."""
 
 _KEEPALIVE_S, _KEEPALIVE_PROBES = 15, 4
 BACKLOG = 2048
@@ -29,8 +29,8 @@ _FIRST_PASSED = 3
 def open_listeners(settings: Settings) -> tuple[Settings, list[socket.socket]]:
     """Returns the sockets that systemd listens on for this process, or else new ones on `--host` and `--port`.
 
-    The settings come back with the address of the passed sockets. Of several addresses it is one that other machines
-    can reach, because access depends on that. Raises `SettingsError`.
+    The returned settings have the address of the passed sockets. Of several addresses they have one that other machines
+    can reach, because access depends on it. Raises `SettingsError`.
     """
     passed = passed_sockets()
     if not passed:
@@ -104,7 +104,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
 
 
 def _who_answers(host: str, port: int) -> str:
-    """Returns which program uses a port, for people: a daemon with its models, if one answers."""
+    """Describes the program that uses a port: a daemon with its models, if one answers."""
     from http.client import HTTPConnection, HTTPException
 
     token = token_at(host, port)
@@ -121,7 +121,7 @@ def _configured(listener: socket.socket) -> socket.socket:
     """Sets the options that accepted sockets inherit.
 
     Without TCP_NODELAY, the first tokens of a stream wait 40 ms for an acknowledgement; asyncio does not set it here.
-    The others are for clients that are gone or do not read: only the kernel knows whether a client takes what was sent.
+    The others are for clients that are gone or do not read: only the kernel knows whether a client has read a response.
     """
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 _TRIES = 16
-"""The most idle connections that are looked at for a new one, so that many open at once cost little."""
+"""The most idle connections to examine for a new one, so that a burst of new connections costs little."""
 _V6_NETWORK_BITS = 64
-"""A client with IPv6 has at least that many addresses."""
+"""A client with IPv6 has at least a network of this prefix length."""
 
 
 class Placed(Protocol):
@@ -18,17 +18,17 @@ class Placed(Protocol):
 
     @property
     def has_unsent(self) -> bool:
-        """Returns whether its client has yet to take a part of a response."""
+        """Returns whether the client has not read all of a response yet."""
 
     def give_up(self) -> None:
-        """Closes it at once. It is in no request."""
+        """Closes the connection at once. Called only while it is in no request."""
 
 
 @dataclass(eq=False)
 class _Places:
-    """The connections of all clients, or of one address.
+    """The connections of all clients, or of one address or user.
 
-    `new` have not sent a whole request yet, and `idle` have been answered: each with those first that wait longest.
+    `new` have not sent a whole request yet, and `idle` have been answered. Both begin with the longest wait.
     """
 
     num: int = 0
@@ -37,12 +37,12 @@ class _Places:
 
 
 class Places:
-    """At most `most` connections are open, and at most `most_of_address` from one address, but for loopback addresses:
-    all users of a machine have the same.
+    """At most `most` connections are open, and at most `most_of_address` from one address or one user of this machine.
+    Connections from a loopback address whose user is unknown have no such limit: all users have the same address.
 
-    Who opens many connections must neither close those that others use, nor one whose request is about to arrive. So a
-    new connection takes the place of an idle one while fewer than `most_new` have sent no request, and else of the
-    oldest of these: it has the time until `most_new` more are open.
+    A client that opens many connections must close neither connections that others use, nor one whose request is about
+    to arrive. So while fewer than `most_new` connections have sent no request, a new one replaces an idle one.
+    Otherwise it replaces the oldest one without a request, which has had time until `most_new` more were open.
     """
 
     def __init__(self, most: int, most_new: int, most_of_address: int) -> None:
@@ -55,10 +55,10 @@ class Places:
     def num(self) -> int:
         return self._all.num
 
-    def take(self, connection: Placed, address: str | None) -> bool:
-        """Gives a place to a new connection from an address, None for a socket of this machine. Returns False if there
-        is none, because all are in requests."""
-        network = _network(address)
+    def take(self, connection: Placed, address: str | None, user: int | None = None) -> bool:
+        """Gives a place to a new connection from an address (None: a Unix socket), or from a known user of this
+        machine. Returns False if no place is free, because all connections are in requests."""
+        network = _network(address) if user is None else f"user {user}"
         if network is not None:
             of_address = self._of_addresses.get(network)
             if of_address is not None and of_address.num >= self.most_of_address and not self._close_one(of_address):
@@ -81,7 +81,7 @@ class Places:
             places.idle[connection] = None
 
     def begin_head(self, connection: Placed) -> None:
-        """Records the first byte of another request: the connection is idle no longer than from here."""
+        """Records the first byte of another request: the connection's idle time starts again."""
         for places in self._places_of(connection):
             if connection in places.idle:
                 places.idle.move_to_end(connection)
@@ -97,7 +97,7 @@ class Places:
             del self._of_addresses[network]
 
     def _places_of(self, connection: Placed) -> list[_Places]:
-        """Returns nothing for a connection without a place."""
+        """Returns the groups that count a connection, none for a connection without a place."""
         if connection not in self._address:
             return []
         network = self._address[connection]
@@ -123,7 +123,7 @@ class Places:
 
 
 def _network(address: str | None) -> str | None:
-    """Returns which client an address is for the limit: the address, or its network with IPv6; None for loopback."""
+    """Returns the key of an address for the limit: the address, or its network with IPv6; None for loopback."""
     if address is None:
         return None
     # A listener on `::` names the interface of a link-local address.

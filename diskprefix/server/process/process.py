@@ -28,8 +28,8 @@ import uvicorn
 
 from diskprefix.errors import CacheError, DeviceLost, DiskPrefixError
 from diskprefix.server.keys import ApiKeys, OwnerToken
-from diskprefix.server.process.front_line import FrontLine
 from diskprefix.server.process.listener import BACKLOG, open_listeners
+from diskprefix.server.process.router_line import RouterLine
 from diskprefix.server.process.systemd import is_heard, notify, watchdog_s
 from diskprefix.server.process.token_file import dashboard_line, published_token
 from diskprefix.settings import Settings
@@ -61,33 +61,34 @@ _KEEP_ALIVE_S = 75
 """Time that an idle connection is kept open for another request."""
 _FORCED_EXIT_CODE = 130
 _OTHER_FILES, _MIN_CONNECTIONS, _ACCEPTS = 64, 16, 32
-"""The number of open files besides connections (model, store, libraries), of connections always accepted, and of those
-accepted before requests are read again."""
+"""The numbers of open files besides connections (model, store, libraries), of connections that are always accepted, and
+of connections that are accepted before requests are read again."""
 
 _PERIOD_S = 5.0
 """Time between two notifications to systemd."""
 
 
-def run(settings: Settings, load_engine: EngineLoader, front: FrontLine | None = None) -> None:
-    """Serves until SIGTERM or SIGINT, then returns. Raises the error that kept the daemon from serving.
+def run(settings: Settings, load_engine: EngineLoader, router: RouterLine | None = None) -> None:
+    """Serves until SIGTERM or SIGINT, then returns. Raises the error that prevented the daemon from serving.
 
-    Behind a `front`, the process takes the requests that the front passes on. Else it opens sockets of its own.
+    With a `router`, the process is a worker and serves the requests that the router forwards. Without one, it opens
+    sockets of its own.
     """
     faulthandler.enable()
-    # Until the server handles it: nothing has been started that must be stopped. A thread that loads cannot be.
+    # Until the server handles SIGTERM: nothing has started that must be stopped. A thread that loads cannot be stopped.
     signal.signal(signal.SIGTERM, lambda _signal, _frame: os._exit(0))
-    page_secret = None if front is None else front.order.page_secret
+    page_secret = None if router is None else router.order.page_secret
     keys = None if settings.api_keys is None else ApiKeys(settings.api_keys, page_secret)
     # Ignored until the server runs: the keys are fresh, and there are no pages to check yet.
     for number in (signal.SIGHUP, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     token: OwnerToken | None
-    if front is None:
+    if router is None:
         settings, listeners = open_listeners(settings)
         token = made_token(settings)
         address = announce_listening(listeners, settings, token)
     else:
-        listeners, address, token = [front.listener], front.order.address, front.order.token
+        listeners, address, token = [router.listener], router.order.address, router.order.token
     # A crash, and the watchdog's SIGABRT, write the stacks of the threads. The next start logs them, and checks the
     # store's file, which may have caused it. If the folder is unusable, opening the store raises the error.
     with suppress(OSError, CacheError):
@@ -95,11 +96,11 @@ def run(settings: Settings, load_engine: EngineLoader, front: FrontLine | None =
         faulthandler.enable(crash_file(settings.kv_cache_dir))
     # Modules and the model stay. Searching them for garbage takes a fifth of the time until the daemon is ready.
     gc.disable()
-    # Two threads that import one package at the same time may each get half of it: what a load imports comes first.
+    # Two threads that import one package at the same time may each get half of it: the imports of a load come first.
     for name in ("engine.loop", "engine.measured_model", "model.load.template_sandbox"):
         import_module(f"diskprefix.{name}")
     loading = BegunLoad(partial(load_engine, settings))
-    # Its libraries and routes are imported here, while the port is held already and the model is loaded.
+    # The server's libraries and routes are imported here, while the port is open already and the model loads.
     from diskprefix.server.http_app import create_app
 
     def on_ready(serving: Serving) -> None:
@@ -108,16 +109,16 @@ def run(settings: Settings, load_engine: EngineLoader, front: FrontLine | None =
         gc.freeze()
         gc.enable()
 
-    if front is None:
+    if router is None:
         warn_without_keys(settings, address)
     app = create_app(settings, loading, keys or token)
     daemon: Daemon = app.state.daemon
     daemon.prior_s = process_age_s()
-    daemon.takes_any_name = front is not None and front.order.takes_any_name
-    server = _Server(uvicorn_config(app, settings), daemon, keys, front)
+    daemon.takes_any_name = router is not None and router.order.takes_any_name
+    server = _Server(uvicorn_config(app, settings, is_behind_router=router is not None), daemon, keys, router)
     daemon.on_ready, daemon.on_failure = on_ready, server.fail
     with server.while_listening as listening:
-        if front is None:
+        if router is None:
             listening.enter_context(published_token(token.text if token else "", listeners))
         server.run(sockets=listeners)
     _end(daemon)
@@ -150,7 +151,7 @@ def made_token(settings: Settings) -> OwnerToken | None:
 
 
 def announce_listening(listeners: list[socket.socket], settings: Settings, token: OwnerToken | None) -> str:
-    """Logs the address of the daemon, and where its dashboard is, and returns the address."""
+    """Logs the address of the daemon and of its dashboard, and returns the first."""
     host, name, is_path = settings.host, listeners[0].getsockname(), listeners[0].family == socket.AF_UNIX
     address = f"unix:{name}" if is_path else f"http://{f'[{host}]' if ':' in host else host}:{name[1]}"
     log.info("listening on %s; /health says when the model is loaded", address)
@@ -166,24 +167,30 @@ def warn_without_keys(settings: Settings, address: str) -> None:
         log.warning("no API keys (--api-keys): everybody who reaches %s is served", address)
 
 
-def uvicorn_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
+def uvicorn_config(app: ASGIApp, settings: Settings, *, is_behind_router: bool = False) -> uvicorn.Config:
     """Returns the limits and timeouts of uvicorn. Its access log is off: the daemon has its own."""
+    from diskprefix.server.guards import is_loopback
     from diskprefix.server.limits import InFlight
     from diskprefix.server.process.connection import OTHER_CONNECTIONS, LimitedConnection
+    from diskprefix.server.process.peer_user import user_of
     from diskprefix.server.process.places import Places
 
     # A failure after the status leaves the body without an end. Such a failure has been logged already.
     logging.getLogger("uvicorn.error").addFilter(lambda record: "without completing" not in str(record.msg))
     in_flight, files = InFlight(settings).max_requests, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     files = sys.maxsize if files == resource.RLIM_INFINITY else files
-    # A front has a connection to a worker for each request in flight, too.
+    # A router also has a connection to a worker for each request in flight.
     max_connections = min(in_flight + OTHER_CONNECTIONS, max(_MIN_CONNECTIONS, files - _OTHER_FILES - in_flight))
     spare = max(1, min(OTHER_CONNECTIONS, max_connections) // 2)
     places = Places(max_connections, most_new=spare, most_of_address=max_connections - spare)
+    # On other addresses, a root process may forward the port of a container.
+    user_of_client = partial(user_of, takes_root=os.geteuid() == 0 and is_loopback(settings.host))
+    # Keys identify the caller, and a router has asked the kernel itself.
+    peer_user = None if settings.api_keys is not None or is_behind_router else user_of_client
     return uvicorn.Config(
         app,
-        http=partial(LimitedConnection, places),  # type: ignore[arg-type]
-        # asyncio accepts so many in one turn of the loop, before requests are read, and one above the limit is closed.
+        http=partial(LimitedConnection, places, peer_user, is_behind_router=is_behind_router),  # type: ignore[arg-type]
+        # asyncio accepts this many in one turn of the loop, before it reads requests. One above the limit is closed.
         backlog=min(_ACCEPTS, max(_MIN_CONNECTIONS, files - _OTHER_FILES - max_connections)),
         ws="none",
         loop="asyncio",
@@ -242,15 +249,15 @@ class SignalledServer(ListeningServer):
 class _Server(SignalledServer):
     """The server of a daemon, with time for the running request to finish."""
 
-    def __init__(self, config: uvicorn.Config, daemon: Daemon, keys: ApiKeys | None, front: FrontLine | None) -> None:
+    def __init__(self, config: uvicorn.Config, daemon: Daemon, keys: ApiKeys | None, router: RouterLine | None) -> None:
         super().__init__(config)
-        self._daemon, self._keys, self._front = daemon, keys, front
+        self._daemon, self._keys, self._router = daemon, keys, router
 
     def fail(self, error: DiskPrefixError) -> None:
-        """Ends the process, which then raises `error`. A lost accelerator may keep it from ending in order."""
+        """Ends the process, which then raises `error`. A lost accelerator may prevent it from ending in order."""
         self.should_exit = True
-        if self._front is not None:
-            self._front.fail(error.message)
+        if self._router is not None:
+            self._router.fail(error.message)
         if isinstance(error, DeviceLost):
             log.critical("[server] %s; the daemon ends, for its supervisor to start it again", error.message)
             _exit_after(_DEVICE_LOST_S, error.exit_code)
@@ -262,7 +269,7 @@ class _Server(SignalledServer):
         self._signs_of_life = asyncio.create_task(give_signs_of_life(self._daemon))
 
     def _reload(self) -> None:
-        """Reads the keys again. No request notices. systemd is not told of it before it has heard that all is ready."""
+        """Reads the keys again; requests go on. systemd gets RELOADING only after the first READY."""
         is_ready = self._daemon.serving is not None
         if is_ready:
             notify(RELOADING=1, MONOTONIC_USEC=time.monotonic_ns() // 1000, STATUS="reading the API keys again")
@@ -273,7 +280,7 @@ class _Server(SignalledServer):
 
     def _check_memory(self) -> None:
         if (serving := self._daemon.serving) is not None:
-            # Not here: it waits for a lock.
+            # On a thread of its own: it waits for a lock.
             threading.Thread(target=serving.engine.check_memory, name="kv-check", daemon=True).start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -282,14 +289,14 @@ class _Server(SignalledServer):
         if self._daemon.failure is None:
             log.info("stopping%s", grace)
         notify(STOPPING=1, STATUS=f"stopping{grace}")
-        self._daemon.hibernates = self._front is not None and self._front.is_unloaded
+        self._daemon.hibernates = self._router is not None and self._router.is_unloaded
         drain = asyncio.create_task(self._daemon.drain(GRACE_S))
         await super().shutdown(sockets)
         await drain
 
 
 async def give_signs_of_life(daemon: Daemon) -> None:
-    """Notifies systemd, or the front, every few seconds. Returns at once if nobody listens."""
+    """Notifies systemd, or the router, every few seconds. Returns at once if nobody listens."""
     limit_s = watchdog_s()
     signs = SignsOfLife(daemon, limit_s)
     while is_heard():
@@ -341,8 +348,8 @@ def _end(daemon: Daemon) -> None:
 
 
 def leave(code: int, *, at_once: bool = False) -> None:
-    """Exits with a code if that is not 0, and if a thread still works, such as one that reads from a bucket which does
-    not answer: Python would wait for it. Else returns, so that the process ends in order."""
+    """Exits at once if the code is not 0, or if a thread still works, such as a read from a bucket that does not
+    answer: Python would wait for it. Otherwise returns, so that the process ends in order."""
     if code or at_once or _has_working_thread():
         logging.shutdown()
         sys.stderr.flush()
@@ -350,8 +357,8 @@ def leave(code: int, *, at_once: bool = False) -> None:
 
 
 def _has_working_thread() -> bool:
-    """Gives threads that Python would wait for a moment to end: those of pools, even if they are daemon threads, and
-    others that are not."""
+    """Returns whether a thread still works that Python would wait for: a thread of a pool, or another one that is no
+    daemon thread. Waits up to `_THREADS_END_S` for these threads to end."""
     deadline = time.monotonic() + _THREADS_END_S
     for thread in threading.enumerate():
         if thread is not threading.main_thread() and (not thread.daemon or _OF_A_POOL.search(thread.name)):

@@ -9,27 +9,27 @@ from contextlib import suppress
 
 log = logging.getLogger("diskprefix")
 
-_front: socket.socket | None = None
+_router: socket.socket | None = None
 
 
 def notify_through(channel: socket.socket) -> None:
-    """Sends later notifications to the front of this process, which passes them on to systemd."""
-    global _front
-    _front = channel
+    """Sends later notifications to the router of this process, which forwards them to systemd."""
+    global _router
+    _router = channel
 
 
 def is_heard() -> bool:
-    """Returns whether systemd or a front listens."""
-    return _front is not None or bool(os.environ.get("NOTIFY_SOCKET"))
+    """Returns whether systemd or a router listens."""
+    return _router is not None or bool(os.environ.get("NOTIFY_SOCKET"))
 
 
 def notify(**state: str | int) -> None:
     """Sends assignments such as `READY=1, STATUS="serving"`. Logs a warning if the socket cannot be reached."""
     message = "\n".join(f"{name}={value}" for name, value in state.items()).encode("utf-8", "replace")
-    if _front is not None:
-        # If the front is gone, this process ends too.
+    if _router is not None:
+        # If the router is gone, this process ends too.
         with suppress(OSError):
-            _front.send(message, socket.MSG_DONTWAIT)
+            _router.send(message, socket.MSG_DONTWAIT)
         return
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:

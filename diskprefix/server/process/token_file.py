@@ -1,8 +1,8 @@
 """Files by which commands of the daemon's user know that a daemon is theirs, and find its token.
 
-For each address on which a daemon listens there is one, which only the user can read. The daemon holds a lock on it as
-long as it lives, and no other program can listen on that address meanwhile. So a command knows, before it sends
-anything, that the daemon at the other end is its own user's.
+Each address on which a daemon listens has a file that only the user can read. The daemon holds a lock on the file as
+long as it lives, and no other program can listen on the address meanwhile. So a command knows, before it sends
+anything, that the daemon at the other end belongs to its own user.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OF_THE_SERVICE = Path("/var/cache/diskprefix/diskprefix") / _FOLDER
 """The folder of the systemd service, which root can read."""
 _OF_AN_ADDRESS = re.compile(r"[^.].*_\d+")
 _MAX_BYTES = 256
-UNPUBLISHED = "commands must be told the token (--api-key)"
+UNPUBLISHED = "commands need the token in --api-key"
 """What a daemon logs if it cannot write its files."""
 
 
@@ -55,7 +55,7 @@ def _published(token: str, name: str) -> Iterator[None]:
         raise PermissionError(0, reason)
     make_private_folder(folder)
     folder.chmod(0o700)
-    # The file has mode 0600, and is locked before it has its name: a file without a lock is that of a daemon that has
+    # The file has mode 0600, and is locked before it has its name: a file without a lock belongs to a daemon that has
     # ended.
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".", delete=False) as file:
         try:
@@ -88,7 +88,7 @@ def _remove_stale(folder: Path) -> None:
 
 def daemon_at(host: str, port: int) -> tuple[int, str] | None:
     """Returns the process and the token of the daemon at an address of this machine; the token is "" if it has API
-    keys. Returns None if no daemon of this user listens there; root knows the systemd service, too."""
+    keys. Returns None if no daemon of this user listens there. Root also finds the systemd service."""
     everywhere = "::" if ":" in host else "0.0.0.0"
     for folder in (cache_home() / _FOLDER, _OF_THE_SERVICE):
         for name in (f"{host}_{port}", f"{everywhere}_{port}"):
@@ -132,7 +132,7 @@ def token_of_peer(connected: socket.socket) -> str | None:
 
 
 def page_link(url: str, token: str, page: str = "") -> str:
-    """Returns the link to a page, "" for the dashboard. No server and no log gets the part behind #."""
+    """Returns the link to a page, "" for the dashboard. No server and no log gets the part after #."""
     return f"{url}/{page}#token={quote(token, safe='')}" if token else f"{url}/{page}"
 
 

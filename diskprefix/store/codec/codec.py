@@ -28,9 +28,9 @@ PIECE_BYTES = 512 * 1024
 _HEADER = struct.Struct("<QIIBB30x")
 _CHECKSUM = struct.Struct("<Q")
 _MIN_SAVING = 32
-"""Data that does not become shorter by 1/32 stays raw: decoding would cost more than reading."""
+"""Data that does not become shorter by 1/32 stays raw: decoding it would take longer than reading it."""
 _RUN_BYTES = 16 * 1024
-"""The minimum size of a run of rows with a code of its own, because layers and heads differ."""
+"""The minimum size of a run of rows with its own code: layers and heads differ, so each run gets one."""
 _MAX_WINDOW_BYTES = 1 << 19
 
 _MADV_POPULATE_READ = 22
@@ -71,11 +71,19 @@ _EXPONENTS: dict[Element, tuple[type[np.signedinteger], type[np.unsignedinteger]
 
 
 class Piece(Struct, frozen=True):
-    """The form of a piece before encoding."""
+    """The form of a piece before encoding: rows of one group of a payload, from `first_row` on. The groups of a payload
+    are numbered: those of per-token tensors first, then those of states, then the logits."""
 
     num_rows: int
     row_bytes: int
     element: Element
+    group: int = 0
+    first_row: int = 0
+
+    @property
+    def rows(self) -> slice:
+        """The rows of the group that the piece holds."""
+        return slice(self.first_row, self.first_row + self.num_rows)
 
     @property
     def num_bytes(self) -> int:
@@ -88,15 +96,16 @@ class Piece(Struct, frozen=True):
 
 
 def piece_seed(name: bytes, index: int) -> int:
-    """Returns the seed of a piece's checksum, so that a piece does not verify in the place of another one."""
+    """Returns the seed of a piece's checksum. The seed differs for each piece, so a piece does not verify in the place
+    of another one."""
     return (int.from_bytes(name[:8], "little") + index) % 2**64
 
 
 def encode_piece(raw: memoryview, piece: Piece, codec: Codec, seed: int | None) -> bytearray:
     """Returns the piece as it is stored. `raw` is C-contiguous and holds `piece.num_bytes` bytes.
 
-    A piece that the codec does not make shorter is stored raw. `seed` seeds its checksum; with None it gets none,
-    because something else verifies it. For any thread.
+    A piece that the codec does not make shorter is stored raw. `seed` seeds the checksum; with None the piece gets no
+    checksum, because the caller verifies it otherwise. For any thread.
     """
     assert len(raw) == piece.num_bytes < 2**32
     used, bits, data = _encode(raw, piece, codec)
@@ -110,7 +119,7 @@ def encode_piece(raw: memoryview, piece: Piece, codec: Codec, seed: int | None) 
 
 def decode_piece(stored: memoryview, piece: Piece, seed: int | None, out: Bytes) -> None:
     """Verifies a stored piece and writes it to `out`, shape [num_rows, row_bytes]; each row is contiguous. `seed` seeds
-    its checksum, None if something else has verified it. For any thread.
+    the checksum; None if the caller has verified the piece already. For any thread.
 
     Raises `StoreCorrupt`; then the content of `out` is undefined.
     """
@@ -156,7 +165,7 @@ def is_finite(raw: memoryview, element: Element) -> bool:
 
 def _encode(raw: memoryview, piece: Piece, codec: Codec) -> tuple[Codec, int, bytes | memoryview]:
     """Returns the codec, the number of bits of a code in planes, and the data."""
-    # Codes of 8 bits have hardly less entropy, and decoding them would take longer than reading them.
+    # Codes of 8 bits have an entropy of nearly 8 bits, and decoding them would take longer than reading them.
     if codec == Codec.RAW or not raw or (codec == Codec.PLANES and piece.element == Element.Q8):
         return Codec.RAW, 0, raw
     form = _FORMATS.get(piece.element)
@@ -169,7 +178,8 @@ def _encode(raw: memoryview, piece: Piece, codec: Codec) -> tuple[Codec, int, by
     if planes is None:
         return Codec.RAW, 0, raw
     bits, data = planes
-    # Signs and fractions rarely shrink. Where they do, as for zeros, a slow frame may be far shorter.
+    # Signs and fractions rarely shrink. If they do, as for zeros, a zstd frame may be far shorter, although it decodes
+    # more slowly.
     if _shrinks(data[: len(raw) // form.item_bytes * (form.item_bytes - 1)]):
         frame = _zstd.general.compress(raw)
         if len(frame) < len(data) // 2:
@@ -185,7 +195,7 @@ def _shrinks(plane: Bytes) -> bool:
 
 
 def _entropy_code(data: memoryview, row_bytes: int) -> bytes:
-    """Returns one zstd frame with a block boundary, and so a code of its own, after every run of rows."""
+    """Returns one zstd frame with a block boundary after every run of rows, so that each run has its own code."""
     run = -(-_RUN_BYTES // row_bytes) * row_bytes
     frame = _zstd.entropy.compressobj(size=len(data))
     parts = []
@@ -203,8 +213,8 @@ def _is_worthwhile(stored_bytes: int, raw_bytes: int) -> bool:
 class _Zstd(threading.local):
     """The zstd contexts of a thread, which are slow to make.
 
-    `entropy` is for values, which hardly repeat: with a table of 64 places and matches from 7 bytes on, nearly all is
-    left to the Huffman coder, whose output is smaller and decodes twice as fast as that of level 1.
+    `entropy` is for values, which hardly repeat. With a hash table of 64 entries and a minimum match of 7 bytes, nearly
+    all bytes go to the Huffman coder. Its output is smaller than the output of level 1, and decodes twice as fast.
     """
 
     def __init__(self) -> None:
@@ -253,7 +263,7 @@ def _is_in_memory(start: int, num_bytes: int) -> bool:
 
 
 def address(view: memoryview) -> int:
-    """Returns the address of the first byte."""
+    """Returns the address of the first byte of a view."""
     start: int = np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0]
     return start
 
@@ -269,8 +279,8 @@ def decompress(stored: bytes | memoryview, *, max_bytes: int) -> bytes:
 
 
 def _content(decompressor: zstandard.ZstdDecompressor, frame: bytes | memoryview, sizes: range) -> bytes:
-    """Returns the content of one zstd frame. Raises `StoreCorrupt` unless it states one of the `sizes`, and holds
-    it."""
+    """Returns the content of one zstd frame. Raises `StoreCorrupt` unless the frame states one of the `sizes` and its
+    content has that size."""
     try:
         size = zstandard.frame_content_size(frame)
         if size not in sizes:

@@ -1,7 +1,7 @@
-"""Floating-point values as two planes: the exponents as codes of a few bits, and the rest as it is.
+"""Floating-point values as two planes: the exponents as codes of a few bits, and the other bits unchanged.
 
 The values of a model have few different exponents, while signs and fractions look like noise. `README.md` gives the
-bytes. The compiled operators encode at the speed of memory; without them, numpy makes identical bytes.
+bytes. The compiled operators encode at the speed of memory. Without them, numpy produces identical bytes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Words: TypeAlias = npt.NDArray[np.uint16]
 
 MAX_BITS = 4
 _GROUP = 64
-"""Values whose codes lie in the same words: word i has bit i of each code."""
+"""The number of values whose codes share words: word i has bit i of each code."""
 _RUN = 2048
-"""Values of a row that share a base."""
+"""The number of neighbouring values of a row that share a base."""
 
 
 class FloatFormat(Struct, frozen=True):
@@ -81,7 +81,7 @@ def split(form: FloatFormat, values: Bytes) -> tuple[int, Bytes] | None:
 def join(form: FloatFormat, bits: int, data: memoryview, out: Bytes) -> None:
     """Writes the values to `out`, shape [rows, row_bytes]; each row is contiguous. For any thread.
 
-    Raises `StoreCorrupt` if `split` never returns such data; then the content of `out` is undefined.
+    Raises `StoreCorrupt` for data that `split` cannot have returned; then the content of `out` is undefined.
     """
     operators = _operators()
     if operators is None:
@@ -192,15 +192,15 @@ def join_with_numpy(form: FloatFormat, bits: int, data: memoryview, out: Bytes) 
 
 
 def _codes(exponents: Bytes) -> list[tuple[Bytes, npt.NDArray[np.int64]]]:
-    """Returns for each number of bits, from 1, the base of each run and the number of exceptions that it leaves, in
-    arrays of shape [rows, runs]: the lowest of the bases with the fewest exceptions."""
+    """Returns, for each number of bits from 1 on, two arrays of shape [rows, runs]: the base of each run, and the
+    number of its exceptions. Of the bases with the fewest exceptions, chooses the lowest."""
     runs = [row[start : start + _RUN] for row in exponents for start in range(0, len(row), _RUN)]
     counted = np.array([np.bincount(run, minlength=256) for run in runs]).reshape(len(exponents), -1, 256)
     before = np.zeros((*counted.shape[:2], 257), np.int64)
     np.cumsum(counted, axis=2, out=before[:, :, 1:])
     by_bits = []
     for bits in range(1, MAX_BITS + 1):
-        # A lower base would have no fewer exceptions, and its codes would wrap around to 255.
+        # A lower base would not have fewer exceptions, and codes would wrap around to 255.
         lowest = (1 << bits) - 2
         window = before[:, :, lowest + 1 :] - before[:, :, : 256 - lowest]
         bases = lowest + window.argmax(axis=2)
@@ -213,6 +213,6 @@ def _by_value(bases: Bytes, width: int) -> Bytes:
 
 
 def _in_groups(plane: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Returns the values in shape [rows, groups, 64], with zeros behind each row."""
+    """Returns the values in shape [rows, groups, 64], with zeros after the end of each row."""
     num_rows, width = plane.shape
     return np.pad(plane, ((0, 0), (0, -width % _GROUP))).reshape(num_rows, -1, _GROUP)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from diskprefix.cache.policy import seen as rules
-from diskprefix.cache.policy.breaks import find_break, same_behind
+from diskprefix.cache.policy.breaks import common_end, find_break
 from diskprefix.cache.policy.seen import SeenPrompts, Sighting
 from diskprefix.tokens import TokenIds, as_token_ids, block_hash, common_prefix_length, root_hash
 
@@ -195,7 +195,7 @@ def test_the_bounds_hold_and_the_counts_are_those_of_what_is_left(
             assert bool(ghost.token_ids) == (ghost.num_prompts > 0) == any(ghost in one.blocks for one in seen._prompts)
             assert ghost.name == name
         kinds = [sighting_of(seen, as_token_ids([99] * (1 << bits)), 1) for bits in range(5)]
-        assert sum(kind.trials for kind in kinds) == sum(ghost.kind > 0 for ghost in seen._ghosts.values())
+        assert sum(kind.trials for kind in kinds) == sum(ghost.size_class > 0 for ghost in seen._ghosts.values())
         assert sum(kind.again for kind in kinds) == sum(ghost.came_again for ghost in seen._ghosts.values())
     while seen._ghosts:
         seen._forget_oldest_ghost()
@@ -279,6 +279,6 @@ def test_other_prompts_show_no_break(now: TokenIds, recent: list[TokenIds], know
     ],
     ids=["the first word", "text before it", "two places", "another text", "the same", "nothing"],
 )
-def test_what_is_the_same_behind_one_small_difference(now: TokenIds, expected: int) -> None:
+def test_what_is_the_common_end_one_small_difference(now: TokenIds, expected: int) -> None:
     earlier = joined(HEAD, REST[:60])
-    assert same_behind(now, earlier) == same_behind(earlier, now) == expected
+    assert common_end(now, earlier) == common_end(earlier, now) == expected

@@ -26,13 +26,30 @@ def _alternating(counts: str, also: str = "") -> str:
 
 
 _PLAIN = "not message.tool_calls and message.role != 'tool'"
-_EMPTY = "message.role == 'assistant' and not message.content and not message.tool_calls"
+_EMPTY = "message.role != 'tool' and not message.content and not message.tool_calls"
+_EMPTY_REPLY = f"message.role == 'assistant' and {_EMPTY}"
+
+
+def _refusing(condition: str) -> str:
+    return f"{{% if {condition} %}}{_REFUSE}{{% endif %}}"
+
+
+_SYSTEM_IN_QUESTION = (
+    "{% set rules = '' %}{% if messages[0].role == 'system' %}{% set rules = messages[0].content ~ '\n\n' %}"
+    "{% set messages = messages[1:] %}{% endif %}{% for message in messages %}"
+    f"{{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}}{_REFUSE}{{% endif %}}"
+    "<|im_start|>{{ message.role }}\n{% if loop.first %}{{ rules }}{% endif %}"
+    f"{_TEXT}<|im_end|>\n{{% endfor %}}{_REPLY}"
+)
 
 ALTERNATING = {
     "without-calls": _alternating(_PLAIN),
     "all": _alternating("true"),
     "all-but-results": _alternating("message.role != 'tool'"),
-    "no-empty-reply": _alternating(_PLAIN, f"{{% if {_EMPTY} %}}{_REFUSE}{{% endif %}}"),
+    "no-empty-reply": _alternating(_PLAIN, _refusing(_EMPTY_REPLY)),
+    "no-empty-reply-but-thoughts": _alternating(_PLAIN, _refusing(f"{_EMPTY_REPLY} and not message.reasoning_content")),
+    "no-empty": _alternating(_PLAIN, _refusing(_EMPTY)),
+    "system-in-question": _SYSTEM_IN_QUESTION,
     "no-system": "{% if messages[0].role == 'system' %}" + _REFUSE + "{% endif %}" + _alternating("true"),
 }
-"""Templates by what they count: Mistral's, Gemma 3's, one in between, Ministral's and Gemma 2's."""
+"""Templates by what they count and refuse, as those of Mistral, Ministral, Gemma 2 and Gemma 3, and some in between."""

@@ -92,26 +92,26 @@ def without_thoughts(messages: list[Message]) -> list[Message]:
 
 def with_arguments_as_objects(messages: list[Message]) -> list[Message]:
     def change(message: Message) -> None:
-        for one in message.get("tool_calls", []):
-            one["function"]["arguments"] = json.loads(one["function"]["arguments"])
+        for call in message.get("tool_calls", []):
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
 
     return _changed(messages, change)
 
 
 def with_compact_arguments(messages: list[Message]) -> list[Message]:
     def change(message: Message) -> None:
-        for one in message.get("tool_calls", []):
-            arguments = json.loads(one["function"]["arguments"])
-            one["function"]["arguments"] = json.dumps(arguments, separators=(",", ":"))
+        for call in message.get("tool_calls", []):
+            arguments = json.loads(call["function"]["arguments"])
+            call["function"]["arguments"] = json.dumps(arguments, separators=(",", ":"))
 
     return _changed(messages, change)
 
 
 def with_arguments_in_another_order(messages: list[Message]) -> list[Message]:
     def change(message: Message) -> None:
-        for one in message.get("tool_calls", []):
-            arguments = json.loads(one["function"]["arguments"])
-            one["function"]["arguments"] = json.dumps(dict(reversed(arguments.items())))
+        for call in message.get("tool_calls", []):
+            arguments = json.loads(call["function"]["arguments"])
+            call["function"]["arguments"] = json.dumps(dict(reversed(arguments.items())))
 
     return _changed(messages, change)
 

@@ -24,7 +24,7 @@ class Family:
 
     `vocabulary` and `template` name files of `sources`. `special` and `plain` are added tokens that the vocabulary-only
     file lacks and the published tokenizer has (`plain`: not marked special there). `first_turn` is how the template
-    begins the turn of the first user, `reply` that of the assistant: the text up to and with its last marker.
+    begins the turn of the first user, `reply` the turn of the assistant: the text up to and with its last marker.
     """
 
     name: str
@@ -113,10 +113,10 @@ def _found() -> Path | SourcesMissing:
 
 def folder() -> Path:
     """The sources; skips the test where they cannot be had, which is tried once."""
-    found = _found()
-    if isinstance(found, SourcesMissing):
-        pytest.skip(f"the tokenizers of the model families are not here: {found}")
-    return found
+    sources = _found()
+    if isinstance(sources, SourcesMissing):
+        pytest.skip(f"the tokenizers of the model families are not here: {sources}")
+    return sources
 
 
 @cache

@@ -139,7 +139,7 @@ def _copy(packed: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> Non
 
 
 def tekken_tokenizer(file: dict[str, Any]) -> Tokenizer:
-    """Mistral's tokenizer: ranks of byte strings, behind a thousand control tokens."""
+    """Mistral's tokenizer: ranks of byte strings, after a thousand control tokens."""
     config = file["config"]
     controls = config["default_num_special_tokens"]
     in_chars = _byte_chars()

@@ -15,7 +15,7 @@ from diskprefix.chat.output.call_values import value_of
 from diskprefix.chat.output.choose_format import OutputFormat
 from diskprefix.chat.output.families import FAMILIES, NONE
 from diskprefix.chat.renderer import PromptRenderer
-from diskprefix.engine.constrained_reply import ConstrainedCalls, ConstraintCompiler
+from diskprefix.engine.constraints.constrained_reply import ConstrainedCalls, ConstraintCompiler
 from diskprefix.engine.request import Constraint
 from diskprefix.errors import InvalidRequest
 from tests.chat.families.families import named, tokenizer_of
@@ -47,7 +47,7 @@ def generated(grammar: str, seed: int) -> str | None:
 
 @pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_what_a_grammar_generates_is_parsed_back(name: str, many: bool) -> None:
+def test_generated_calls_are_parsed_back(name: str, many: bool) -> None:
     format = format_named(name)
     grammar = format.call_grammar(TOOLS, many=many)
     assert llguidance.LLMatcher.validate_grammar(grammar, BYTES) == ""
@@ -118,8 +118,8 @@ def test_a_reply_may_end_behind_white_space_after_a_call(name: str, blanks: str)
     """A model that is done writes a line end, and would have to call again for ever."""
     format = format_named(name)
     grammar = format.call_grammar(TOOLS[1:2], many=True)
-    one = format.call_grammar(TOOLS[1:2], many=False)
-    call = next(text for seed in range(50) if (text := generated(one, seed)) is not None)
+    single = format.call_grammar(TOOLS[1:2], many=False)
+    call = next(text for seed in range(50) if (text := generated(single, seed)) is not None)
     matcher = llguidance.LLMatcher(BYTES, grammar)
     assert matcher.consume_tokens(list(call.encode()))
     # Behind the tag that closes all calls, nothing but the end may come anyway.
@@ -157,11 +157,11 @@ def follows(format: OutputFormat, text: str) -> bool | None:
     begins, grammar = format.beginning_of_calls(asked), format.begun_grammar(asked)
     assert begins is not None
     assert llguidance.LLMatcher.validate_grammar(grammar, BYTES) == ""
-    if (found := begins.search(text)) is None:
+    if (match := begins.search(text)) is None:
         return None
     matcher, begun = (
         llguidance.LLMatcher(BYTES, grammar, log_level=0),
-        f"{found.lastindex or found[0]}{text[found.end() :]}",
+        f"{match.lastindex or match[0]}{text[match.end() :]}",
     )
     return any(matcher.consume_token(byte) and matcher.is_accepting() for byte in begun.encode())
 
@@ -170,13 +170,13 @@ def follows(format: OutputFormat, text: str) -> bool | None:
 def test_a_call_that_begins_in_a_text_follows_the_schema_of_its_tool(name: str) -> None:
     format = format_named(name)
     right, wrong, unknown = (one_call(name, called) for called in (ONE, WRONG, UNKNOWN))
-    found = [follows(format, f"First <b> this: {{.\n{text}\nThen that.") for text in (right, wrong, unknown)]
-    assert found == FOUND.get(name, [True, False, False])
+    verdicts = [follows(format, f"First <b> this: {{.\n{text}\nThen that.") for text in (right, wrong, unknown)]
+    assert verdicts == FOUND.get(name, [True, False, False])
     assert follows(format, "First <b> this: {.") is None
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_object_without_tags_that_calls_a_tool_follows_its_schema_in_the_models_layout(name: str) -> None:
+def test_a_call_without_tags_follows_its_schema_in_any_layout(name: str) -> None:
     for called, key, taken in [("a", "n", True), ("a", "m", False), ("c", "x", None)]:
         text = f'```json\n{{\n "name": "{called}",\n "arguments": {{\n  "{key}":true\n }}\n}}\n```\nDone.'
         assert follows(format_named(name), text) is taken
@@ -199,8 +199,8 @@ def test_a_call_as_a_template_writes_it_is_allowed_token_by_token() -> None:
         if (forbidden := reply.forbidden()) is not None:
             num_constrained += 1
             assert not forbidden[token]
-        assert reply.accept(token)
-        reply.record(tokenizer.decode([token]))
+        assert reply.accept_token(token)
+        reply.record_text(tokenizer.decode([token]))
     assert num_constrained >= 12
     assert reply.is_free
     compiler.close()

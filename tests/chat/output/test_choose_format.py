@@ -15,7 +15,7 @@ from diskprefix.chat.messages import Conversation, JsonObject
 from diskprefix.chat.output.choose_format import Chosen, Render, choose_format
 from diskprefix.chat.output.format import ThoughtTags
 from diskprefix.chat.replay import Turn
-from diskprefix.engine.constrained_reply import ConstraintCompiler
+from diskprefix.engine.constraints.constrained_reply import ConstraintCompiler
 from diskprefix.engine.request import Constraint, SamplingParams
 from tests.chat.families.families import folder
 from tests.chat.output.replies import read, tool
@@ -110,7 +110,7 @@ def chosen(template: str, special: Sequence[str] = ()) -> Chosen:
 @pytest.mark.parametrize(
     ("format", "name"), [*WRITTEN, *((format, name) for format, names in NAMED.items() for name in names.split())]
 )
-def test_a_template_writes_the_format_that_is_chosen_for_it_or_its_tags_decide(format: str, name: str) -> None:
+def test_the_written_call_or_else_the_tags_choose_the_format(format: str, name: str) -> None:
     assert chosen(template_named(name), SPECIAL.get(name, ())).format.name == format
 
 
@@ -131,7 +131,7 @@ def test_the_grammar_of_calls_takes_the_call_as_the_template_writes_it(name: str
     assert chosen(template_named(name)).format.holds_calls == (name not in OTHER_FORMS)
 
 
-def test_of_families_that_begin_a_call_alike_the_one_counts_whose_end_is_known_too() -> None:
+def test_equal_openings_are_told_apart_by_their_ends() -> None:
     template = "{{ tools }}{% for message in messages %}{{ message.content }}{% endfor %}"
     tags = ["<|tool_call|>", "<|/tool_call|>"]
     assert chosen(template, tags).format.name == "phi-4-mini"
@@ -203,10 +203,10 @@ OTHERS = {
 
 
 def of_no_package(format: str) -> str:
-    found = OF_NO_PACKAGE
+    template = OF_NO_PACKAGE
     for word, written in zip(("BEGIN", "CALL", "END", "ANSWER"), OTHERS[format], strict=True):
-        found = found.replace(word, written)
-    return found
+        template = template.replace(word, written)
+    return template
 
 
 @pytest.mark.parametrize("format", OTHERS)
@@ -236,10 +236,10 @@ def test_the_header_of_a_message_that_the_prompt_begins_is_read_to_its_end() -> 
     assert (format.name, format.holds_calls, format.special_tokens) == ("hyperclova", True, frozenset(special))
     prompt = renderer_of(HYPERCLOVA)([{"role": "user", "content": "A question"}], [], True)
     reply = "/think\nI must look.<|im_end|>\n<|im_start|>assistant -> tool/function_call\n"
-    found = read(
+    turn = read(
         format, f'{reply}[{{"name": "get_weather", "arguments": {{"city": "Oslo"}}}}]', [tool("get_weather")], prompt
     )
-    assert (found.reasoning, found.parsed_calls) == ("I must look.", [("get_weather", {"city": "Oslo"})])
+    assert (turn.reasoning, turn.parsed_calls) == ("I must look.", [("get_weather", {"city": "Oslo"})])
 
 
 def test_tags_around_each_answer_of_a_template_are_left_out() -> None:
@@ -290,10 +290,10 @@ def test_the_tags_of_reasoning_are_those_of_the_template(name: str, tags: tuple[
         turn = Turn.of_deltas(format.parser([], "").feed(closed))
         assert (turn.reasoning.strip(), turn.content) == ("I must", "The answer")
         # And seen at once, though the parser says nothing of it: a budget that is spent here closes nothing twice.
-        one = ParsedRequest(
+        request = ParsedRequest(
             prompt=Conversation([], tools=[tool("get_weather")]), sampling=SamplingParams(), thinking_budget=9
         )
-        budget = thought_budget_of(one, format, "", lambda text: [len(text)], ())
+        budget = thought_budget_of(request, format, "", lambda text: [len(text)], ())
         assert budget is not None
         see, see_call = budget.new_watch(), budget.new_watch()
         see(begin)
@@ -312,7 +312,7 @@ def test_only_special_tokens_that_are_tags_of_the_format_are_shown() -> None:
     assert format.special_tokens == {"[TOOL_CALLS]", "[ARGS]"}
 
 
-def test_a_tag_that_a_template_writes_in_the_system_part_alone_is_no_tag_of_reasoning() -> None:
+def test_a_tag_in_the_system_part_is_no_reasoning_tag() -> None:
     special = ["<|think|>", "<|channel>", "<channel|>"]
     assert chosen(template_named("google-gemma-4-31B-it"), special).format.special_tokens == {
         "<|channel>",
@@ -330,7 +330,7 @@ def test_a_format_that_does_not_give_the_call_back_is_not_used(caplog: pytest.Lo
 
 
 @pytest.mark.parametrize("name", ["Qwen-Qwen2.5-7B-Instruct", "Qwen3-Coder"])
-def test_a_call_can_be_forced_where_the_tags_are_added_tokens_that_are_not_special(name: str) -> None:
+def test_calls_can_be_forced_with_added_tokens_as_tags(name: str) -> None:
     """Those of Qwen are. Forced as letters they were refused as soon as the model had written the tokens."""
     tokenizer = tiny.tokenizer()
     tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
@@ -344,7 +344,7 @@ def test_a_call_can_be_forced_where_the_tags_are_added_tokens_that_are_not_speci
         forbidden = reply.forbidden()
         assert forbidden is not None
         tokens.append(int((~forbidden).nonzero()[0][-1]))
-        assert reply.accept(tokens[-1])
+        assert reply.accept_token(tokens[-1])
     compiler.close()
     assert read(format, [tokenizer.decode(tokens)], [weather]).parsed_calls == [("get_weather", {"city": "Oslo"})]
     assert added["<tool_call>"] in tokens

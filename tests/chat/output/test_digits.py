@@ -12,9 +12,9 @@ from diskprefix.chat.output.call_values import OfferedTools
 from diskprefix.chat.output.families import FAMILIES, THOUGHTS, Family
 from diskprefix.chat.output.format import ToolCallDelta
 from diskprefix.chat.output.parsers import ChannelParser, FamilyParser
-from diskprefix.engine.constraint_grammar import grammar_of, matcher_of
+from diskprefix.engine.constraints.constraint_grammar import grammar_of, matcher_of
 from diskprefix.engine.request import Constraint
-from tests.engine.test_schema_numbers import BYTES
+from tests.engine.constraints.test_schema_numbers import BYTES
 
 NUMBERS = ["0.12345678901234567", "-12345.678901234567", "9007199254740993", "1e+23"]
 
@@ -32,10 +32,23 @@ def forced_text(grammar: str) -> str:
         if matcher.is_stopped() or matcher.is_accepting():
             break
         mask = matcher.compute_logit_bias()
-        [byte, *_] = sorted((byte for byte in range(256) if mask[byte]), key=lambda one: (chr(one).isspace(), one))
+        [byte, *_] = sorted(
+            (byte for byte in range(256) if mask[byte]), key=lambda number: (chr(number).isspace(), number)
+        )
         text.append(byte)
         assert matcher.consume_token(byte)
     return text.decode()
+
+
+def read(family: Family, tools: list[dict[str, Any]], text: str) -> Any:
+    """Returns the arguments of a call as a client gets them, with numbers as they are written."""
+    if family.channels:
+        parser: Any = ChannelParser(family, family.channels, OfferedTools(tools), "", None)
+    else:
+        parser = FamilyParser(family, THOUGHTS[:1], OfferedTools(tools), "")
+    deltas = [*parser.feed(text), *parser.finish()]
+    arguments = "".join(delta.arguments for delta in deltas if isinstance(delta, ToolCallDelta))
+    return json.loads(arguments, parse_float=str, parse_int=str)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
@@ -43,13 +56,7 @@ def forced_text(grammar: str) -> str:
 def test_a_number_of_a_call_has_the_digits_of_its_schema(family: Family, number: str) -> None:
     tools = tools_with(number)
     text = forced_text(CallGrammar(family, tools, {}).forced(many=False))
-    if family.channels:
-        parser: Any = ChannelParser(family, family.channels, OfferedTools(tools), "", None)
-    else:
-        parser = FamilyParser(family, THOUGHTS[:1], OfferedTools(tools), "")
-    deltas = [*parser.feed(text), *parser.finish()]
-    arguments = "".join(delta.arguments for delta in deltas if isinstance(delta, ToolCallDelta))
-    assert json.loads(arguments, parse_float=str, parse_int=str)["x"] in (number, repr(json.loads(number))), text
+    assert read(family, tools, text)["x"] in (number, repr(json.loads(number))), text
 
 
 WRITTEN = ["0.12345678901234567890", "123456789012345678901234567890", "-1.50", "1E5"]
@@ -60,10 +67,4 @@ WRITTEN = ["0.12345678901234567890", "123456789012345678901234567890", "-1.50", 
 def test_a_number_reaches_the_client_as_the_model_wrote_it(family: Family, number: str) -> None:
     tools = tools_with("7654321")
     text = forced_text(CallGrammar(family, tools, {}).forced(many=False)).replace("7654321", number)
-    if family.channels:
-        parser: Any = ChannelParser(family, family.channels, OfferedTools(tools), "", None)
-    else:
-        parser = FamilyParser(family, THOUGHTS[:1], OfferedTools(tools), "")
-    deltas = [*parser.feed(text), *parser.finish()]
-    arguments = "".join(delta.arguments for delta in deltas if isinstance(delta, ToolCallDelta))
-    assert json.loads(arguments, parse_float=str, parse_int=str) == {"x": number}, text
+    assert read(family, tools, text) == {"x": number}, text

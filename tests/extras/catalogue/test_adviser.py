@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from diskprefix.extras.catalogue import adviser, list_command, pull_command
-from diskprefix.extras.catalogue.adviser import advised, memory_bytes, proposed, told
+from diskprefix.extras.catalogue.adviser import advised, cost_text, memory_bytes, proposed
 from diskprefix.memo import PREFILL_SPEEDS
 from diskprefix.model.load.hub import HubListing, split_name
 from diskprefix.model.load.proposals import full_name, short_name, short_names
@@ -98,9 +98,9 @@ def test_only_models_good_enough_for_agents_are_advised_and_the_quarter_is_exact
 
 def test_minutes_are_those_that_a_daemon_has_measured_or_a_guess_in_whole_units() -> None:
     row = short_names()["qwen3.5:4b"]
-    assert re.search(r"takes about \d+ (minutes|hours), a rough guess", told(row))
+    assert re.search(r"takes about \d+ (minutes|hours), a rough guess", cost_text(row))
     PREFILL_SPEEDS.put(row.source, 0.02)
-    assert "an agent's first prompt takes about 6 minutes, measured here" in told(row)
+    assert "an agent's first prompt takes about 6 minutes, measured here" in cost_text(row)
     assert advised(8 * 10**9) is row
 
 
@@ -124,7 +124,7 @@ def test_show_says_what_a_model_would_need_before_it_is_fetched(
     assert row is not None
     shown = run("show", name).stdout
     assert f"not fetched: `diskprefix pull {row.name}` fetches about" in shown
-    assert told(row) in shown
+    assert cost_text(row) in shown
     assert ("good enough for agents" in shown) == row.suits_agents
     told_as_json = json.loads(run("show", name, "--json").stdout)
     assert (told_as_json["path"], told_as_json["file_bytes"]) == (None, row.download_bytes)
@@ -132,7 +132,7 @@ def test_show_says_what_a_model_would_need_before_it_is_fetched(
     run("show", "llama3.2:5b").assert_refused(2, "no model is called 'llama3.2:5b'")
 
 
-def test_what_the_benchmarks_have_fetched_is_listed_and_served_by_its_name(
+def test_list_shows_models_that_the_benchmarks_fetched(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -153,4 +153,4 @@ def test_run_pull_and_launch_tell_download_memory_and_minutes_before_they_fetch(
     row = short_names()["qwen3.5:4b"]
     repo, quant = split_name(row.source)
     pull_command._warn(HubListing(repo, (), {}, {"Qwen3.5-4B-Q4_K_M.gguf": 2_740_000_000}, quant))
-    assert f"qwen3.5:4b: {told(row)}" in capsys.readouterr().err
+    assert f"qwen3.5:4b: {cost_text(row)}" in capsys.readouterr().err

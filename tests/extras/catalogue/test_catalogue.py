@@ -15,16 +15,19 @@ from diskprefix.errors import ModelError, ModelNotFound, SettingsError
 from diskprefix.extras.catalogue import architectures, catalogue
 from diskprefix.extras.catalogue.architectures import installed_versions, verified_of
 from diskprefix.extras.catalogue.catalogue import Catalogue, needs, open_catalogue
-from diskprefix.extras.front.listing import Listing
-from diskprefix.model.families.model_types import OPTIONS
+from diskprefix.extras.router.listing import Listing
+from diskprefix.model.families.types.known_types import TYPES
 from diskprefix.model.gguf.known_families import NAMES, architecture_of
 from diskprefix.model.gguf.metadata import Metadata
+from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.model.load.fit import fitted, needs_of_folder, needs_of_gguf
 from diskprefix.model.load.gguf_header import GgufHeader
+from diskprefix.model.load.named_model import plain_name
 from diskprefix.settings import Settings
 from tests.cli.conftest import Run
 from tests.cli.conftest import run as run
 from tests.model import tiny
+from tests.model.option_table import WITHOUT_CLASS
 
 pytestmark = pytest.mark.usefixtures("own_places")
 
@@ -109,7 +112,7 @@ def test_a_model_that_cannot_be_a_path_is_not_here(model: str, tmp_path: Path) -
     ("config", "index"),
     [('{"layer_types": 3}', '{"weight_map": {}}'), ("{}", '{"weight_map": {"a": [1]}}'), ("{}", "3")],
 )
-def test_of_a_folder_that_cannot_be_read_needs_raises_a_model_error(config: str, index: str, tmp_path: Path) -> None:
+def test_needs_raises_model_error_for_an_unreadable_folder(config: str, index: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(config)
     (tmp_path / "part.safetensors").write_bytes(b"")
     (tmp_path / "model.safetensors.index.json").write_text(index)
@@ -143,6 +146,25 @@ def test_the_file_in_the_folder_of_configuration_is_read_where_no_model_is_given
     assert names(Settings()) == ["a"]
     assert open_catalogue(Settings(model="org/b")) is None
     assert names(Settings(model="org/b,org/c")) == ["org/b", "org/c"]
+
+
+def test_the_embedded_model_has_one_name_alone_and_among_several_and_its_file_s_name_finds_it(
+    models_dir: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "cache/diskprefix/models" / EMBEDDED.requirement / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"GGUF")
+    other = models_dir / "tiny-Q8_0.gguf"
+    assert plain_name(str(file)) == plain_name(str(file.parent)) == EMBEDDED.name
+    for first in (str(file), str(file.parent), EMBEDDED.name):
+        several = Catalogue(Settings(model=f"{first},{other}"))
+        assert [model.name for model in several.models()] == [EMBEDDED.name, "tiny-Q8_0"]
+        assert several.find(file.stem) is several.find(EMBEDDED.name)
+    assert names(Settings(models_dir=file.parent, model=str(other))) == ["tiny-Q8_0", EMBEDDED.name]
+    # A copy of the user's keeps its own name.
+    (models_dir / file.name).write_bytes(b"GGUF")
+    copied = Catalogue(Settings(model=f"{file},{models_dir / file.name}"))
+    assert copied.find(file.stem).path == models_dir / file.name
 
 
 def test_a_table_has_its_own_settings_beside_those_of_the_daemon(tmp_path: Path) -> None:
@@ -413,16 +435,21 @@ def test_architectures_are_listed_as_they_were_verified(
     assert rows["mamba2"]["restored"] == "at checkpoints"
     assert (rows["qwen4_exp"]["verified"], rows["qwen4_exp"]["note"]) == ([], "unsupported: positions of its own")
     lines = run("list", "--architectures").stdout.splitlines()
-    assert ["token (bf16)" in lines[1], "bf16, fp32" in lines[1], "grid" in lines[2]] == [True] * 3
-    assert lines[-1].startswith("3 architectures, 2 verified with torch ")
-    assert lines[-1].endswith("; 2 from files")
+    (llama,), (mamba,) = ([line for line in lines if line.startswith(name)] for name in ("llama", "mamba2"))
+    assert ["token (bf16)" in llama, "bf16, fp32" in llama, "grid" in mamba] == [True] * 3
+    assert lines[-1].startswith("5 architectures, 2 verified with torch ")
+    assert lines[-1].endswith("; 3 from files")
+    assert (rows["smallthinker"]["files"], rows["smallthinker"]["verified"]) == (["smallthinker"], [])
+    assert rows["smallthinker"]["note"] == "files alone: transformers has no class of it"
+    assert rows["bailing_moe"]["note"] == "transformers has no class of it"
     table.write_text(json.dumps({"torch": "2", "transformers": "5", "architectures": found}))
     assert "other versions are installed" in run("list", "--architectures").stdout
 
 
 def test_the_columns_of_folders_and_files_are_those_of_the_tables_and_the_pages_say_both_numbers(run: Run) -> None:
     rows = run("list", "--architectures", "--json").json["architectures"]
-    assert {row["model_type"] for row in rows if row["exact_at_tokens"]} == {*OPTIONS}
+    # A folder is verified with the modules of transformers' class.
+    assert {row["model_type"] for row in rows if row["exact_at_tokens"]} == TYPES.keys() - WITHOUT_CLASS
     types = {name: {row["model_type"] for row in rows if name in row["files"]} for name in NAMES}
 
     def served_as(name: str, **values: int) -> str:

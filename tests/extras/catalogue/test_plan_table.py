@@ -31,14 +31,14 @@ def test_the_embedded_model_has_layers_of_thirteen_operations_and_a_last_one(run
     _, first, layers, last_layer, end = run("show", EMBEDDED_FILES[0], "--plan").stdout.split("\nplan, ")
     assert layers.startswith("layers 0-28\n")
     assert last_layer.startswith("layers 29\n"), "it leaves out rows without logits"
-    operators = "Norm Product Heads Heads Heads Attend Product Sum Norm Product Gate Product Sum"
+    operators = "Norm Product " + "NormRotateStore " * 3 + "Attend Product Sum Norm Product Gate Product Sum"
     assert " ".join(line.split()[0] for line in layers.splitlines()[1:] if line) == operators
     for line in (
         "input_layernorm → q_proj, k_proj, v_proj; q_proj [576, 576] Q4_1; k_proj [192, 576] Q4_1; v_proj",
-        "Heads        k_proj, angles, angles_2 → k_proj, memory 0; num_heads 3, dim 64, half 32\n",
+        "NormRotateStore k_proj, angles, angles_2 → k_proj, memory 0; num_heads 3, dim 64, half 32\n",
         "q_proj, memory 0 → attend; num_heads 9, num_kv_heads 3, key_dim 64, value_dim 64, scale 0.125\n",
-        "Gate         gate_proj, up_proj, curve → gate; width 1536, function silu\n",
-        "Sum          embed_tokens, down_proj → embed_tokens; width 576\n",
+        "Gate            gate_proj, up_proj, curve → gate; width 1536, function silu\n",
+        "Sum             embed_tokens, down_proj → embed_tokens; width 576\n",
     ):
         assert line in layers
     assert "ids → embed_tokens; embed_tokens [49152, 576] Q8_0" in first
@@ -65,7 +65,7 @@ def test_weights_that_do_not_fit_together_are_refused(run: Run, tmp_path: Path) 
 def test_a_mixture_is_shown_with_one_layer_of_each_kind(run: Run, tmp_path: Path) -> None:
     found = run("show", written(tmp_path / "made", "glm4_moe"), "--plan", "--json").json["plan"]
     assert found["reason"] == ""
-    assert [part["of"] for part in found["parts"]] == ["before layer 0", "layers 0", "layers 1", "behind the layers"]
+    assert [part["of"] for part in found["parts"]] == ["before layer 0", "layers 0", "layers 1", "after the layers"]
     dense, mixture = ({one["operator"]: one for one in part["operations"]} for part in found["parts"][1:3])
     assert mixture.keys() - dense.keys() == {"Widening", "Router", "Experts", "DenseProduct", "Pick"}
     expected = {"num_experts": 8, "num_chosen": 2, "scores": "sigmoid", "is_normed": 1, "dtype": "float32"}
@@ -81,7 +81,9 @@ def test_layers_that_differ_in_the_forms_of_weights_alone_are_one_kind() -> None
     for name in ("gate_proj", "up_proj", "down_proj"):
         assert other.quants(f"layers.1.mlp.{name}.weight") is not None
     weights.made |= other.made
-    plan = PlanRuntime(weights, model.config, plan_layout(weights, model.config), 16)._plan_for(1, with_hidden=True)
+    plan = (
+        PlanRuntime(weights, model.config, plan_layout(weights, model.config), 16)._runner_for(1, with_hidden=True).plan
+    )
     _, layers, _ = parts_of(plan, weights)
     assert layers["layers"] == [0, 1]
     forms = {weight["name"]: weight["forms"] for one in layers["operations"] for weight in one["weights"]}
@@ -96,7 +98,7 @@ def test_a_plan_of_unread_weights_is_that_of_the_loaded_model(tmp_path: Path) ->
         loaded = load_model(settings, lambda _line: None)
         weights = loaded.weights
         assert weights is not None
-        plan = PlanRuntime(weights, loaded.config, plan_layout(weights, loaded.config), settings.block_size).plan
+        plan = PlanRuntime(weights, loaded.config, plan_layout(weights, loaded.config), settings.block_size).runner.plan
         assert step_of(settings) == {"reason": "", "parts": parts_of(plan, weights)}
 
 

@@ -116,9 +116,7 @@ def requests_of(roles: str, sizes: Sequence[int]) -> list[Conversation]:
 
 
 @given(conversations, st.integers(200, 3000))
-def test_what_must_stay_stays_what_was_left_out_stays_left_out_and_turns_in_between_only_add(
-    drawn: tuple[str, list[int]], threshold: int
-) -> None:
+def test_compression_keeps_its_earlier_choices_from_turn_to_turn(drawn: tuple[str, list[int]], threshold: int) -> None:
     sent = requests_of(*drawn)
     answers = [shortened(conversation, threshold, count) for conversation in sent]
     for (kept, left_out), (later, later_left_out) in pairwise(answers):

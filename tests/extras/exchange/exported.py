@@ -81,6 +81,7 @@ def entry_of(
     nodes = pub.nodes if with_tail else pub.nodes[:-1]
     return replace(
         pub,
+        epoch=store.epochs.of(tenant),
         nodes=nodes,
         last_node=nodes[-1].name,
         entry=EntryRecord(

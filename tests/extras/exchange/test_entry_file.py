@@ -14,7 +14,7 @@ import pytest
 
 from diskprefix.errors import SettingsError, StoreCorrupt, StoreFormatError
 from diskprefix.extras.exchange.entry_file import EntryReader
-from diskprefix.store.schema import Kind
+from diskprefix.store.schema import NodeKind
 from diskprefix.tokens import root_hash
 from tests.extras.exchange.exported import HYBRID, LAYOUT, TENANT, entry_of, export, identity_of, joined, signed, split
 from tests.store.building import BLOCK, open_store, prompt
@@ -138,9 +138,9 @@ UNREADABLE = "layout cannot be read"
         ("plain", node(0, 0, 0, -BLOCK), NO_PATH),
         ("plain", node(0, 2, 0, BLOCK - 1), NO_PATH),
         ("plain", node(0, 7, 0, BLOCK), "Invalid enum value 7"),
-        ("plain", node(0, int(Kind.GHOST), 0, BLOCK), NO_PATH),
-        ("hybrid", node(1, int(Kind.GHOST), 0, 0), NO_PATH),
-        ("hybrid", node(-1, int(Kind.GHOST), 2 * BLOCK, 5), NO_PATH),
+        ("plain", node(0, int(NodeKind.GHOST), 0, BLOCK), NO_PATH),
+        ("hybrid", node(1, int(NodeKind.GHOST), 0, 0), NO_PATH),
+        ("hybrid", node(-1, int(NodeKind.GHOST), 2 * BLOCK, 5), NO_PATH),
         ("plain", node(2, 1, 2 * BLOCK, 2**70), "damaged"),
         ("plain", node(0, 0, 0, BLOCK, seconds=-1.0), NO_PATH),
         ("plain", node(0, 0, 0, BLOCK, seconds=1e300), NO_PATH),
@@ -161,7 +161,7 @@ UNREADABLE = "layout cannot be read"
         ("hybrid", relaid(HYBRID.replace('"rows":6', '"rows":0')), UNREADABLE),
     ],
 )
-def test_what_does_not_agree_is_one_clear_error_also_in_a_forged_manifest(
+def test_a_contradictory_manifest_raises_one_clear_error(
     sound: bytes, hybrid: bytes, path: Path, whose: str, change: Change, problem: str
 ) -> None:
     header, data = split(hybrid if whose == "hybrid" else sound)
@@ -177,14 +177,24 @@ def test_what_does_not_agree_is_one_clear_error_also_in_a_forged_manifest(
 
 
 @pytest.mark.parametrize(
-    "data",
+    ("data", "kind"),
     [
-        *(b"", b"\0" * 7, bytes(8), bytes(100), b"import torch\n" * 50, b"GGUF\3\0\0\0" + bytes(100)),
-        *(struct.pack("<Q", 2**64 - 1), struct.pack("<Q", 2) + b"{"),
-        *(joined(header, b"") for header in (b"{}", b"[]", b"\xff\xfe", b" " * (5 << 20), b'{"format":"pt"}')),
+        (b"", "is empty"),
+        (b"import torch\n" * 50, "is a text"),
+        (("é" * 300).encode(), "is a text"),
+        (b"GGUF\3\0\0\0" + bytes(100), "is a .gguf model"),
+        *((data, "is no .safetensors file") for data in (b"\0" * 7, bytes(8), bytes(100), b"\x89PNG\r\n" + bytes(9))),
+        *((struct.pack("<Q", size) + end, "is no .safetensors file") for size, end in ((2**64 - 1, b"{"), (9, b""))),
+        *((joined(header, b""), "is no .safetensors file") for header in (b"[]", b"\xff\xfe", b" " * (5 << 20))),
     ],
 )
-def test_a_file_of_another_program_is_told_so_whatever_it_holds(path: Path, data: bytes) -> None:
+def test_import_names_the_kind_of_a_foreign_file_and_the_expected_kind(path: Path, data: bytes, kind: str) -> None:
+    path.write_bytes(data)
+    assert_refused(path, f"it {kind}; import takes files that `diskprefix export` wrote")
+
+
+@pytest.mark.parametrize("data", [struct.pack("<Q", 2) + b"{", *(joined(h, b"") for h in (b"{}", b'{"format":"pt"}'))])
+def test_a_file_of_tensors_that_no_export_wrote_is_told_so(path: Path, data: bytes) -> None:
     path.write_bytes(data)
     assert_refused(path, "`diskprefix export` did not write it|it is cut short, or no .safetensors file")
 

@@ -30,7 +30,7 @@ def post(client: httpx.Client, path: str, **body: Any) -> Any:
     return client.post(path, json=body).raise_for_status().json()
 
 
-def test_what_fills_a_gap_is_what_follows_the_prompt_that_is_written_by_hand(client: httpx.Client) -> None:
+def test_infill_and_suffix_equal_a_handwritten_prompt(client: httpx.Client) -> None:
     reference = post(client, "/v1/completions", prompt=BY_HAND, max_tokens=12, temperature=0)
     expected = reference["choices"][0]["text"]
     assert expected

@@ -239,7 +239,7 @@ def test_what_is_no_prompt_is_refused(given: Any, message: str, model: PreTraine
         ("attention_mask", torch.zeros(1, len(PROMPT))),
     ],
 )
-def test_what_needs_more_than_one_sequence_or_another_cache_is_refused(
+def test_generate_refuses_several_sequences_and_foreign_caches(
     name: str, value: Any, model: PreTrainedModel, tmp_path: Path
 ) -> None:
     with open_session(model, tmp_path / "kv") as session:

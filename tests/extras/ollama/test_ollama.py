@@ -1,4 +1,4 @@
-"""The official `ollama` client, unchanged: against the real daemon, over prepared calls, and behind a front."""
+"""The official `ollama` client, unchanged: against the real daemon, over prepared calls, and behind a router."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_options_are_ollamas_and_sampling_fields_beside_them_are_ignored(
 
 
 @pytest.mark.parametrize(("said", "reason"), [(0, "unload"), ("0h", "unload"), ("-0s", "load"), ("5m", "load")])
-def test_keep_alive_is_read_as_the_front_reads_it(said: str | int, reason: str) -> None:
+def test_keep_alive_is_read_as_the_router_reads_it(said: str | int, reason: str) -> None:
     body = OllamaGenerateRequest(keep_alive=said)
     answer = Ollama(OllamaGenerateRequest).without_prompt(body, "m", may_unload=True)
     assert answer is not None
@@ -211,7 +211,7 @@ def test_an_error_is_one_text_that_begins_with_the_path_of_the_field(
 
 
 @pytest.mark.parametrize("what", INSTEAD)
-def test_what_ollama_does_with_models_is_refused_in_one_line_that_says_what_to_do(real: Client, what: str) -> None:
+def test_model_management_routes_of_ollama_are_refused_with_advice(real: Client, what: str) -> None:
     calls: dict[str, Any] = {
         "create": lambda: real.create(MODEL, from_="x"),
         "copy": lambda: real.copy(MODEL, "x"),

@@ -171,7 +171,7 @@ def test_images_come_in_the_usual_formats(reader: PictureReader, kind: str) -> N
 
 
 @pytest.mark.parametrize("content", [image_bytes(kind="TIFF"), b"hello", b""], ids=["seldom read", "no image", "empty"])
-def test_what_is_no_image_of_these_formats_is_refused_without_an_address(reader: PictureReader, content: bytes) -> None:
+def test_the_picture_reader_refuses_other_files_without_object_addresses(reader: PictureReader, content: bytes) -> None:
     with pytest.raises(InvalidRequest, match=r"x: is not an image that can be read \(PNG, JPEG, WEBP, GIF, BMP\)$"):
         read(reader, content)
 
@@ -277,7 +277,7 @@ def mutated(count: int) -> Iterator[bytes]:
             yield damaged.tobytes()
 
 
-def test_of_damaged_pictures_nothing_but_a_refusal_is_raised_by_the_header(reader: PictureReader) -> None:
+def test_the_header_reader_only_refuses_damaged_pictures(reader: PictureReader) -> None:
     refused = 0
     for content in mutated(200):
         try:
@@ -288,7 +288,7 @@ def test_of_damaged_pictures_nothing_but_a_refusal_is_raised_by_the_header(reade
 
 
 @pytest.mark.slow
-def test_of_damaged_pictures_nothing_but_a_refusal_is_raised_by_the_decoder(reader: PictureReader) -> None:
+def test_the_decoder_only_refuses_damaged_pictures(reader: PictureReader) -> None:
     refused = 0
     for content in mutated(80):
         try:

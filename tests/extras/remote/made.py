@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from diskprefix.cache.tiers.local import BufferTier, DiskTier
+from diskprefix.cache.tiers.local import view_buffer, view_disk
 from diskprefix.cache.tiers.nodes import PromptNodes
 from diskprefix.cache.tiers.tier import Prefetched, PrefetchRequest, Tier, Upload
 from diskprefix.extras.remote.objects import ObjectStore
@@ -37,7 +38,7 @@ class Machine:
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        return BufferTier(self.writer), DiskTier(self.store, self.writer.quarantine)
+        return partial(view_buffer, self.writer), partial(view_disk, self.store, self.writer.quarantine)
 
     def nodes(self, token_ids: TokenIds, root: bytes = ROOT) -> PromptNodes:
         return PromptNodes(TokenPath(self.store.secret, root, token_ids, BLOCK), PayloadLayout.parse(self.layout))

@@ -14,7 +14,7 @@ from tests.store.building import Clock
 WAIT_S = 20.0
 
 
-def test_who_wants_the_same_shares_a_call_and_later_ones_call_again() -> None:
+def test_concurrent_fetches_of_one_key_share_a_call() -> None:
     fetchers: Fetchers[int] = Fetchers(2)
     goes_on, calls = threading.Event(), []
 

@@ -55,7 +55,7 @@ def test_a_bucket_that_is_not_there_takes_nothing(objects: ObjectStore, monkeypa
         objects.put("a", b"lost")
 
 
-def test_what_an_object_store_says_is_no_control_of_a_terminal(
+def test_errors_of_an_object_store_contain_no_control_characters(
     objects: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> Any:
@@ -116,6 +116,21 @@ def test_only_a_refusal_is_a_problem(
     monkeypatch.setattr(objects._obstore, "head", fail)
     objects.probe()
     assert bool(objects.problem) == is_refused
+
+
+def test_a_bucket_that_may_only_be_read_is_no_problem_of_reading(
+    objects: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> Any:
+        raise OSError("Client error with status 403 Forbidden")
+
+    monkeypatch.setattr(objects, "_put", fail)
+    with pytest.raises(RemoteUnavailable):
+        objects.put("a", b"content")
+    assert objects.problem == ""
+    objects.problem = "it was refused"
+    objects.probe()
+    assert objects.problem == ""
 
 
 def test_a_listing_that_is_too_long_to_be_true_is_not_read_to_its_end(

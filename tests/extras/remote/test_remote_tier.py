@@ -20,7 +20,7 @@ from diskprefix.extras.remote.signing import signed, verified
 from diskprefix.extras.remote.upkeep import NamespaceObjects
 from diskprefix.store.changes import NewNode
 from diskprefix.store.purge import GoneText
-from diskprefix.store.schema import Kind, RootRecord
+from diskprefix.store.schema import NodeKind, RootRecord
 from diskprefix.store.store import Publication
 from diskprefix.tokens import ID_BYTES
 from tests.extras.remote.made import KEY, OTHER_KEY, WAIT_S, Machine, MakeMachine, share_of_each
@@ -60,7 +60,7 @@ def payloads(nodes: Iterable[NewNode]) -> dict[bytes, bytes]:
 
 
 @pytest.mark.parametrize("num_tokens", [BLOCK, 6 * BLOCK, 8 * BLOCK + 1])
-def test_what_one_machine_computed_another_one_brings_bit_for_bit(num_tokens: int, make: MakeMachine) -> None:
+def test_another_machine_fetches_computed_state_bit_for_bit(num_tokens: int, make: MakeMachine) -> None:
     ids, one, other = prompt(2, num_tokens), make(), make()
     saved = one.save(ids)
     one.share(ids)
@@ -79,7 +79,7 @@ def test_checkpoints_come_with_their_blocks(make: MakeMachine) -> None:
     one.share(PROMPT)
     _, nodes = other.prefetch(PROMPT)
     assert payloads(nodes) == payloads(saved.nodes)
-    assert sum(node.kind == Kind.CHECKPOINT for node in nodes) == 3
+    assert sum(node.kind == NodeKind.CHECKPOINT for node in nodes) == 3
 
 
 @pytest.mark.parametrize(("offered", "reached"), [(6 * BLOCK, 6 * BLOCK), (6 * BLOCK + 3, 6 * BLOCK + 2)])
@@ -115,7 +115,7 @@ def test_a_longer_prompt_takes_what_a_shorter_one_left_at_its_end(reached: int, 
 
 def test_what_a_machine_has_is_not_fetched_again(make: MakeMachine) -> None:
     other, saved = sharing(make)
-    other.save(PROMPT[: 4 * BLOCK], end_kind=Kind.BLOCK)
+    other.save(PROMPT[: 4 * BLOCK], end_kind=NodeKind.BLOCK)
     _, nodes = other.prefetch(PROMPT)
     assert payloads(nodes) == payloads(saved.nodes[4:])
     assert other.remote.stats()["fetched"] == 2
@@ -192,7 +192,7 @@ def test_a_bucket_that_is_late_three_times_in_a_row_is_left_alone(make: MakeMach
     assert prefetched.num_bytes == 0
     late, _ = make().prefetch(PROMPT, max_s=0.0)
     assert (late.is_late, late.num_bytes) == (True, 0)
-    assert late.wanted_bytes == 7 * other.nodes(PROMPT).layout.payload_bytes(BLOCK, Kind.BLOCK)
+    assert late.wanted_bytes == 7 * other.nodes(PROMPT).layout.payload_bytes(BLOCK, NodeKind.BLOCK)
 
 
 def test_closing_does_not_wait_for_what_hangs(make: MakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +300,7 @@ def test_a_wrong_object_is_refused_and_counted_and_what_comes_before_it_is_used(
     damage, reason = DAMAGE[what]
     bundles(bucket)[path].write_bytes(damage(bundles(bucket)[path].read_bytes(), path))
     if have:
-        other.save(PROMPT[:BLOCK], end_kind=Kind.BLOCK)
+        other.save(PROMPT[:BLOCK], end_kind=NodeKind.BLOCK)
     _, nodes = other.prefetch(PROMPT)
     assert payloads(nodes) == payloads(saved.nodes[:3] if not have else [])
     refused = {name: count for name, count in other.remote.stats()["refused"].items() if count}
@@ -356,7 +356,7 @@ def test_what_is_computed_sooner_is_not_fetched(make: MakeMachine) -> None:
 
     assert other.prefetch(PROMPT, pays=pays)[1] == []
     nodes = other.nodes(PROMPT)
-    assert asked == [(len(PROMPT), 7 * nodes.layout.payload_bytes(nodes.block_size, Kind.BLOCK))]
+    assert asked == [(len(PROMPT), 7 * nodes.layout.payload_bytes(nodes.block_size, NodeKind.BLOCK))]
     assert (other.remote.stats()["slower"], other.remote.stats()["fetched"]) == (1, 0)
 
 
@@ -393,7 +393,7 @@ def test_machines_agree_on_the_format(make: MakeMachine, bucket: Path) -> None:
     assert data[16:24] == KEY.digest[:8]
 
 
-def test_what_was_fetched_tells_how_fast_the_tier_is_if_all_of_it_came_or_too_late() -> None:
+def test_only_whole_or_late_fetches_measure_the_speed_of_the_tier() -> None:
     whole = Prefetched(frozenset({b"a"}), 100, 200, 1.0)
     late = Prefetched(frozenset({b"b"}), 0, 300, 9.0, is_whole=False, is_late=True)
     failed = Prefetched(frozenset({b"c"}), 7, 400, 2.0, is_whole=False)
@@ -438,7 +438,7 @@ def test_a_deleted_prompt_leaves_the_objects_that_another_needs(make: MakeMachin
         machine.share(token_ids)
     before = {path.name for path in bucket.rglob("*.*")}
     text = GoneText(ROOT, BLOCK, PROMPT, num_kept=5 * BLOCK)
-    assert machine.remote.forget([text], 20) == 2, "the bundle and the end of the prompt that are its own"
+    assert machine.remote.delete_texts([text], 20) == 2, "the bundle and the end of the prompt that are its own"
     assert len(before) - len({path.name for path in bucket.rglob("*.*")}) == 2
     assert len(make().prefetch(other)[1]) == 8
     # What it knew of the objects that are gone does not keep it from writing them again.
@@ -451,7 +451,7 @@ def test_of_a_whole_prompt_nothing_is_left(make: MakeMachine, bucket: Path) -> N
     machine.save(PROMPT)
     machine.share(PROMPT)
     machine.share(PROMPT, 4 * BLOCK)
-    assert machine.remote.forget([GoneText(ROOT, BLOCK, PROMPT, num_kept=0)], 20) >= 3
+    assert machine.remote.delete_texts([GoneText(ROOT, BLOCK, PROMPT, num_kept=0)], 20) >= 3
     assert [path.name for path in bucket.rglob("*") if path.is_file()] == ["about"]
 
 

@@ -227,7 +227,7 @@ class Daemon:
         publish = store.publish
         with patch.object(store, "publish", lambda pub: publish(pub) if disk.wait(30) else 0):
             answer = self.runner.run_prompt(request.prompt, options, reply=reply)
-            self.runner.cache.settle()
+            self.runner.cache.finish_aside()
             disk.set()
             self.runner.flush()
         for root, prompts in self._histories:
@@ -477,7 +477,7 @@ def test_memory_is_as_in_a_daemon(state: str, num_blocks: int, tmp_path: Path, m
     geometry = Geometry(layout.bytes_per_token, layout.state_bytes, exact_at=layout.exact_at)
     limit = num_blocks * (BLOCK * layout.bytes_per_token + layout.state_bytes)
     pages = PageCache(layout, block_size=BLOCK, limit_bytes=limit, free_bytes=lambda: 1 << 40)
-    memory, owner = SimulatedMemory(limit, geometry, BLOCK), Owner(root_hash(""), 0, None)
+    memory, owner = SimulatedMemory(limit, geometry, BLOCK), Owner(root_hash(""), 0)
     random, prompts = np.random.default_rng(3), [random_prompt(0, 40)]
     num_found = 0
     for number in range(150):
@@ -485,14 +485,14 @@ def test_memory_is_as_in_a_daemon(state: str, num_blocks: int, tmp_path: Path, m
         before = before[: len(before) if random.integers(2) else random.integers(1, len(before))]
         prompt = np.concatenate([before, random_prompt(number, int(random.choice([1, BLOCK, 23])))])[: 10 * BLOCK]
         prompts.append(prompt)
-        sequence = pages.begin(owner, prompt)
+        sequence = pages.begin_sequence(owner, prompt)
         assert isinstance(sequence, KVSequence)
         assert memory.match("", prompt) == sequence.num_tokens
         num_found += sequence.num_tokens > 0
-        assert sequence.make_room(len(prompt))
+        assert sequence.take_pages_to(len(prompt))
         sequence.truncate(len(prompt))
         pages.set_ready(sequence, len(prompt))
-        pages.end(sequence, keep=True)
+        pages.end_sequence(sequence, keep=True)
         memory.keep("", prompt, len(prompt))
         assert pages.check() == []
     assert num_found

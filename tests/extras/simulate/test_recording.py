@@ -215,9 +215,7 @@ def one_warning(caplog: pytest.LogCaptureFixture, path: Path, reason: str) -> It
     assert line.getMessage() == f"[record] {path}: a request was not recorded: {reason} (said once)"
 
 
-def test_where_nothing_can_be_begun_anew_it_is_said_once_until_it_can(
-    path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unwritable_recording_is_logged_once_until_it_recovers(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     recorder = open_recorder(path)
     path.rename(path.with_suffix(".1"))
     path.write_text("buy milk\n")

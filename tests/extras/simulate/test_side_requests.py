@@ -89,7 +89,7 @@ def test_the_turns_of_a_conversation_hit_as_without_the_requests_beside_it(
 
 
 @pytest.mark.parametrize("geometry", [TOKEN, STATES], ids=["token", "states"])
-def test_in_little_room_the_requests_beside_a_conversation_are_evicted_before_its_turns(geometry: Geometry) -> None:
+def test_a_small_store_evicts_side_requests_before_conversation_turns(geometry: Geometry) -> None:
     kind, alone = "sub-agent of its own", Simulator(POLICY, geometry)
     without = [alone.step(request).restored for _, request in session(kind, 0, 0, "")]
     # There is room for five such conversations, and so for a part of the requests.

@@ -22,7 +22,7 @@ from diskprefix.extras.simulate.trace import Trace, TraceRequest
 from diskprefix.extras.simulate.upper_bound import upper_bound
 from diskprefix.store.changes import node_bytes
 from diskprefix.store.eviction import UsageTable, bytes_to_free, choose_victims, usable_bytes
-from diskprefix.store.schema import USAGE_DTYPE, Kind
+from diskprefix.store.schema import USAGE_DTYPE, NodeKind
 from diskprefix.tokens import TokenIds, as_token_ids, common_prefix_length
 from diskprefix.values import Prompt, Scope
 from tests.extras.simulate.workloads import CATALOG, interleaved, thinking
@@ -41,7 +41,7 @@ def replayed(*requests: TraceRequest, policy: Policy = FULL, geometry: Geometry 
     return simulate(Trace.of("t", requests), policy, geometry)
 
 
-def test_what_is_computed_is_written_and_what_is_written_is_restored() -> None:
+def test_the_simulator_restores_the_tokens_that_it_wrote() -> None:
     totals = replayed(asked(0, 40), asked(0, 40), asked(0, 70), policy=replace(FULL, seconds_per_token=0.5))
     assert (totals.requests, totals.hits, totals.prompt_tokens) == (3, 2, 150)
     # The repeat restores all, the longer one the two whole blocks.
@@ -52,7 +52,7 @@ def test_what_is_computed_is_written_and_what_is_written_is_restored() -> None:
 
 def test_written_bytes_are_those_of_the_file() -> None:
     totals = replayed(asked(0, 40))
-    block, tail = GEOMETRY.stored_bytes(BLOCK, Kind.BLOCK), GEOMETRY.stored_bytes(8, Kind.TAIL)
+    block, tail = GEOMETRY.stored_bytes(BLOCK, NodeKind.BLOCK), GEOMETRY.stored_bytes(8, NodeKind.TAIL)
     assert totals.written_bytes == totals.peak_bytes == 2 * block + tail
 
 
@@ -71,7 +71,7 @@ def test_who_only_reads_or_fails_leaves_nothing_behind(how: dict[str, Any]) -> N
     assert replayed(asked(0, 40), asked(0, 40, **how)).restored_tokens == 40
 
 
-def test_of_a_prompt_that_can_never_fit_the_beginning_is_kept() -> None:
+def test_the_store_keeps_the_beginning_of_a_prompt_too_large_for_it() -> None:
     long = asked(1000, 16000)
     totals = replayed(asked(0, 160), long, replace(long, when=1.0), policy=replace(FULL, budget_bytes=4 * MIB))
     assert totals.dropped
@@ -114,7 +114,7 @@ def name(number: int) -> bytes:
     return number.to_bytes(16, "big")
 
 
-def entry(number: int, parent: int = 0, *, size: int = MIB, kind: Kind = Kind.BLOCK, **how: Any) -> NewEntry:
+def entry(number: int, parent: int = 0, *, size: int = MIB, kind: NodeKind = NodeKind.BLOCK, **how: Any) -> NewEntry:
     return NewEntry(Node(name(number), name(parent), 0, BLOCK, kind), size, how.pop("prefill_s", 1.0), **how)
 
 
@@ -130,7 +130,7 @@ def there(store: SimulatedStore, numbers: range) -> list[int]:
 
 
 @pytest.mark.parametrize("state_bytes", [0, 20 << 20], ids=["dense", "hybrid"])
-def test_where_thoughts_are_dropped_a_pause_takes_what_the_next_question_would_compute(state_bytes: int) -> None:
+def test_a_pause_computes_ahead_for_templates_that_drop_thoughts(state_bytes: int) -> None:
     def computed(**settings: Any) -> tuple[int, int]:
         policy = Policy(scope=Scope("auto", 30), memory_bytes=8 << 30, **settings)
         totals = simulate(thinking(), policy, Geometry(12 << 10, state_bytes, exact_at="token"))
@@ -182,7 +182,7 @@ def test_victims_are_those_that_the_real_store_would_choose(publications: Public
         parent %= number
         before = {name(n) for n in there(store, range(number))}
         expected = _expected_victims(store, before, name(parent), megabytes * MIB, has_states, now)
-        kind = Kind.BLOCK if number % 2 else Kind.CHECKPOINT
+        kind = NodeKind.BLOCK if number % 2 else NodeKind.CHECKPOINT
         new = entry(number, parent, size=megabytes * MIB, kind=kind, prefill_s=float(number))
         was_stored = store.publish([new], name(number), None, now)
         after = {name(n) for n in there(store, range(number))}
@@ -218,13 +218,13 @@ def _expected_victims(
 
 
 def test_a_node_takes_what_its_pieces_and_records_take_in_the_file() -> None:
-    assert SLICEABLE.stored_bytes(256, Kind.BLOCK) == pytest.approx(256 * 23_040, rel=0.02)
-    assert CHECKPOINTS.stored_bytes(0, Kind.CHECKPOINT) == pytest.approx(75 << 20, rel=0.02)
-    of_tail = CHECKPOINTS.stored_bytes(7, Kind.TAIL) - CHECKPOINTS.stored_bytes(7, Kind.BLOCK)
+    assert SLICEABLE.stored_bytes(256, NodeKind.BLOCK) == pytest.approx(256 * 23_040, rel=0.02)
+    assert CHECKPOINTS.stored_bytes(0, NodeKind.CHECKPOINT) == pytest.approx(75 << 20, rel=0.02)
+    of_tail = CHECKPOINTS.stored_bytes(7, NodeKind.TAIL) - CHECKPOINTS.stored_bytes(7, NodeKind.BLOCK)
     assert of_tail == pytest.approx((75 << 20) + 2 * 151_936, rel=0.02)
-    assert Geometry(1024).stored_bytes(BLOCK, Kind.BLOCK) == node_bytes(BLOCK, [BLOCK * 1024])
-    assert Geometry(1024, state_bytes=20_000).stored_bytes(0, Kind.CHECKPOINT) < 30_000, "of small states too"
-    assert 0 < Geometry(0, state_bytes=10).stored_bytes(BLOCK, Kind.BLOCK) < 1000, "records alone"
+    assert Geometry(1024).stored_bytes(BLOCK, NodeKind.BLOCK) == node_bytes(BLOCK, [BLOCK * 1024])
+    assert Geometry(1024, state_bytes=20_000).stored_bytes(0, NodeKind.CHECKPOINT) < 30_000, "of small states too"
+    assert 0 < Geometry(0, state_bytes=10).stored_bytes(BLOCK, NodeKind.BLOCK) < 1000, "records alone"
 
 
 @pytest.mark.parametrize("name", CATALOG)
@@ -256,7 +256,7 @@ def test_the_child_that_shares_most_is_found(children: list[TokenIds], wanted: T
         enumerate(one for one in listed if not any(other.startswith(one) for other in listed if other != one))
     )
     for number, ids in stored.items():
-        node = Node(name(number), parent, 0, len(ids) // 4, Kind.TAIL)
+        node = Node(name(number), parent, 0, len(ids) // 4, NodeKind.TAIL)
         when = 0.0 if number < num_gone else 1e3
         store.publish([NewEntry(node, 100, 1.0, token_ids=ids)], None, None, when)
     store.pass_time(1e3)

@@ -67,9 +67,7 @@ def test_a_mooncake_trace_has_its_blocks_times_and_lengths(tmp_path: Path) -> No
         ({"block_size": 0}, "block_size"),
     ],
 )
-def test_what_is_wrong_with_a_mooncake_line_is_said_with_its_place(
-    tmp_path: Path, change: JsonObject, reason: str
-) -> None:
+def test_a_bad_mooncake_line_is_reported_with_its_place(tmp_path: Path, change: JsonObject, reason: str) -> None:
     assert reason in refusal(tmp_path, MOONCAKE, MOONCAKE | change)
 
 
@@ -259,9 +257,7 @@ def test_recorded_prompts_share_the_tokens_that_the_real_ones_did(
         ({"state_bytes": 2**41}, "at `$.state_bytes`"),
     ],
 )
-def test_what_is_wrong_with_a_recorded_line_is_said_with_its_place(
-    tmp_path: Path, change: JsonObject, reason: str
-) -> None:
+def test_a_bad_recorded_line_is_reported_with_its_place(tmp_path: Path, change: JsonObject, reason: str) -> None:
     message = refusal(tmp_path, RECORDED, RECORDED | change)
     assert reason in message
     assert "\n" not in message

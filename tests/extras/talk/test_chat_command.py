@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from diskprefix.cli import main
 from diskprefix.errors import InvalidRequest, NotReady
 from diskprefix.extras import daemon_call
 from diskprefix.extras.daemon_call import wait_ready
@@ -64,7 +66,7 @@ def test_a_conversation_grows_is_answered_again_and_begins_anew(
     assert said.count("there is no command") == said.count("there is no command /agian\n/again") == 1
 
 
-def test_after_a_daemon_that_went_away_it_says_once_why_and_on_a_line_of_its_own_how_to_go_on(
+def test_chat_waits_for_a_lost_daemon_and_says_once_how_to_continue(
     agent: AppServer,
     engine: ScriptedEngine,
     monkeypatch: pytest.MonkeyPatch,
@@ -72,12 +74,12 @@ def test_after_a_daemon_that_went_away_it_says_once_why_and_on_a_line_of_its_own
 ) -> None:
     whole, lines, is_gone = daemon_call._events, iter(["One?", "/again"]), True
 
-    def events(response: HTTPResponse) -> Iterator[Any]:
+    def events(response: HTTPResponse, url: str) -> Iterator[Any]:
         nonlocal is_gone
         if is_gone:
             is_gone = False
             raise NotReady("no daemon answers")
-        return whole(response)
+        return whole(response, url)
 
     engine.script = saying("Yes.")
 
@@ -125,7 +127,37 @@ def test_a_request_that_is_refused_or_whose_reply_breaks_off_is_an_error(
         def __init__(self) -> None:
             self.readline = io.BytesIO(b'data: {"choices": [{"delta": {"content": "Half"}}]}\n\n').readline
 
-    monkeypatch.setattr(daemon_call, "_events", lambda _response: whole(Cut()))  # type: ignore[arg-type]
+    monkeypatch.setattr(daemon_call, "_events", lambda _response, url: whole(Cut(), url))  # type: ignore[arg-type]
     found = CliRunner().invoke(chat, ["--url", agent.url], input="Rivers?")
     assert found.stdout.strip() == "Half"
-    assert "ended before the reply did" in str(found.exception)
+    assert str(found.exception) == "the connection broke after 4 characters of the reply; try again"
+
+
+def test_a_reader_who_leaves_ends_the_chat_without_a_word(
+    agent: AppServer, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in `diskprefix chat | head`: nobody reads the output, and the connection is sound."""
+
+    def leave(_text: str, **_style: object) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    engine.script = saying("Yes.")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"One?")))
+    monkeypatch.setattr(chat_command, "_output", lambda **_options: chat_command._Raw(leave))
+    with pytest.raises(SystemExit) as end:
+        main(["chat", "--url", agent.url])
+    assert (end.value.code, capsys.readouterr().err) == (141, "")
+
+
+def test_a_reply_is_wrapped_at_words_in_a_terminal_and_raw_in_a_pipe(
+    agent: AppServer, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.script = saying("The Moon, and all who followed.")
+    monkeypatch.setenv("COLUMNS", "12")
+    piped = CliRunner().invoke(chat, ["--url", agent.url], input="Who?")
+    assert piped.stdout == "The Moon, and all who followed.\n"
+    shown = Terminal()
+    monkeypatch.setattr("sys.stdout", shown)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Who?")))
+    chat.main(["--url", agent.url], standalone_mode=False)
+    assert shown.getvalue() == "The Moon,\nand all who\nfollowed.\n"

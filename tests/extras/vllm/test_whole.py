@@ -108,13 +108,13 @@ def test_a_reply_is_kept_and_restored_once_its_tokens_are_known(engine: Make) ->
     assert again.is_right(request, 2 * BLOCK)
 
 
-def test_of_a_damaged_block_the_pages_are_named_and_the_rest_is_loaded(engine: Make) -> None:
+def test_a_load_names_the_pages_of_a_damaged_block_and_loads_the_rest(engine: Make) -> None:
     one = engine()
     one.run(Request("a", PROMPT))
     second, _ = stored_at(one, BLOCK)
     with one.shared.store.changes() as changes:
-        piece = bytes(changes.record("payloads", piece_key(second, 0)))
-        changes._put("payloads", piece_key(second, 0), piece[:-1] + bytes([piece[-1] ^ 1]))
+        piece = bytes(changes.get_record("payloads", piece_key(second, 0)))
+        changes._put_record("payloads", piece_key(second, 0), piece[:-1] + bytes([piece[-1] ^ 1]))
     again, request = engine(), Request("b", PROMPT)
     assert again.begin(request) == 3 * BLOCK
     table = again.tables["b"][0]
@@ -150,7 +150,7 @@ def test_a_load_that_failed_is_not_planned_again_and_what_was_lost_is_saved(engi
     assert engine(groups=groups).begin(Request("c", PROMPT)) == 3 * BLOCK
 
 
-def test_of_a_load_that_failed_in_part_the_rest_is_saved_and_the_client_is_told_what_was_loaded(engine: Make) -> None:
+def test_a_partly_failed_load_saves_the_rest_and_reports_the_loaded_tokens(engine: Make) -> None:
     engine().run(Request("a", PROMPT))
     again, request = engine(), Request("b", PROMPT, kv_transfer_params={})
     begin_with_lost(again, request, BLOCK)
@@ -259,7 +259,7 @@ def test_pages_that_cannot_be_copied_end_what_is_saved_of_a_request_and_nothing_
 
 
 @pytest.mark.parametrize("numbers", [{"dtype": "float16"}, {"weights_digest": "other"}, {"vllm_version": "0.33"}])
-def test_what_something_else_computed_is_a_miss_with_its_reason(
+def test_state_of_another_identity_is_a_miss_with_its_reason(
     engine: Make, numbers: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     engine().run(Request("a", PROMPT))
@@ -302,7 +302,7 @@ def test_layers_with_windows_are_saved_while_their_pages_are_there(engine: Make)
     assert not again.caches[0][SLIDING.layers[0]][NO_PAGE].any()
 
 
-def test_what_a_window_has_left_behind_is_not_saved_nor_what_continues_it(engine: Make) -> None:
+def test_blocks_outside_a_window_and_their_continuations_are_not_saved(engine: Make) -> None:
     groups = (FULL, SLIDING)
     one, request = engine(groups=groups), Request("a", PROMPT, num_computed_tokens=2 * BLOCK)
     tables = one.allocate(request, 2 * BLOCK)

@@ -70,7 +70,8 @@ def ended(number: int = 1, *, restored: int = 900, **changes: Any) -> dict[str, 
         "prefix_cache": {"restored": restored, **how},
         "timings": timings,
     }
-    return {"number": number, "ended_at": NOW - 90, "status": 200, "error": None} | figures | changes
+    how_it_ended = {"status": 200, "error": None, "is_stopped": False}
+    return {"number": number, "ended_at": NOW - 90} | how_it_ended | figures | changes
 
 
 def lines(now: dict[str, Any], *over: dict[str, Any]) -> list[str]:
@@ -108,14 +109,16 @@ def test_each_request_is_a_line_with_its_figures() -> None:
     assert "prefilling 600/1,000 0.0% – 0 400.0 1.0 s 2.5 s" in found
 
 
-def test_what_was_restored_of_the_last_requests_is_shown_with_the_latest_first() -> None:
+def test_top_lists_restored_tokens_of_the_latest_requests_first() -> None:
     failed = ended(3, status=400, error="top_p: too large\x1b[31m" * 9, prefix_cache=None, timings=None)
-    found = lines(STATE, ended(1), ended(2, restored=0), failed)
+    stopped = ended(4, status=499, is_stopped=True, prefix_cache=None, timings=None)
+    found = lines(STATE, ended(1), ended(2, restored=0), failed, stopped)
     restored = "restored 47.0% of today's prompt tokens, 45.0% of the last 2 requests"
     assert found[found.index(restored) + 1] == "compute saved 90.0 s today, 2.0 h in all"
     table = found[found.index("ago prompt restored TTFT tok/s why") + 1 :]
-    assert table[0].startswith("1 min – – – – 400 top_p: too large")
-    assert table[1:] == ["1 min 1,000 0.0% 4.0 s 30.0 not stored", "1 min 1,000 90.0% 200 ms 30.0 ×2.0 disk"]
+    assert table[0] == "1 min 1,000 – – – stopped by the client", "which is no failure"
+    assert table[1].startswith("1 min – – – – 400 top_p: too large")
+    assert table[2:] == ["1 min 1,000 0.0% 4.0 s 30.0 not stored", "1 min 1,000 90.0% 200 ms 30.0 ×2.0 disk"]
     assert "\x1b" not in "".join(found)
 
 
@@ -186,7 +189,7 @@ def test_at_a_terminal_without_a_daemon_there_is_one_line(run: Run, monkeypatch:
         run("top", "--url", url).assert_refused(exit_code, url)
 
 
-class SmallFront:
+class SmallRouter:
     """The answers of a daemon with several models. `loaded` has those in memory, and `asked` the paths that it got."""
 
     def __init__(self, *loaded: str) -> None:
@@ -200,21 +203,21 @@ class SmallFront:
         return Answer(200, json.dumps(found).encode())
 
 
-def test_of_several_models_the_same_one_is_watched_while_it_is_loaded() -> None:
-    front = SmallFront("a/b", "birch")
-    source = live.Source(front, "here")
+def test_top_watches_one_model_as_long_as_it_is_loaded() -> None:
+    router = SmallRouter("a/b", "birch")
+    source = live.Source(router, "here")
     assert [place["model"] for place in source.state(0)["models"]] == ["a/b", "birch"]
-    front.loaded = ("birch", "a/b")
+    router.loaded = ("birch", "a/b")
     source.state(7)
-    assert [path for path in front.asked if path != "/props"] == [
+    assert [path for path in router.asked if path != "/props"] == [
         "/dashboard/state?since=0&model=a%2Fb",
         "/dashboard/state?since=7&model=a%2Fb",
     ]
-    front.loaded = ("birch",)
+    router.loaded = ("birch",)
     with pytest.raises(DiskPrefixError, match="a/b is unloaded"):
         source.state(7)
     source.state(0)
-    assert front.asked[-1] == "/dashboard/state?since=0&model=birch"
+    assert router.asked[-1] == "/dashboard/state?since=0&model=birch"
 
 
 @pytest.mark.parametrize(
@@ -222,10 +225,10 @@ def test_of_several_models_the_same_one_is_watched_while_it_is_loaded() -> None:
     [(None, "the model is not loaded; a request loads one"), ("ash", "ash is not loaded; birch is ready")],
 )
 def test_without_a_loaded_model_nothing_is_asked_of_one(model: str | None, said: str) -> None:
-    front = SmallFront(*(["birch"] if model else []))
-    source = live.Source(front, "here", model)
+    router = SmallRouter(*(["birch"] if model else []))
+    source = live.Source(router, "here", model)
     with pytest.raises(DiskPrefixError, match=said):
         source.state(0)
-    assert front.asked == ["/props"]
-    front.loaded = (model or "birch",)
+    assert router.asked == ["/props"]
+    router.loaded = (model or "birch",)
     assert source.state(0)["status"] == "ok"

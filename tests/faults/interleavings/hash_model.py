@@ -128,7 +128,7 @@ salts: dict[KVSequence, int] = {}
 
 
 def idle_rows(sequence: KVSequence, token_ids: Any) -> SaltedRows:
-    """In the place of `engine.idle_work.Rows`."""
+    """In the place of `engine.idle.idle_work.Rows`."""
     return SaltedRows(sequence, token_ids, salt=salts[sequence])
 
 
@@ -193,7 +193,7 @@ def _compute(rows: SaltedRows, sequence: KVSequence, salt: int) -> Logits:
     new = np.frombuffer(b"".join(states.new), np.float32).reshape(-1, 4)
     for table in sequence.tables:
         # Keys, and then values.
-        table.put(run_.start, np.stack([new[:, :2], new[:, 2:]])[:, None])
+        table.write_rows(run_.start, np.stack([new[:, :2], new[:, 2:]])[:, None])
     for state in sequence.states:
         state.tensor[0] = new[-1:]
     sequence.end_step(run_)

@@ -12,25 +12,27 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import xxhash
 
 from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.engine.ahead_jobs import AheadJob
+from diskprefix.engine.idle.ahead_jobs import AheadJob
 from diskprefix.engine.inbox import Ticket
 from diskprefix.engine.request import DoneEvent, ErrorEvent, Event, GenerateRequest, SamplingParams, TextEvent
 from diskprefix.errors import CacheError, NotReady, QueueFull
 from diskprefix.kv.layout import Layout
 from diskprefix.settings import Settings
 from diskprefix.store.compact import compact_folder, rewrite_folder
+from diskprefix.store.epochs import Purges, purges_of
 from diskprefix.store.folder import LOCK, FileMark, _read_mark
 from diskprefix.store.note_record import NoteKind, root_limit
 from diskprefix.store.opening import inode_of
 from diskprefix.store.purge import PurgeFilter, purge
 from diskprefix.store.reads import LIMIT_S, STALL_S, Patience
-from diskprefix.store.schema import Kind
-from diskprefix.store.store import Store
+from diskprefix.store.schema import NodeKind
+from diskprefix.store.store import OUTDATED, Store
 from diskprefix.store.store_file import StoreFile
 from diskprefix.store.verify import remove_damaged, verify_index
 from diskprefix.values import SHARED, CacheOptions, Prompt, Tenant
@@ -120,12 +122,12 @@ class Asked:
 
 @dataclass(frozen=True)
 class Purged:
-    """A purge that has ended. `mark` is what the store then had of it, and `asked` are the requests and notes of which
-    nothing may be found any more."""
+    """A purge that has ended. `purges` are all that the store then knew, and `asked` are the requests and notes of
+    which nothing may be found any more."""
 
     process: object
     ended_at: float
-    mark: bytes | None
+    purges: Purges
     asked: frozenset[Asked]
     notes: frozenset[tuple[Tenant, str, int]]
 
@@ -241,7 +243,7 @@ class History:
             (self._hang_up, 8),
             (self._purge, 4),
             (self._use_tool, 0 if is_alone else 6),
-            (self._start_beside, 0 if is_alone else 3),
+            (self._start_beside, 0 if is_alone else 4),
             # A small budget has room for little else.
             (self._put_notes, 4 if is_large else 0),
             (self._let_reads_hang, 2),
@@ -253,6 +255,7 @@ class History:
             (self._meet_a_suspended_writer, 0 if is_alone else 3),
             (self._meet_a_pause, 4 if self._layout.exact_at == "token" else 0),
             (self._meet_a_purge, 0 if is_alone else 2),
+            (self._meet_a_strangers_purge, 0 if is_alone else 3),
             (self._meet_an_erasure, 8 if self._has_room and is_large and is_roomy and not is_alone else 0),
             (self._meet_a_full_disk, 8 if self._has_room and self.settings.kv_cache_min_free and not is_alone else 0),
             (self._kill, 3),
@@ -446,15 +449,15 @@ class History:
 
         options = CacheOptions(scope=parse_scope("full", param="scope"), tenant=one.tenant, ttl_s=one.ttl_s)
         expires_at = daemon.cache.expires_at(one.ttl_s)
-        daemon.engine.ahead.add(AheadJob(daemon.engine, make, options, owner, tuple(one.all_tokens), expires_at))
+        daemon.engine.ahead.add_job(AheadJob(daemon.engine, make, options, owner, tuple(one.all_tokens), expires_at))
 
     def _purged(self, daemon: Daemon) -> frozenset[Asked]:
         """Returns the requests of which a daemon may find nothing, because it knows that they were purged."""
         return frozenset(asked for purged in self._known_purges(daemon) for asked in purged.asked)
 
     def _known_purges(self, daemon: Daemon) -> list[Purged]:
-        now, noticed = self.scheduler.now, daemon.cache.namespaces.purged_at
-        last = max((n for n, purged in enumerate(self.purges) if purged.mark == noticed), default=-1)
+        now, noticed = self.scheduler.now, daemon.cache.namespaces.epochs.purges
+        last = max((n for n, purged in enumerate(self.purges) if purged.purges == noticed), default=-1)
         return [
             purged
             for number, purged in enumerate(self.purges)
@@ -535,18 +538,36 @@ class History:
                 self.notes[tenant, id_] = next(self._numbers)
 
     def _purge(self) -> None:
-        daemon = self.random.choice(self.daemons)
+        self._purge_tenant(self.random.choice(self.daemons), self._some_tenant(), is_beside=False)
 
-        def work() -> None:
-            with suppress(CacheError), self._purging(daemon.process, daemon.store) as chosen:
+    def _purge_tenant(self, daemon: Daemon, tenant: Tenant | None, *, is_beside: bool) -> None:
+        """Purges a tenant, or everything, in a daemon or in another process."""
+        process = object() if is_beside else daemon.process
+
+        def purge_here() -> None:
+            with suppress(CacheError), self._purging(process, daemon.store, tenant) as chosen:
                 daemon.store.reads.ask(partial(daemon.cache.purge, chosen), Patience(PATIENCE_S))
 
-        self._join(self.scheduler.spawn("purge", daemon.process, work), "a purge does not end")
+        def purge_beside() -> None:
+            with suppress(CacheError):
+                store = Store(self.settings.kv_cache_dir)
+                self.stores.append(store)
+                with suppress(CacheError), self._purging(process, store, tenant) as chosen:
+                    purge(store, chosen, store.clock())
+                store.close()
+
+        self._has_others |= is_beside
+        task = self.scheduler.spawn("purge", process, purge_beside if is_beside else purge_here)
+        self._join(task, "a purge does not end")
+
+    def _some_tenant(self) -> Tenant | None:
+        return self.random.choice((None, *(one for one in self._tenants if one.ids)))
 
     @contextmanager
-    def _purging(self, process: object, store: Store) -> Iterator[PurgeFilter]:
-        """Yields what to purge. Notes that it was purged, unless that fails."""
-        began_at, tenant = self.scheduler.now, self.random.choice((None, *(one for one in self._tenants if one.ids)))
+    def _purging(self, process: object, store: Store, tenant: Tenant | None) -> Iterator[PurgeFilter]:
+        """Yields what to purge: a tenant, with its users, or everything. Notes that it was purged, unless that
+        fails."""
+        began_at = self.scheduler.now
 
         def is_of(other: Tenant) -> bool:
             return tenant is None or other.ids[: len(tenant.ids)] == tenant.ids
@@ -557,8 +578,8 @@ class History:
         if not self._has_bucket:
             # Otherwise another machine may have what was shared.
             with world.observing(), store.snapshot() as snapshot:
-                mark = snapshot.meta("purged_at")
-            self.purges.append(Purged(process, self.scheduler.now, mark, frozenset(over), notes))
+                purges = purges_of(snapshot)
+            self.purges.append(Purged(process, self.scheduler.now, purges, frozenset(over), notes))
 
     def _use_tool(self) -> None:
         """Another process uses the folder, beside all that happens, and may be killed."""
@@ -592,7 +613,7 @@ class History:
 
     def _use_store(self, tool: str, process: object, store: Store) -> None:
         if tool in ("purge", "erase"):
-            with self._purging(process, store) as chosen:
+            with self._purging(process, store, self._some_tenant()) as chosen:
                 purge(store, chosen, store.clock())
         elif tool == "verify":
             self._verify(store)
@@ -674,7 +695,7 @@ class History:
         self._await_idle()
         with world.observing(), self.daemons[0].store.snapshot() as snapshot:
             new = {name: snapshot.node(name) for name in self._stored_names() - before}
-        self.disk.damaged |= {name for name, node in new.items() if node is not None and node.kind == Kind.TAIL}
+        self.disk.damaged |= {name for name, node in new.items() if node is not None and node.kind == NodeKind.TAIL}
         # Memory would have it whole.
         self._end(self.daemons[0], starts=False)
         self._start()
@@ -791,6 +812,44 @@ class History:
         self.scheduler.sleep(3.0)
         for one in over:
             self._ask(daemon, one.tenant, one.token_ids)
+
+    def _meet_a_strangers_purge(self) -> None:
+        """One tenant is purged while another has a request that runs, prompts that wait to
+        be written, and memory: all of that stays."""
+        self._calm()
+        daemon, purged, other = self.random.choice(self.daemons), Tenant.of_key("purged"), Tenant.of_key("other")
+        self._ask(daemon, purged, [self._token() for _ in range(30)])
+        self._await_idle()
+        # Until it has noticed the last purge.
+        self.scheduler.sleep(2.0)
+        kept, writer, prompt = daemon.engine.pages.kept, daemon.cache.writer, [self._token() for _ in range(30)]
+        self.disk.slow_s = 0.3
+        asked = self._ask(daemon, other, prompt)
+        self._within(PATIENCE_S, lambda: asked.last is not None, "a request never ends")
+        self.model.token_s = 0.05
+        self._ask(daemon, other, [*prompt, self._token()], most=16)
+        self.scheduler.sleep(self.random.choice((0.0, 0.05, 0.3)))
+
+        def is_kept() -> set[bytes]:
+            with daemon.engine.pages.pool.lock:
+                return {block.name for block in kept.blocks.values() if block.owner.tenant == str(other)}
+
+        in_memory = is_kept()
+        with (
+            mock.patch.object(kept, "reclaim", wraps=kept.reclaim) as reclaim,
+            mock.patch.object(writer, "note_loss", wraps=writer.note_loss) as note_loss,
+        ):
+            self._purge_tenant(daemon, purged, is_beside=self.random.random() < 0.5)
+            self.scheduler.sleep(2.0)
+            if not (in_memory <= is_kept() or reclaim.called or self.ttl_s) and daemon.engine.pages._keeps:
+                raise Wrong("the memory of a tenant is gone because another one was purged")
+            self.model.token_s = ModelFaults.token_s
+            self._calm()
+        lost = [
+            why for save, why in (call.args for call in note_loss.call_args_list) if save.epoch.tenant == str(other)
+        ]
+        if OUTDATED in lost:
+            raise Wrong("what a tenant saves is lost because another one was purged")
 
     def _meet_a_full_disk(self) -> None:
         """Who saves nothing because the disk is full says so, and no longer once it saves again."""

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial, wraps
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
-from unittest.mock import ANY, patch
+from unittest.mock import patch
 
 from diskprefix.cache import namespaces
 from diskprefix.cache.build_bits import BuildBits
@@ -18,8 +18,8 @@ from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.matching import Matcher
 from diskprefix.cache.tiers.nodes import Node
 from diskprefix.engine.active_requests import ActiveRequests
-from diskprefix.engine.fetches import Fetches, Read
-from diskprefix.engine.idle_work import IdleWork
+from diskprefix.engine.fetches import Fetches, ReadJob
+from diskprefix.engine.idle.idle_work import IdleWork
 from diskprefix.engine.loop import Loop
 from diskprefix.engine.running_request import RunningRequest
 from diskprefix.kv.page_cache import PageCache
@@ -27,13 +27,15 @@ from diskprefix.kv.page_table import PageTable
 from diskprefix.kv.pages import Captured, Page, PagePool
 from diskprefix.kv.sequence import Owner
 from diskprefix.store import folder, notes, reads, writer
+from diskprefix.store.epochs import EVERYONE, Purges
 from diskprefix.store.evictor import Evictor
 from diskprefix.store.folder import FileMark, FolderLock
 from diskprefix.store.housekeeping import Housekeeping
 from diskprefix.store.notes import Notes
+from diskprefix.store.purge import PurgeFilter
 from diskprefix.store.reads import Patience, Reads
 from diskprefix.store.save import Save
-from diskprefix.store.schema import Kind
+from diskprefix.store.schema import NodeKind
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.store_file import StoreFile
 from diskprefix.store.write_lock import WriteLock
@@ -45,7 +47,7 @@ from tests.faults.interleavings.threads import scheduler
 
 _owner: Any = PrefixCache.owner
 _forget_expired: Any = PageCache.forget_expired
-_drop: Any = Matcher.drop
+_drop: Any = Matcher.drop_node
 _make_fetches: Any = Fetches.__init__
 _make: Any = Loop.__init__
 _hold: Any = Captured.__init__
@@ -53,7 +55,7 @@ _add_to = WriteMeter.add_to
 _take_shared, _written_lately = FolderLock._take_shared, Store.written_lately
 
 
-def _ended_unheard(self: Fetches, one: Read) -> None:
+def _ended_unheard(self: Fetches, one: ReadJob) -> None:
     one.is_over = True
     self._ended.append(one)
 
@@ -95,7 +97,7 @@ def _taken_impatiently(self: FolderLock) -> None:
 
 
 def _tried_once(self: Writer, save: Save, publication: Publication) -> bool:
-    if self.housekeeping.attempt(partial(self._publish, save, publication)) is not None:
+    if self.housekeeping.attempt(partial(self._write_publication, save, publication)) is not None:
         self.fail(save, keep=0)
     return True
 
@@ -109,7 +111,7 @@ def _one_thread(self: Fetches, *args: Any) -> None:
     self._pools = dict.fromkeys(self._pools, ThreadPoolExecutor(1))
 
 
-def _wanted_by_nobody(self: Read) -> bool:
+def _wanted_by_nobody(self: ReadJob) -> bool:
     self.moved_at = scheduler().now
     return True
 
@@ -124,11 +126,11 @@ def _waited_for(self: Fetches) -> None:
 def _in_any_epoch(self: Notes, key: bytes) -> tuple[bool, bytes | None]:
     if key in self._waiting:
         return True, self._waiting[key].value
-    return key in self._recent, self._recent.get(key)
+    return key in self._recent, self._recent.get(key, (None, None))[1]
 
 
 def _dropped_of_own_prompt(self: Matcher[Any], node: Node) -> None:
-    if node.kind != Kind.TAIL or node is self.tail:
+    if node.kind != NodeKind.TAIL or node is self.tail:
         _drop(self, node)
 
 
@@ -139,6 +141,7 @@ class Mutant(NamedTuple):
     patches: tuple[tuple[object, str, Any], ...]
 
 
+NEVER_OVER = SimpleNamespace(is_over=lambda _epoch: False)
 _WRONG_REPLY, _FOUND, _LEFT = " got [", "could be there for", "left behind: "
 
 MUTANTS: dict[str, Mutant] = {
@@ -147,14 +150,14 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "the tenant of memory": Mutant(
         _WRONG_REPLY,
-        ((PrefixCache, "owner", lambda self, _tenant: Owner(b"", self._secret, self.namespaces.purged_at)),),
+        ((PrefixCache, "owner", lambda self, _tenant: Owner(b"", self._secret)),),
     ),
     "the purge of memory": Mutant(
         _FOUND,
         (
-            (PrefixCache, "owner", lambda self, tenant: _owner(self, tenant)._replace(purged_at=None)),
+            (PrefixCache, "owner", lambda self, tenant: _owner(self, tenant)._replace(last_purge=b"")),
             (PrefixCache, "is_gone", lambda _self, _owner: False),
-            (PageCache, "forget_expired", lambda self, _purged_at: _forget_expired(self, None)),
+            (PageCache, "forget_expired", lambda self, _purges: _forget_expired(self, Purges())),
         ),
     ),
     "the copy of a page that others use": Mutant(
@@ -167,23 +170,26 @@ MUTANTS: dict[str, Mutant] = {
     "the time to live of memory": Mutant(_FOUND, ((PrefixCache, "lasts_s", lambda _self, _ttl_s: math.inf),)),
     "the search for what has expired": Mutant(_FOUND, ((Evictor, "expire", lambda _self, _ttl_s: 0),)),
     "the wake behind a fetch": Mutant(
-        "never ends", ((Fetches, "_end", _ended_unheard), (Fetches, "check_in_s", property(lambda _self: None)))
+        "never ends", ((Fetches, "_end_read", _ended_unheard), (Fetches, "check_in_s", property(lambda _self: None)))
     ),
     "the room that is given back": Mutant(_LEFT + "{'reserved bytes'", ((Room, "release", lambda _self: None),)),
     "the bound of the write buffer": Mutant("write buffer are reserved", ((Writer, "reserve", _reserved),)),
     "the end of a save": Mutant(_LEFT + "{'saves'", ((Writer, "finish", lambda _self, _save: None),)),
     "the end of a pin": Mutant(_LEFT + "{'pins'", ((Evictor, "unpin", lambda _self, _name: None),)),
+    "the tenants of a purge": Mutant(
+        "because another one was purged", ((PurgeFilter, "purged", lambda _self, _plan: EVERYONE),)
+    ),
     "the epoch of a prompt": Mutant(
         _FOUND,
         (
             (Store, "_require_epoch", lambda _self, _snapshot, _publication: None),
-            (Writer, "_left_of", lambda _self, waiting: waiting.publication),
+            (Writer, "_left_of", lambda _self, save: save.waiting[0]),
             (Writer, "drop_outdated", lambda _self: None),
         ),
     ),
     "the epoch of a note": Mutant(
         "is found, and was purged",
-        ((notes, "epoch_of", lambda _snapshot, _names: ANY), (Notes, "drop_outdated", lambda _self: None)),
+        ((notes, "epochs_of", lambda _snapshot, _names: NEVER_OVER), (Notes, "drop_outdated", lambda _self: None)),
     ),
     "the mark of others": Mutant("the mark is gone", ((FolderLock, "close", _unmarked),)),
     "the share of all notes": Mutant("notes take", ((notes, "total_limit", lambda _budget_bytes: 1 << 60),)),
@@ -197,10 +203,10 @@ MUTANTS: dict[str, Mutant] = {
         "what needs no read waits", ((Fetches, "__init__", _one_thread), (reads, "STALL_S", 60.0))
     ),
     "the end of a load that does not move": Mutant(
-        "a request waits for a read", ((Read, "has_stalled", lambda _self, _now: False),)
+        "a request waits for a read", ((ReadJob, "has_stalled", lambda _self, _now: False),)
     ),
     "the end of a load that nobody wants": Mutant(
-        "who has hung up reads on", ((Read, "is_wanted", _wanted_by_nobody),)
+        "who has hung up reads on", ((ReadJob, "is_wanted", _wanted_by_nobody),)
     ),
     "the stop beside a load that hangs": Mutant("the daemon does not stop", ((Fetches, "close", _waited_for),)),
     "the write budget": Mutant("with no budget", ((PrefixCache, "spending", lambda _self, _tenant=SHARED: None),)),
@@ -217,14 +223,19 @@ MUTANTS: dict[str, Mutant] = {
     "the thread that reads for others": Mutant(
         "reads the disk", ((Reads, "ask", lambda _self, read, _patience=None: read()),)
     ),
-    "the epoch of the turns in memory": Mutant("could be there for nobody", ((Notes, "_in_memory", _in_any_epoch),)),
+    "the epoch of the turns in memory": Mutant(
+        "could be there for nobody",
+        ((Notes, "_in_memory", _in_any_epoch), (Notes, "drop_outdated", lambda _self: None)),
+    ),
     "the patience of a request": Mutant(
         "a request waits for a disk that does not answer", ((Patience, "left_s", property(lambda _self: 1e9)),)
     ),
     "the verdict on a disk": Mutant("the counts wait for the disk", ((Reads, "stalled", None),)),
-    "the drop of a damaged node of another prompt": Mutant(" failed: ", ((Matcher, "drop", _dropped_of_own_prompt),)),
+    "the drop of a damaged node of another prompt": Mutant(
+        " failed: ", ((Matcher, "drop_node", _dropped_of_own_prompt),)
+    ),
     "the end of giving way": Mutant(
-        "a stranger's whole reply", ((ActiveRequests, "_end_giving_way", lambda _self, _waiter, _wait=None: None),)
+        "a stranger's whole reply", ((ActiveRequests, "_bring_forward", lambda _self, _waiter, _wait=None: None),)
     ),
     "the end of idle work for a question": Mutant(
         "waits for idle work", ((IdleWork, "_abandon", lambda _self, _model, _restored: None),)

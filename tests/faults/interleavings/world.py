@@ -19,11 +19,12 @@ from msgspec.structs import replace
 
 from diskprefix import settings as settings_module
 from diskprefix.cache.cache import PrefixCache
-from diskprefix.cache.resources import open_store
+from diskprefix.cache.tiered_store import open_store
 from diskprefix.cache.tiers.local import DiskView
 from diskprefix.chat.replay import RecordsUnread
-from diskprefix.engine import ahead, ahead_jobs, forward, idle_work, served_model
-from diskprefix.engine.idle_work import IdleWork
+from diskprefix.engine import forward, served_model
+from diskprefix.engine.idle import ahead, ahead_jobs, idle_work
+from diskprefix.engine.idle.idle_work import IdleWork
 from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.loop import Engine
 from diskprefix.errors import DeviceLost, NotReady, StoreCorrupt
@@ -88,7 +89,7 @@ class Disk:
 _disks: list[Disk] = []
 _buckets: list[SimulatedBucket] = []
 _transaction, _init_environment, _init_lock = Environment.transaction, Environment.__init__, FolderLock.__init__
-_init_meter, _hold, _check_file = WriteMeter.__init__, Writer._hold, Environment.require_survivable
+_init_meter, _hold, _check_file = WriteMeter.__init__, Writer._pause_for, Environment.require_survivable
 _quarantine, _restoring = Store.quarantine, IdleWork.restoring
 READERS = (
     *("kv-writer", "kv-seen", "kv-match", "kv-load", "kv-prefetch", "picture-load", "draft-fetch", "kv-check"),
@@ -267,7 +268,7 @@ def patched() -> Iterator[None]:
         (FolderLock, "__init__", _listed(_init_lock)),
         (folder, "_write_mark", _living(folder._write_mark)),
         (WriteMeter, "__init__", _listed_meter),
-        (Writer, "_hold", _noted_hold),
+        (Writer, "_pause_for", _noted_hold),
         (DiskView, "has", _waiting(DiskView.has, "all")),
         (DiskView, "similar", _waiting(DiskView.similar, "all")),
         (DiskView, "_decode", _decoded(DiskView._decode)),
@@ -370,8 +371,8 @@ class Daemon:
         daemons.add(process)
 
     def render(self, tenant: Tenant, turn_ids: Sequence[str], patience: Patience) -> dict[str, bytes | None]:
-        """Returns the recorded turns of a conversation, as `server.answer.prepare` gets them: those in memory, and once
-        a thread that waits has read them, all. Raises `NotReady` if the daemon ends."""
+        """Returns the recorded turns of a conversation, as `server.prepare.prepare` gets them: those in memory, and
+        once a thread that waits has read them, all. Raises `NotReady` if the daemon ends."""
         turns = StoredTurns(replace(self.cache.notes(tenant), patience=patience))
 
         def render() -> dict[str, bytes | None]:

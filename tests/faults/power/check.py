@@ -19,12 +19,12 @@ from msgspec.structs import replace
 
 from diskprefix.errors import CacheError, StoreCorrupt
 from diskprefix.store.changes import NewNode
+from diskprefix.store.epochs import Epochs
 from diskprefix.store.folder import DATA, LOCK, FileMark
 from diskprefix.store.notes import Notes
 from diskprefix.store.opening import DAMAGED
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
-from diskprefix.store.store_identity import Epoch
 from diskprefix.store.verify import remove_damaged, verify_index
 from tests.faults.power import deeds, prompts
 from tests.faults.power.images import UNORDERED, Image
@@ -153,7 +153,7 @@ class _Look:
                         raise Wrong("the history has a prompt that nobody sent")
                     found.add(sent[token_ids.tobytes()])
         for number in numbers:
-            content = notes.get(_root(number), deeds.NOTE, str(number))
+            content = notes.get(_root(number), "", deeds.NOTE, str(number))
             if content is not None and content != _note_content(number):
                 raise Wrong(f"wrong bytes: note of prompt {number}")
             left |= set() if content is None else {number}
@@ -259,12 +259,12 @@ _publications: dict[tuple[int, int], Publication] = {}
 def _publication(secret: int, store: Store, number: int) -> Publication:
     if (secret, number) not in _publications:
         _publications[secret, number] = prompts.publication(store, number)
-    return replace(_publications[secret, number], epoch=store.epoch)
+    return replace(_publications[secret, number], epoch=store.epochs.of(""))
 
 
 def warm_up(recorded: Recorded) -> None:
     """Makes what every image is compared with, before a process is forked for each moment."""
-    store: Any = SimpleNamespace(secret=7, epoch=Epoch(bytes(16), 7))
+    store: Any = SimpleNamespace(secret=7, epochs=Epochs(bytes(16), 7))
     for number in _numbers(recorded):
         _publication(7, store, number)
         _note_content(number)

@@ -93,7 +93,7 @@ class Loop:
         publication = prompts.publication(self.store, number)
         notes = Notes(self.store, lambda: None)
         prompt = prompts.token_ids(number)
-        root, record, epoch = publication.root, publication.root_record, self.store.epoch
+        root, record, epoch = publication.root, publication.root_record, self.store.epochs.of("")
         notes.put(epoch, root, record, NOTE, str(number), note_content(number), _NOTE_TTL_S, prompt)
         notes.write()
         mark(noted=number)
@@ -306,7 +306,7 @@ def slow(root: Path) -> None:
     try:
         for number in SMALL[1:3]:
             publication = prompts.publication(store, number)
-            writer.add(Save(publication.epoch), publication, is_last=True)
+            writer.queue_publication(Save(publication.epoch), publication, is_last=True)
             writer.touch(prompts.last_node(store, SMALL[0]), START_S)
         with store.snapshot() as snapshot:
             assert snapshot.usage(prompts.last_node(store, SMALL[0])) is not None

@@ -277,7 +277,7 @@ def smol() -> tuple[Family, Any]:
 Smol = tuple[Family, Any]
 
 
-def test_the_text_keeps_its_quants_beside_an_encoder_in_bfloat16_and_both_count(smol: Smol, tmp_path: Path) -> None:
+def test_the_text_decoder_keeps_its_quants_next_to_a_bfloat16_encoder(smol: Smol, tmp_path: Path) -> None:
     file = write_model(tmp_path, *smol, kind="Q8_0")
     encoder = write_encoder(tmp_path / "mmproj-Q8_0.gguf", smol[0], encoder_tensors(*smol), "Q8_0")
     (tmp_path / "mmproj-F32.gguf").unlink()
@@ -296,7 +296,7 @@ def test_the_text_keeps_its_quants_beside_an_encoder_in_bfloat16_and_both_count(
     )
 
 
-def test_a_model_without_its_encoder_is_one_of_text_and_another_encoder_makes_another_model(
+def test_a_model_without_its_encoder_takes_text_only_and_another_encoder_changes_its_identity(
     smol: Smol, tmp_path: Path
 ) -> None:
     file = write_model(tmp_path, *smol)
@@ -310,7 +310,7 @@ def test_a_model_without_its_encoder_is_one_of_text_and_another_encoder_makes_an
     assert (text.processor, text.encoder, text.config.model_type) == (None, None, "llama")
 
 
-def test_of_several_encoders_the_one_named_like_the_model_is_taken_then_the_best_form() -> None:
+def test_the_encoder_named_like_the_model_is_preferred_then_the_best_form() -> None:
     names = ["mmproj-F16.gguf", "mmproj-F32.gguf", "Other-mmproj-BF16.gguf", "X-VL-2B-Q8_0.gguf", "mmproj-BF16.gguf"]
     expected = ["mmproj-BF16.gguf", "mmproj-F16.gguf", "mmproj-F32.gguf", "Other-mmproj-BF16.gguf"]
     assert preferred_projectors(names, "X-VL-2B-Q4_K_M.gguf") == expected
@@ -385,7 +385,7 @@ Change = Callable[[dict[str, torch.Tensor]], Any]
         (lambda _: None, {"vision__attention.head_count": None}, r"lacks clip\.vision\.attention\.head_count"),
     ],
 )
-def test_an_encoder_that_is_not_read_whole_is_refused(
+def test_an_unfitting_encoder_is_refused(
     change: Change, values: Values, words: str, smol: Smol, tmp_path: Path
 ) -> None:
     file, tensors = write_model(tmp_path, *smol), encoder_tensors(*smol)
@@ -401,9 +401,7 @@ def test_an_encoder_that_is_not_read_whole_is_refused(
         read()
 
 
-def test_an_encoder_that_is_cut_short_and_a_vocabulary_without_its_token_are_refused(
-    smol: Smol, tmp_path: Path
-) -> None:
+def test_a_truncated_encoder_and_a_vocabulary_without_its_token_are_refused(smol: Smol, tmp_path: Path) -> None:
     file = write_model(tmp_path, *smol)
     encoder = tmp_path / "mmproj-F32.gguf"
     for num_bytes in (-100, 1000, 4):
@@ -429,7 +427,7 @@ ODD = ((1, 2), (8, 8, 8, 8), "é".encode("latin-1"), 2**32 - 1, None, ("a", "b")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_odd_value_of_an_encoder_is_ignored_that_changes_a_result(family: str, tmp_path: Path) -> None:
+def test_an_odd_value_of_an_encoder_is_refused_if_it_changes_a_result(family: str, tmp_path: Path) -> None:
     """As of files of text (`test_odd_metadata.py`)."""
     one = FAMILIES[family]
     model = made(one)

@@ -13,7 +13,7 @@ import pytest
 from gguf import GGUFReader, GGUFWriter
 from transformers import AutoTokenizer
 
-from diskprefix.engine.constrained_reply import ConstraintCompiler
+from diskprefix.engine.constraints.constrained_reply import ConstraintCompiler
 from diskprefix.engine.request import Constraint
 from diskprefix.engine.token_bytes import TokenBytes
 from diskprefix.errors import ModelError
@@ -37,6 +37,10 @@ PIECES = {
     "tekken": "Don|'t| count| |1|2|3|4|5| café|!\n\n| | x|=(|y|)|\t你好Hi| あカ| '|9|0|s|/\n| q̂| i|PHone| | |7",
     "gpt-4o": "Don't| count| |123|45| café|!\n\n| | x|=(|y|)|\t你好Hi| あカ| '|90|s|/\n| q̂| i|PHone| | |7",
     "tiny_aya": "Don't| count| |12|345| café|!\n\n| | x|=(|y|)|\t你好Hi| あカ| '|90|s|/\n| q̂| i|PHone|  |7",
+    # llama.cpp joins what stands before digits with the first group of them, where no tokenizer does.
+    "afmoe": "Don|'t| count| |12|345| café|!\n\n| | x|=(|y|)|\t|你好|Hi| |あカ| '|90|s|/\n| q̂| iPHone|  |7",
+    "exaone-moe": "Don|'t| count| |1|2|3|4|5| café|!\n|\n| | x|=(|y|)|\t你好Hi あカ| '|9|0|s|/\n| q̂ iPHone| | |7",
+    "jais-2": "Don|'t| count| |123|45| café|!\n\n| | x|=(|y|)|\t你好Hi| あカ| '|90|s|/\n| q|̂| iPHone| | |7",
     # A later pattern has the plain letters, and cuts words again.
     "deepseek-llm": "Don|'|t| count| |12345| caf|é|!|\n|\n| | x|=(|y|)|\t|你好|Hi| |あカ| '|90|s|/|\n| q|̂| iPHone|  |7",
     "deepseek-coder": (
@@ -192,7 +196,7 @@ def merges(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
     return _merges_by_score(keys, {token: number for number, token in enumerate(tokens)})  # type: ignore[arg-type]
 
 
-def test_most_special_tokens_of_phi_3_take_the_blanks_behind_them(tmp_path: Path) -> None:
+def test_most_special_tokens_of_phi_3_include_the_blanks_after_them(tmp_path: Path) -> None:
     phi = make_tokenizer(header(tmp_path, SENTENCES, **{"general.architecture": "phi3"}))
     assert ids(phi, "</s> \na<s> b") == [2, BLANK_A, 1, BLANK, BLANK, B]
     assert ids(make_tokenizer(header(tmp_path, SENTENCES)), "</s> a") == [2, BLANK, BLANK_A]
@@ -210,7 +214,7 @@ def test_old_files_have_the_special_tokens_that_llama_had(tmp_path: Path) -> Non
     assert ids(tokenizer, "ab", alone=False) == [1, BLANK_AB]
 
 
-def test_what_is_saved_is_the_same_tokenizer(tmp_path: Path) -> None:
+def test_a_saved_tokenizer_equals_the_original(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(
         header(tmp_path, BYTES | {"add_bos_token": True}, **{"tokenizer.chat_template": tiny.CHAT_TEMPLATE})
     )
@@ -222,7 +226,7 @@ def test_what_is_saved_is_the_same_tokenizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_of_tokens_with_one_text_the_first_is_encoded_and_each_is_decoded(kind: str, tmp_path: Path) -> None:
+def test_text_becomes_the_first_of_its_tokens_and_all_are_decoded(kind: str, tmp_path: Path) -> None:
     """Published files of Gemma 4 have such tokens, and were refused."""
     known = BYTES if kind == "gpt2" else SENTENCES
     tokens, types = [*known["tokens"]], known.get("token_type")
@@ -265,7 +269,7 @@ def test_the_token_that_ends_a_turn_is_found_by_its_text(
     assert Metadata(header(tmp_path, {"tokens": tokens, **values}), []).token("eot") == expected
 
 
-def test_a_token_that_ends_a_turn_is_found_in_texts_whatever_its_type(tmp_path: Path) -> None:
+def test_an_end_of_turn_in_a_text_becomes_its_token_whatever_its_type(tmp_path: Path) -> None:
     values = {"tokens": [*WORDS, "<turn|>"], "token_type": [1] * 264}
     tokenizer = make_tokenizer(header(tmp_path, BYTES | values))
     assert ids(tokenizer, "he<turn|>")[-1] == 263
@@ -273,13 +277,13 @@ def test_a_token_that_ends_a_turn_is_found_in_texts_whatever_its_type(tmp_path: 
 
 
 @pytest.mark.parametrize(("value", "said"), [("2", "'2', and it has 4"), (4, "4, and it has 4"), (0.5, "0.5,")])
-def test_the_number_of_a_token_that_is_none_is_refused_by_name(value: Any, said: str, tmp_path: Path) -> None:
+def test_an_invalid_token_id_is_refused_by_name(value: Any, said: str, tmp_path: Path) -> None:
     metadata = Metadata(header(tmp_path, {"tokens": TURN, "eom_token_id": value}), [])
     with pytest.raises(ModelError, match=f"tokenizer.ggml.eom_token_id is {said}"):
         metadata.token("eom")
 
 
-def test_conversations_with_tools_have_the_template_that_a_file_has_for_them(tmp_path: Path) -> None:
+def test_conversations_with_tools_use_the_template_for_tools(tmp_path: Path) -> None:
     plain, tools, others = "tokenizer.chat_template", "tokenizer.chat_template.tool_use", "tokenizer.chat_template.rag"
     tokenizer = make_tokenizer(header(tmp_path, BYTES, **{plain: "a", tools: "b", others: "{%"}))
     copy_for_transformers(tokenizer).save_pretrained(tmp_path / "saved")

@@ -19,8 +19,9 @@ from diskprefix.errors import ModelError
 from diskprefix.kv.pages import PagePool
 from diskprefix.model.load.gguf_weights import GgufWeights
 from diskprefix.model.load.loader import LoadedModel, load_model
+from diskprefix.model.part_options import ExpertsForm
 from diskprefix.model.planned import plan_layout
-from diskprefix.model.weights import ExpertsForm, Weights
+from diskprefix.model.weights import Weights
 from diskprefix.native.library import operators
 from diskprefix.settings import Settings
 from tests.arrays import tensor_of
@@ -196,7 +197,7 @@ def test_a_folder_and_a_file_give_the_same_layer(family: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("weights", ["auto", "native"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_file_without_the_last_norm_of_the_layer_takes_that_of_the_model(
+def test_the_models_last_norm_replaces_a_missing_norm_of_the_draft_layer(
     family: str, weights: str, tmp_path: Path
 ) -> None:
     """As llama.cpp does."""
@@ -223,7 +224,7 @@ def test_quants_of_the_layer_stay_as_the_file_has_them(family: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("family", ["deepseek2/v3", "glm4moe"])
-def test_the_layer_is_the_one_that_transformers_loads(family: str, tmp_path: Path) -> None:
+def test_the_draft_layer_has_the_weights_that_transformers_loads(family: str, tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "tiny", family)
     main = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     # transformers knows the layer by its number in the models of the hub.
@@ -249,7 +250,7 @@ def test_the_layer_of_a_model_with_pictures_is_a_part_of_its_decoder(name: str, 
 
 
 @pytest.mark.parametrize("family", ["qwen35moe", "deepseek2/v3", "mimo2"])
-def test_what_is_not_wanted_takes_no_memory(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unused_draft_layer_takes_no_memory(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_folder(tmp_path / "tiny", family)
     file = write_file(tmp_path / "tiny.gguf", folder, family)
     wanted = [loaded(one, dtype="float32") for one in (folder, file)]
@@ -274,7 +275,7 @@ def changed(folder: Path, change: Callable[[State], object]) -> None:
     save_file(state, folder / "model.safetensors", {"format": "pt"})
 
 
-def test_a_checkpoint_that_counts_the_layer_and_lacks_it_is_served_without(tmp_path: Path) -> None:
+def test_a_checkpoint_that_counts_a_draft_layer_but_lacks_it_is_served_without_drafts(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "tiny", "glm4moe")
     changed(folder, lambda state: [state.pop(name) for name in [*state] if f"layers.{LAYERS}." in name])
     lines = list[str]()

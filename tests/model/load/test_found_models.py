@@ -108,7 +108,7 @@ def test_models_of_ollama_have_the_names_that_ollama_list_shows(ollama: OllamaFo
     assert needs(row.settings).weights.keys() == needs(Settings(model="qwen2.5:0.5b")).weights.keys()  # type: ignore[union-attr]
 
 
-def test_ollamas_newer_manifests_are_links_and_may_list_several_of_which_the_gguf_is_taken(
+def test_ollamas_newer_manifests_are_links_and_the_gguf_of_their_list_is_used(
     ollama: OllamaFolder, gguf: bytes
 ) -> None:
     own = ollama.manifest(ollama.layer("model", gguf))
@@ -149,7 +149,7 @@ def test_the_parts_of_a_split_model_of_ollama_are_taken_in_their_order(ollama: O
         ("adapter", "adapters are not served"),
     ],
 )
-def test_a_model_of_ollama_that_cannot_be_served_is_one_line_and_harms_no_other(
+def test_an_unservable_ollama_model_is_one_line_and_does_not_affect_others(
     manifest: str, problem: str, ollama: OllamaFolder, gguf: bytes
 ) -> None:
     weights = ollama.layer("model", gguf)
@@ -256,7 +256,7 @@ def test_a_folder_stands_for_its_only_gguf_model_and_lists_several(tmp_path: Pat
         require_named(str(folder), "--model")
 
 
-def test_a_name_of_the_users_and_of_the_hub_goes_before_that_of_another_program(
+def test_names_of_the_user_and_the_hub_precede_names_of_other_programs(
     tmp_path: Path, ollama: OllamaFolder, gguf: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     ollama.add("registry.ollama.ai/library/mine:latest", ollama.layer("model", gguf))

@@ -47,12 +47,12 @@ def test_all_stop_tokens_of_the_file_end_a_reply(gguf: Path) -> None:
     assert read_file(gguf).stops == [2, 0]
 
 
-def test_a_file_in_float32_is_computed_so(gguf: Path) -> None:
+def test_a_float32_file_is_computed_in_float32(gguf: Path) -> None:
     state = contents_of(load_model(Settings(model=str(gguf), dtype="float32"), print))
     assert torch.equal(state["lm_head.weight"], torch.from_numpy(tiny._tensors(0)["output.weight"]))
 
 
-def test_a_model_is_known_by_the_content_of_its_file(gguf: Path, tmp_path: Path) -> None:
+def test_the_content_of_a_file_determines_the_identity(gguf: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere" / "other.gguf"
     elsewhere.parent.mkdir()
     shutil.copyfile(gguf, elsewhere)
@@ -91,14 +91,14 @@ def contents_of(loaded: LoadedModel) -> dict[str, torch.Tensor]:
 
 def replaced(patch: pytest.MonkeyPatch, file: Path) -> None:
     """The file is another one once its tensors are known."""
-    own = GgufWeights._read
+    own = GgufWeights._read_tensor
 
     def replace_and_read(self: GgufWeights, name: str) -> np.ndarray:
         shutil.copyfile(file, file.with_name("other"))
         file.with_name("other").replace(file)
         return own(self, name)
 
-    patch.setattr(GgufWeights, "_read", replace_and_read)
+    patch.setattr(GgufWeights, "_read_tensor", replace_and_read)
 
 
 def no_memory(patch: pytest.MonkeyPatch, _: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_file_that_cannot_be_loaded_now_is_refused_in_one_line(
     ("error", "words"),
     [(ModelError("the file ends here"), "^the file ends here$"), (MemoryError(), r"tiny\.gguf does not fit in memory")],
 )
-def test_why_modules_cannot_be_made_of_a_file_is_told(
+def test_the_error_says_why_a_file_cannot_become_modules(
     error: Exception, words: str, gguf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> torch.Tensor:

@@ -22,11 +22,11 @@ from diskprefix.model.load.gguf import GgufModel
 from diskprefix.model.load.gguf_header import TYPES, FileTensor, GgufHeader
 from diskprefix.model.load.gguf_rope import scale_positions
 from diskprefix.model.load.loader import load_model
+from diskprefix.model.part_options import ExpertsForm
 from diskprefix.model.planned import plan_layout
 from diskprefix.model.quants.file_matrix import MatrixPacking
 from diskprefix.model.quants.forms import compiled
 from diskprefix.model.self_check import check
-from diskprefix.model.weights import ExpertsForm
 from diskprefix.native.library import operators
 from diskprefix.settings import Settings
 from tests.arrays import array_of
@@ -55,6 +55,56 @@ GEMMA_VALUES: dict[str, Any] = RMS | {
     "attention.key_length": 32,
     "attention.value_length": 32,
     "attention.sliding_window": WINDOW,
+}
+LAYER = {"attention.layer_norm_epsilon": 3e-3}
+KEYS: dict[str, Any] = {"attention.key_length": 16, "attention.value_length": 16}
+WINDOWS = KEYS | {"attention.sliding_window": WINDOW}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+OF_EXPERTS: dict[str, Any] = {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 32}
+OF_EXPERTS |= {"expert_gating_func": 2}
+THREE_AND_ONE = ["sliding_attention"] * 3 + ["full_attention"]
+# The first layer has positions because it is dense, and the others if they have a window.
+COHERE_2_MOE: dict[str, Any] = {
+    "num_hidden_layers": 5,
+    "head_dim": 16,
+    "intermediate_size": 32,
+    "prefix_dense_intermediate_size": 96,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_shared_experts": 1,
+    "mlp_layer_types": ["dense"] + ["sparse"] * 4,
+    "expert_selection_fn": "sigmoid",
+    "sliding_window": WINDOW,
+    "layer_types": ["full_attention", *THREE_AND_ONE],
+    "logit_scale": 0.25,
+    "rope_theta": 250000.0,
+}
+OF_COHERE_2_MOE: dict[str, Any] = (
+    WINDOWS
+    | OF_EXPERTS
+    | {"feed_forward_length": 96, "logit_scale": 0.25, "rope.dimension_count": 16, "rope.freq_base": 250000.0}
+    | {"attention.sliding_window_pattern": [False, True, True, True, False], "leading_dense_block_count": 1}
+    | {"expert_weights_norm": True, "expert_shared_count": 1, "expert_shared_feed_forward_length": 32}
+    | {"rope.scaling.type": "none", "vocab_size": 263}
+)
+GRANITE_WINDOWS: dict[str, Any] = {
+    "num_hidden_layers": 5,
+    "sliding_window": WINDOW,
+    "attention_multiplier": 0.2,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 4.0,
+    "rope_parameters": rope(),
+}
+OF_GRANITE_WINDOWS: dict[str, Any] = {
+    "attention.sliding_window": WINDOW,
+    "attention.sliding_window_pattern": [False, True, True, True, False],
+    "attention.scale": 0.2,
+    "embedding_scale": 3.0,
+    "residual_scale": 0.5,
+    "logit_scale": 4.0,
+    "rope.dimension_count": 16,
+    "rope.freq_base": 250000.0,
 }
 
 
@@ -132,6 +182,156 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         | {"attention.sliding_window_pattern": [True, False], "expert_feed_forward_length": 32}
         | {"expert_count": 4, "expert_used_count": 2, "rope.freq_base": 250000.0, "rope.freq_base_swa": 20000.0},
     ),
+    "Gemma": (
+        "gemma",
+        "gemma",
+        EPSILON | {"head_dim": 32, "tie_word_embeddings": True, "rope_parameters": rope(10000.0)},
+        RMS | {"attention.key_length": 32, "attention.value_length": 32},
+    ),
+    "Arcee": (
+        "arcee",
+        "arcee",
+        EPSILON | {"rope_parameters": rope()},
+        RMS | {"rope.dimension_count": 16, "rope.freq_base": 250000.0},
+    ),
+    "OLMoE": (
+        "olmoe",
+        "olmoe",
+        EPSILON
+        | {"intermediate_size": 32, "num_key_value_heads": 4, "num_experts": 8, "num_experts_per_tok": 2}
+        | {"rope_parameters": rope()},
+        RMS
+        | {"rope.freq_base": 250000.0, "feed_forward_length": 32, "expert_count": 8, "expert_used_count": 2}
+        | {"expert_gating_func": 1},
+    ),
+    "Ling mini 2.0": (
+        "bailingmoe2",
+        "glm4_moe",
+        EPSILON
+        | {"num_hidden_layers": 3, "head_dim": 16, "use_qk_norm": True, "first_k_dense_replace": 1}
+        | {"n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 32, "n_shared_experts": 1}
+        | {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
+        | {"rope_parameters": rope(600000.0, partial_rotary_factor=0.5)},
+        RMS
+        | {"rope.dimension_count": 8, "rope.freq_base": 600000.0, "leading_dense_block_count": 1}
+        | {"attention.key_length": 16, "attention.value_length": 16, "expert_feed_forward_length": 32}
+        | {"expert_shared_feed_forward_length": 32, "expert_shared_count": 1, "expert_count": 8, "expert_used_count": 4}
+        | {"expert_group_count": 4, "expert_group_used_count": 2, "expert_weights_scale": 2.5}
+        | {"expert_weights_norm": True, "expert_gating_func": 2},
+    ),
+    "Apertus": ("apertus", "apertus", EPSILON | {"rope_parameters": rope()}, RMS | {"rope.freq_base": 250000.0}),
+    "BitNet": (
+        "bitnet",
+        "bitnet",
+        EPSILON | {"hidden_act": "silu", "tie_word_embeddings": True, "rope_parameters": rope()},
+        RMS | {"rope.freq_base": 250000.0, "rope.scaling.type": "linear", "rope.scaling.factor": 1.0},
+    ),
+    "GLM-4": (
+        "chatglm",
+        "glm",
+        EPSILON | {"head_dim": 16, "attention_bias": True, "rope_parameters": rope(10000.0, partial_rotary_factor=0.5)},
+        RMS | {"rope.dimension_count": 8, "rope.freq_base": 10000.0},
+    ),
+    "Jais 2": (
+        "jais2",
+        "jais2",
+        {"layer_norm_eps": 3e-3, "head_dim": 16, "rope_parameters": rope()},
+        LAYER | {"rope.dimension_count": 16, "rope.freq_base": 250000.0} | KEYS,
+    ),
+    "Nemotron": (
+        "nemotron",
+        "nemotron",
+        {"norm_eps": 3e-3, "head_dim": 16, "rope_parameters": rope(10000.0, partial_rotary_factor=0.5)},
+        RMS | LAYER | KEYS | {"rope.dimension_count": 8, "rope.freq_base": 10000.0, "rope.scaling.type": "none"},
+    ),
+    "Phi-2": (
+        "phi2",
+        "phi",
+        {"layer_norm_eps": 3e-3, "num_key_value_heads": 4}
+        | {"rope_parameters": rope(10000.0, partial_rotary_factor=0.5)},
+        LAYER | {"rope.dimension_count": 8},
+    ),
+    "Pythia": (
+        "gptneox",
+        "gpt_neox",
+        {"layer_norm_eps": 3e-3, "rope_parameters": rope(10000.0, partial_rotary_factor=0.25)},
+        LAYER | {"attention.head_count_kv": None, "rope.dimension_count": 4, "use_parallel_residual": True},
+    ),
+    "GPT-NeoX in order": (
+        "gptneox",
+        "gpt_neox",
+        {"layer_norm_eps": 3e-3, "use_parallel_residual": False}
+        | {"rope_parameters": rope(10000.0, partial_rotary_factor=0.25)},
+        LAYER | {"attention.head_count_kv": None, "rope.dimension_count": 4, "use_parallel_residual": False},
+    ),
+    "MiniCPM 3": (
+        "minicpm3",
+        "minicpm3",
+        {"rms_norm_eps": 1e-6, "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 64, "qk_nope_head_dim": 32}
+        | {"qk_rope_head_dim": 16, "v_head_dim": 16, "scale_emb": 12, "dim_model_base": 256, "scale_depth": 1.4}
+        | {"rope_parameters": rope(10000.0)},
+        {"attention.layer_norm_rms_epsilon": 1e-6, "attention.q_lora_rank": 32, "attention.kv_lora_rank": 64}
+        | {"attention.key_length": 48, "rope.dimension_count": 16, "vocab_size": 263},
+    ),
+    "K-EXAONE": (
+        "exaone-moe",
+        "exaone_moe",
+        EPSILON
+        | EXPERTS
+        | {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": WINDOW, "layer_types": THREE_AND_ONE}
+        | {"num_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5}
+        | {"rope_parameters": rope()},
+        RMS
+        | WINDOWS
+        | OF_EXPERTS
+        | {"attention.sliding_window_pattern": [True, True, True, False], "rope.freq_base": 250000.0}
+        | {"expert_group_count": 1, "expert_group_used_count": 1, "expert_shared_count": 1}
+        | {"expert_shared_feed_forward_length": 32, "expert_weights_scale": 2.5, "expert_weights_norm": True}
+        | {"leading_dense_block_count": 1, "nextn_predict_layers": 0, "rope.scaling.type": "none"},
+    ),
+    "Trinity": (
+        "afmoe",
+        "afmoe",
+        EPSILON
+        | EXPERTS
+        | {"num_hidden_layers": 5, "head_dim": 16, "sliding_window": WINDOW, "global_attn_every_n_layers": 4}
+        | {"num_dense_layers": 1, "num_shared_experts": 1, "route_scale": 2.5, "mup_enabled": True}
+        | {"rope_parameters": rope(10000.0)},
+        RMS
+        | WINDOWS
+        | OF_EXPERTS
+        | {"expert_shared_count": 1, "expert_weights_scale": 2.5, "expert_weights_norm": True}
+        | {"leading_dense_block_count": 1, "rope.dimension_count": 16, "rope.freq_base": 10000.0},
+    ),
+    "Command with experts": (
+        "cohere2moe",
+        "cohere2_moe",
+        COHERE_2_MOE | {"rms_norm_eps": None, "layer_norm_eps": 3e-3},
+        LAYER | OF_COHERE_2_MOE,
+    ),
+    "Command with experts and RMS norms": (
+        "cohere2moe",
+        "cohere2_moe",
+        COHERE_2_MOE | EPSILON,
+        RMS | OF_COHERE_2_MOE,
+    ),
+    "Granite with windows": (
+        "granite_swa",
+        "granite_swa",
+        EPSILON | GRANITE_WINDOWS | {"layer_rope_theta": [0.0, 250000.0, 250000.0, 250000.0, 0.0]},
+        RMS | OF_GRANITE_WINDOWS | {"attention.rope_pattern": [False, True, True, True, False]},
+    ),
+    "Granite with windows and experts": (
+        "granite_swa",
+        "granitemoe_swa",
+        EPSILON
+        | GRANITE_WINDOWS
+        | {"intermediate_size": 32, "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 64},
+        RMS
+        | OF_GRANITE_WINDOWS
+        | {"feed_forward_length": 32, "expert_count": 8, "expert_used_count": 2}
+        | {"expert_shared_feed_forward_length": 64},
+    ),
     "Qwen 3 with biases": (
         "qwen3",
         "qwen3",
@@ -171,7 +371,7 @@ def test_a_file_gives_the_logits_of_its_model(family: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("length", [16, 128], ids=["long texts", "short texts"])
-def test_the_length_that_phi_was_trained_with_is_that_of_the_file(length: int, tmp_path: Path) -> None:
+def test_the_original_length_of_phi_is_read_from_the_file(length: int, tmp_path: Path) -> None:
     """80 tokens are longer than it or shorter, so that the divisors for long texts count or those for short ones."""
     factors = {"short_factor": [1.0 + 0.1 * i for i in range(6)], "long_factor": [1.0 + 3.0 * i for i in range(6)]}
     scaled = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75, **factors}
@@ -292,7 +492,7 @@ def test_a_file_of_deepseek_gives_the_parameters_and_logits_of_the_model(
         ({"attention__temperature_scale": 0.1}, "deepseek2.attention.temperature_scale is 0.1"),
     ],
 )
-def test_what_no_model_computes_is_refused(values: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_metadata_that_no_model_computes_are_refused(values: dict[str, Any], message: str, tmp_path: Path) -> None:
     file = write_deepseek(tmp_path / "tiny.gguf", "V2-Lite", **values)
     with pytest.raises(ModelError, match=message):
         loaded(file)
@@ -312,7 +512,7 @@ def test_types_of_tensors_are_those_of_the_library() -> None:
     assert known.items() <= TYPES.items()
 
 
-def test_weights_that_are_not_read_have_the_shapes_of_those_that_are(tmp_path: Path) -> None:
+def test_estimated_and_read_weights_have_equal_shapes(tmp_path: Path) -> None:
     read = GgufModel.read(tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q8_0"), print)
     shapes = []
     for is_unread in (False, True):

@@ -234,7 +234,7 @@ def test_parts_that_are_no_whole_model_are_refused(
 
 
 @pytest.mark.usefixtures("cache")
-def test_what_files_have_beside_the_numbers_is_no_fault(tmp_path: Path) -> None:
+def test_keys_and_tensors_without_effect_are_accepted(tmp_path: Path) -> None:
     def more(writer: Any) -> None:
         keys(
             tensor_data_layout="Meta AI original pth",

@@ -149,7 +149,7 @@ def needing(work: Path) -> Path:
     ],
 )
 @pytest.mark.usefixtures("cache")
-def test_a_machine_on_which_a_model_cannot_be_made_is_said(
+def test_the_error_says_why_this_machine_cannot_make_a_model(
     problem: Callable[[pytest.MonkeyPatch, Path], None], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem(monkeypatch, tmp_path)

@@ -102,7 +102,7 @@ def test_weights_lie_side_by_side_and_begin_with_a_line(tmp_path: Path) -> None:
     assert places[-1][0] - places[0][0] < sum(num_bytes + LINE_BYTES for _, num_bytes in places)
 
 
-def test_what_is_wrong_while_parameters_are_made_is_said(tmp_path: Path) -> None:
+def test_an_error_while_parameters_are_made_is_reported(tmp_path: Path) -> None:
     config = Qwen3MoeConfig(
         vocab_size=300, hidden_size=64, moe_intermediate_size=32, num_hidden_layers=1, num_experts=2, head_dim=16,
         num_experts_per_tok=1,

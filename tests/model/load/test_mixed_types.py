@@ -111,7 +111,9 @@ def weights_of(file: Path, *, has_quants: bool) -> tuple[GgufWeights, Any]:
 
 @pytest.mark.parametrize("kinds", [("Q4_K", "Q6_K"), ("Q6_K", "Q4_K"), ("Q8_0", "BF16"), ("Q4_K", "Q4_K")])
 @pytest.mark.parametrize("architecture", FILES)
-def test_what_a_model_joins_stays_in_quants(architecture: str, kinds: tuple[str, str], tmp_path: Path) -> None:
+def test_joined_matrices_of_two_types_keep_their_quants(
+    architecture: str, kinds: tuple[str, str], tmp_path: Path
+) -> None:
     file = write(tmp_path / "a.gguf", architecture, kinds)
     weights, config = weights_of(file, has_quants=True)
     found = plans.logits_of(weights, config)

@@ -21,8 +21,8 @@ from diskprefix.model.load.fit import needs_of_folder
 from diskprefix.model.load.loader import LoadedModel, load_model
 from diskprefix.model.load.memory import LargePages
 from diskprefix.model.load.mxfp4 import FORM, Mxfp4Experts
+from diskprefix.model.part_options import ExpertsForm
 from diskprefix.model.quants.forms import weights_of
-from diskprefix.model.weights import ExpertsForm
 from diskprefix.settings import Settings
 from tests import forked
 from tests.engine.driving import done, load, run, tokens, tokens_of
@@ -35,7 +35,7 @@ TOKENS = tokens(40)
 QUANTS: dict[str, Any] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
 EXPERTS = ("gate_up_proj", "down_proj")
 Change: TypeAlias = Callable[[dict[str, torch.Tensor]], object]
-GPT_OSS = ExpertsForm(has_bias=True, is_turned=True, turns_about=True)
+GPT_OSS = ExpertsForm(has_bias=True, is_transposed=True, is_interleaved=True)
 
 
 def made_up(shape: tuple[int, ...], scales: tuple[int, int], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,7 +103,7 @@ def test_the_numbers_are_those_of_transformers_bit_for_bit(tmp_path: Path) -> No
             for number, packed in enumerate(quants.packed):
                 np.testing.assert_array_equal(bits(weights_of(packed, FORM)), bits(own[number]))
         out = np.empty((3, 128, rows), np.uint16)
-        np.testing.assert_array_equal(bits(experts.turned(out)), bits(expected.transpose(1, 2)))
+        np.testing.assert_array_equal(bits(experts.transposed(out)), bits(expected.transpose(1, 2)))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_a_server_restores_what_it_computed(tmp_path: Path) -> None:
 # Memory.
 
 
-def test_the_memory_that_is_foretold_is_that_of_the_file(tmp_path: Path) -> None:
+def test_the_estimated_memory_equals_the_size_in_the_file(tmp_path: Path) -> None:
     write_folder(tmp_path)
     file = tmp_path / "model.safetensors"
     in_file = sum(one.num_bytes for one in stored_tensors(tmp_path, [file]) if one.kind == "U8")

@@ -114,7 +114,7 @@ def test_a_file_remembers_as_its_model_does(name: str, tmp_path: Path) -> None:
     assert error(of_file(write_file(tmp_path / "tiny.gguf", name)), expected_of(name)) < 1e-4
 
 
-def test_of_two_epsilons_that_of_rms_norms_counts(tmp_path: Path) -> None:
+def test_the_epsilon_of_rms_norms_counts_if_there_are_two(tmp_path: Path) -> None:
     file = write_file(tmp_path / "tiny.gguf", "nemotron_h", {"attention.layer_norm_epsilon": 0.5})
     assert error(of_file(file), expected_of("nemotron_h")) < 1e-4
 

@@ -250,7 +250,7 @@ UNKNOWN: list[Callable[[Path], object]] = [
 
 
 @pytest.mark.parametrize("change", UNKNOWN)
-def test_transformers_reads_what_nothing_here_knows(
+def test_transformers_reads_tokenizers_that_are_unknown_here(
     change: Callable[[Path], object], small: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = write(tmp_path / "made", small)

@@ -113,7 +113,7 @@ def test_a_file_that_was_cut_short_is_refused(tensors: list[FileTensor]) -> None
     if compiled is not None:
         packing = MatrixPacking(compiled)
         packing.take(matrix)
-        readings.append(packing.finish)
+        readings.append(packing.finish_packing)
     for read in readings:
         with pytest.raises(ModelError, match="is cut short: it does not hold all of experts"):
             read()
@@ -144,7 +144,7 @@ def packed_alone(compiled: Operators, matrix: FileMatrix) -> np.ndarray:
 
 
 @pytest.mark.parametrize("num_helpers", [0, 1, 5])
-def test_all_that_is_wanted_is_packed_as_alone(
+def test_matrices_packed_together_equal_those_packed_alone(
     num_helpers: int, file: Path, compiled: Operators, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "num_threads", lambda: 1 + num_helpers)
@@ -159,7 +159,7 @@ def test_all_that_is_wanted_is_packed_as_alone(
     read = GgufModel.read(file, print)
     plans.logits_of(read.decoder_weights("bfloat16", packing), read.config)
     assert {matrix.order is None for matrix in wanted} == {True, False}
-    found = packing.finish()
+    found = packing.finish_packing()
     assert found.keys() == {matrix.key for matrix in wanted}
     for matrix in wanted:
         assert np.array_equal(found[matrix.key], packed_alone(compiled, matrix))

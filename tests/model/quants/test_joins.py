@@ -20,10 +20,11 @@ from diskprefix.model.load.gguf_file import read_tensors
 from diskprefix.model.load.gguf_header import TYPES, FileTensor
 from diskprefix.model.load.gguf_weights import GgufWeights
 from diskprefix.model.operands import RowRuns
+from diskprefix.model.part_options import ExpertsForm
 from diskprefix.model.quants.file_matrix import MatrixPacking
 from diskprefix.model.quants.forms import compiled, weights_of
 from diskprefix.model.quants.quant_form import FILE_FORMS
-from diskprefix.model.weights import ExpertsForm, Quants
+from diskprefix.model.weights import Quants
 from tests.arrays import tensor_of
 from tests.model.gguf_bytes import write_tensors
 from tests.model.quants import reference
@@ -94,7 +95,7 @@ def assembled(weights: GgufWeights, name: str, shape: tuple[int, ...]) -> torch.
     """Returns the rows of a matrix's parts, each of which is in quants."""
     parts = weights.parts(name)
     assert {type(part.weights) for part in parts} == {Quants}
-    weights.finish()
+    weights.finish_reading()
     found, taken = torch.zeros(shape, dtype=torch.bfloat16), np.zeros(shape[0], int)
     for part in parts:
         assert isinstance(part.weights, Quants)
@@ -120,10 +121,10 @@ def test_no_join_of_two_types_becomes_bfloat16(join: str, kind: str, tmp_path: P
         found = assembled(weights, f"{name}.weight", expected.shape)
         assert torch.equal(found, torch.from_numpy(np.ascontiguousarray(expected)).bfloat16())
         return
-    form = ExpertsForm(turns_about="in_turn" in source.rows.__name__)
+    form = ExpertsForm(is_interleaved="interleaved" in source.rows.__name__)
     experts = weights.expert_quants(name.rpartition(".")[0], form)
     assert experts.keys() == {"gate", "up", "down"}
-    weights.finish()
+    weights.finish_reading()
     for half, rows in form.halves("gate_up_proj", expected).items():
         packed = np.stack([weights_of(one, experts[half].form) for one in experts[half].packed])
         assert torch.equal(tensor_of(packed), torch.from_numpy(np.ascontiguousarray(rows)).bfloat16())
@@ -138,7 +139,7 @@ def test_only_the_rows_without_quants_become_bfloat16(kind: str, tmp_path: Path)
     assert isinstance(plain.weights, np.ndarray)
     assert [part.shape for part in (quants, plain)] == [(32, COLUMNS)] * 2
     assert torch.equal(tensor_of(plain.weights), torch.from_numpy(content_of("BF16", 32, 1)).view(torch.bfloat16))
-    weights.finish()
+    weights.finish_reading()
     assert {name.rpartition(".")[2] for name, _ in weights.named()} == {"ffn_gate", "ffn_up"}
 
 
@@ -160,5 +161,5 @@ def test_two_types_without_quants_are_one_matrix(tmp_path: Path) -> None:
         ([0, 1, 8, 10], None),
     ],
 )
-def test_rows_are_told_by_equal_runs(places: list[int], runs: RowRuns | None) -> None:
+def test_row_numbers_become_equal_runs(places: list[int], runs: RowRuns | None) -> None:
     assert RowRuns.of(np.array(places)) == runs

@@ -63,7 +63,7 @@ def test_a_plan_computes_with_the_numbers_of_the_quants(name: str, kind: str) ->
     model = quantised_tiny_model(name, kind)
     weights, form = tensors_of(model), SlotNames.of(model.config).experts
     found = logits_of(weights, model.config)
-    numbers = {name: tensor.clone() for name, tensor in weights._found.items()}
+    numbers = {name: tensor.clone() for name, tensor in weights._parameters.items()}
     for module, one in weights.made.items():
         owner, _, part = module.rpartition(".")
         if f"{module}.weight" in numbers:
@@ -71,7 +71,7 @@ def test_a_plan_computes_with_the_numbers_of_the_quants(name: str, kind: str) ->
         else:
             parameter = "down_proj" if part == "down" else form.first
             rows = numbers[f"{owner}.{parameter}"]
-            half = form.halves(parameter, array_of(rows.mT if form.is_turned else rows))[part]
+            half = form.halves(parameter, array_of(rows.mT if form.is_transposed else rows))[part]
             half[...] = np.stack([numbers_of(packed, one.form) for packed in one.packed])
     expected = logits_of(TensorWeights(numbers, model.dtype), model.config)
     errors = (found - expected).norm(dim=1) / expected.norm(dim=1)

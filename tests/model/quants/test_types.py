@@ -108,7 +108,7 @@ def test_factors_of_a_matrix_or_of_each_expert_are_in_its_numbers(count: int | N
             continue
         work = MatrixPacking(compiled)
         packed = work.take(matrix)
-        work.finish()
+        work.finish_packing()
         found = np.stack([weights_of(one, matrix.form) for one in packed])
         assert np.array_equal(tensor_of(found).float().numpy(), wanted)
 

@@ -19,8 +19,8 @@ from diskprefix.settings import Settings
 
 
 def resolve_to(monkeypatch: pytest.MonkeyPatch, *addresses: tuple[str, int]) -> None:
-    found = [(socket.AF_INET, 0, 0, "", address) for address in addresses]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    resolved = [(socket.AF_INET, 0, 0, "", address) for address in addresses]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: resolved)
 
 
 @pytest.mark.parametrize("host", ["300.1.1.1", "no such host"])
@@ -35,11 +35,11 @@ def test_of_two_passed_addresses_the_one_that_others_reach_decides(monkeypatch: 
     settings, listeners = open_listeners(Settings())
     assert (settings.host, settings.port) == passed[1].getsockname()
     assert listeners == passed
-    for one in passed:
-        one.close()
+    for listener in passed:
+        listener.close()
 
 
-def test_an_address_that_this_machine_lacks_is_left_out_if_there_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_absent_address_is_skipped_if_another_works(monkeypatch: pytest.MonkeyPatch) -> None:
     resolve_to(monkeypatch, ("203.0.113.7", 0), ("127.0.0.1", 0))
     [listener] = listen("both", 0)
     assert listener.getsockname()[0] == "127.0.0.1"
@@ -54,7 +54,7 @@ def test_a_port_in_use_on_one_of_two_addresses_is_refused(monkeypatch: pytest.Mo
             listen("both", port)
 
 
-def test_port_0_takes_one_address_small_writes_go_out_at_once_and_idle_clients_are_probed() -> None:
+def test_port_0_takes_one_address_and_sets_the_socket_options() -> None:
     (listener,) = listen("localhost", 0)
     with listener, socket.create_connection(listener.getsockname()[:2]):
         accepted, _ = listener.accept()
@@ -65,7 +65,7 @@ def test_port_0_takes_one_address_small_writes_go_out_at_once_and_idle_clients_a
 
 
 @pytest.mark.parametrize("address", [None, "missing", "x" * 200])
-def test_a_socket_of_systemd_that_cannot_be_reached_is_logged_and_no_error_and_none_is_nothing(
+def test_an_unreachable_systemd_socket_is_only_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, address: str | None
 ) -> None:
     monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
@@ -87,6 +87,6 @@ def test_connections_leave_open_files_for_the_rest(
     monkeypatch.setattr("resource.getrlimit", lambda _: (files, files))
     settings = Settings(kv_cache_dir=Path(), max_sequences=8, max_queue=64)
     config = uvicorn_config(cast("Any", None), settings)
-    [places] = cast("Any", config.http).args
+    places, _ = cast("Any", config.http).args
     assert (places.most, places.most_new, places.most_of_address) == limits
     assert config.backlog == accepts

@@ -56,7 +56,7 @@ def num_open(connections: list[Connection]) -> int:
     return sum(connection.is_open for connection in connections)
 
 
-def test_connections_that_send_nothing_close_each_other_and_at_most_their_share_of_idle_ones() -> None:
+def test_silent_connections_close_only_their_share_of_idle_ones() -> None:
     places = Places(100, most_new=40, most_of_address=100)
     idle = used(places, 100)
     flood = opened(places, MANY)
@@ -78,15 +78,15 @@ def test_a_new_connection_has_the_time_until_its_share_is_opened_after_it() -> N
         assert tenants.is_open
 
 
-def test_an_idle_connection_that_begins_another_request_is_idle_longest_no_more() -> None:
+def test_a_new_head_restarts_the_idle_time() -> None:
     places = Places(3, most_new=2, most_of_address=3)
     first, second, third = used(places, 3)
     places.begin_head(first)
     opened(places, 1)
-    assert [one.is_open for one in (first, second, third)] == [True, False, True]
+    assert [connection.is_open for connection in (first, second, third)] == [True, False, True]
 
 
-def test_the_work_for_a_connection_above_the_limit_does_not_grow_with_the_limit() -> None:
+def test_replacing_a_connection_takes_constant_work() -> None:
     for most in (100, 10_000):
         places = Places(most, most_new=most // 2, most_of_address=most)
         unsent = used(places, most, has_unsent=True)
@@ -118,9 +118,7 @@ def test_if_all_are_in_requests_a_new_one_is_refused() -> None:
         *(([address], False) for address in ("127.0.0.1", "127.0.0.2", "::1", "::ffff:127.0.0.1", None)),
     ],
 )
-def test_one_address_has_a_limit_before_the_total_but_the_addresses_of_this_machine(
-    addresses: list[str | None], is_limited: bool
-) -> None:
+def test_each_remote_address_has_its_own_limit(addresses: list[str | None], is_limited: bool) -> None:
     places = Places(100, most_new=40, most_of_address=60)
     others = used(places, 40, "198.51.100.1")
     flood = [used(places, 1, address)[0] for _ in range(20) for address in addresses * (8 // len(addresses))]
@@ -132,7 +130,23 @@ def test_one_address_has_a_limit_before_the_total_but_the_addresses_of_this_mach
     assert (places.num, places._of_addresses, places._address) == (0, {}, {}), "nothing is kept of those that left"
 
 
-def test_whatever_connections_do_those_in_requests_stay_and_the_limits_hold() -> None:
+def test_one_user_of_this_machine_leaves_places_to_other_users() -> None:
+    places = Places(100, most_new=40, most_of_address=60)
+
+    def open_as(user: int | None, count: int) -> list[Connection]:
+        connections = [Connection() for _ in range(count)]
+        for connection in connections:
+            assert places.take(connection, "127.0.0.1", user)
+            places.begin_request(connection)
+            places.end_request(connection)
+        return connections
+
+    others = open_as(1001, 20) + open_as(None, 20)
+    flood = open_as(1000, 200)
+    assert (num_open(others), num_open(flood)) == (40, 60)
+
+
+def test_random_connections_keep_requests_and_limits() -> None:
     chance = random.Random(8)
     for _ in range(50):
         most = chance.randrange(1, 12)
@@ -140,26 +154,26 @@ def test_whatever_connections_do_those_in_requests_stay_and_the_limits_hold() ->
         states: dict[Connection, tuple[str, str | None]] = {}
         for _ in range(300):
             alive = [connection for connection in states if connection.is_open]
-            one = chance.choice(alive) if alive else None
+            connection = chance.choice(alive) if alive else None
             match chance.randrange(5):
                 case 0 | 1:
                     new, address = Connection(has_unsent=chance.random() < 0.2), chance.choice([None, "1.2.3.4", "1::"])
                     if places.take(new, address):
                         states[new] = ("new", address)
-                case 2 if one:
-                    states[one] = ("busy", states[one][1])
-                    places.begin_request(one)
-                case 3 if one and states[one][0] == "busy":
-                    states[one] = ("idle", states[one][1])
-                    places.end_request(one)
-                case 4 if one:
-                    del states[one]
-                    places.release(one)
+                case 2 if connection:
+                    states[connection] = ("busy", states[connection][1])
+                    places.begin_request(connection)
+                case 3 if connection and states[connection][0] == "busy":
+                    states[connection] = ("idle", states[connection][1])
+                    places.end_request(connection)
+                case 4 if connection:
+                    del states[connection]
+                    places.release(connection)
             alive = [connection for connection in states if connection.is_open]
             assert places.num == len(alive) <= most
-            assert all(states[one][0] != "busy" or one.is_open for one in states)
+            assert all(states[connection][0] != "busy" or connection.is_open for connection in states)
             for address in ("1.2.3.4", "1::"):
-                assert sum(states[one][1] == address for one in alive) <= places.most_of_address
+                assert sum(states[connection][1] == address for connection in alive) <= places.most_of_address
 
 
 # A server, and more connections than it has places for.
@@ -213,9 +227,7 @@ def answer(connection: socket.socket) -> bytes:
     return received
 
 
-def test_a_request_beside_many_connections_at_once_is_read_before_its_place_is_taken(
-    server: AppServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_survives_a_burst_of_connections(server: AppServer, monkeypatch: pytest.MonkeyPatch) -> None:
     watched, place = Watched(monkeypatch), ("127.0.0.1", server.port)
     number = min(MANY, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 1000)
     with ExitStack() as stack:

@@ -1,1 +1,1 @@
-"""The clients of `tools/bench hostile`, and what is measured beside them."""
+"""The clients of `tools/bench hostile`, and the measurements beside them."""

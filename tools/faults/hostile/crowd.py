@@ -106,7 +106,7 @@ async def _ask(number: int, client: httpx.AsyncClient, messages: Messages, seen:
     # No end before the last token.
     body = {"messages": messages, "max_tokens": _REPLY_TOKENS, "temperature": 0, "logit_bias": {"2": -100}}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
-    started, ttft_s, text, last, told = time.monotonic(), None, "", "", dict[str, int]()
+    started, ttft_s, text, last, counts = time.monotonic(), None, "", "", dict[str, int]()
     try:
         async with (
             asyncio.timeout(2 * _PATIENCE_S),
@@ -120,8 +120,8 @@ async def _ask(number: int, client: httpx.AsyncClient, messages: Messages, seen:
                         ttft_s = ttft_s or time.monotonic() - started
                 if usage := chunk.get("usage"):
                     cache = chunk["prefix_cache"]
-                    kept = cache["boundary"] if cache["saved"] in ("queued", "stored") else 0
-                    told = {"prompt_tokens": usage["prompt_tokens"], "kept_tokens": kept}
+                    kept_tokens = cache["boundary"] if cache["saved"] in ("queued", "stored") else 0
+                    counts = {"prompt_tokens": usage["prompt_tokens"], "kept_tokens": kept_tokens}
                 last = line or last
         is_whole = last == "data: [DONE]" and answer.status_code == 200
         failure = "" if is_whole and ttft_s is not None else f"{answer.status_code} {last[:200]}"
@@ -135,7 +135,7 @@ async def _ask(number: int, client: httpx.AsyncClient, messages: Messages, seen:
             ttft_s=ttft_s,
             failure=failure,
             messages=messages,
-            **told,
+            **counts,
         )
     )
     return None if failure else text

@@ -124,22 +124,22 @@ class Watch:
                 self.failed_answers.append(f"{seen.kind}: {seen.end.how} {seen.end.answer.decode(errors='replace')}")
         else:
             if seen.kept_tokens:
-                kept = self.acknowledged.setdefault(seen.client, [])
-                self.acknowledged[seen.client] = [*kept, seen][-NUM_LAST_TURNS:]
+                turns = self.acknowledged.setdefault(seen.client, [])
+                self.acknowledged[seen.client] = [*turns, seen][-NUM_LAST_TURNS:]
             if seen.failure:
                 phase.failures[seen.failure] += 1
             # What was begun before the phase is not of it.
             elif seen.started >= started and seen.ttft_s is not None:
                 phase.ttft_s.append(seen.ttft_s)
 
-    def drain(self, phase: Phase, told: float) -> None:
-        """Reads the observations until SIGTERM at `told`, and the turns that were answered after it."""
+    def drain(self, phase: Phase, sigterm_at: float) -> None:
+        """Reads the observations until SIGTERM at `sigterm_at`, and the turns that were answered after it."""
         end = time.monotonic() + DRAIN_S
         while time.monotonic() < end:
             with suppress(queue.Empty):
                 seen = self.seen.get(timeout=0.1)
-                if (isinstance(seen, Turn) and (not seen.failure or seen.ended < told)) or (
-                    isinstance(seen, Health) and seen.ended < told
+                if (isinstance(seen, Turn) and (not seen.failure or seen.ended < sigterm_at)) or (
+                    isinstance(seen, Health) and seen.ended < sigterm_at
                 ):
                     self.take(seen, phase, 0.0)
 
@@ -188,9 +188,9 @@ def measure(
         begin.set()
         watch.until("the bad ones begin", _after(settle_s), reload=True)
         beside = watch.until("all", _after(minutes * 60), reload=True)
-        told = time.monotonic()
+        sigterm_at = time.monotonic()
         stop_s, code = server.stop(STOP_DEADLINE_S)
-        watch.drain(beside, told)
+        watch.drain(beside, sigterm_at)
     return {
         "benchmark": "hostile",
         "machine": machine(),
@@ -199,8 +199,8 @@ def measure(
         "kinds": {kind: dict(ends) for kind, ends in sorted(watch.ends.items())},
         "failed_answers": watch.failed_answers,
         "health": {
-            "max_s": max((one.seconds for one in watch.health), default=0.0),
-            "not_200": sum(one.status != 200 for one in watch.health),
+            "max_s": max((answer.seconds for answer in watch.health), default=0.0),
+            "not_200": sum(answer.status != 200 for answer in watch.health),
         },
         "stop": {"seconds": stop_s, "exit_code": code},
         "restored": _asked_again(server, watch, console),
@@ -217,7 +217,7 @@ def _asked_again(server: LiveServer, watch: Watch, console: Console) -> dict[str
     """Starts the daemon again, sends the last prompts that it had saved, and counts the restored tokens."""
     with step(console, "starting the daemon again"):
         server.start()
-    lost, turns = [], [turn for kept in watch.acknowledged.values() for turn in kept]
+    lost, turns = [], [turn for of_client in watch.acknowledged.values() for turn in of_client]
     url = f"http://127.0.0.1:{server.port}"
     with step(console, f"asking {len(turns)} prompts again"), httpx.Client(base_url=url, timeout=60.0) as client:
         for turn in turns:
@@ -272,7 +272,7 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 @click.command()
 @click.option(
-    "--minutes", type=click.FloatRange(min=0.05), default=10.0, show_default=True, help="Time with all clients."
+    "--minutes", type=click.FloatRange(min=0.05), default=10.0, show_default=True, help="Minutes with all clients."
 )
 @click.option("--good", type=click.IntRange(min=1), default=8, show_default=True, help="Number of good clients.")
 @click.option("--bad", type=click.IntRange(min=0), default=56, show_default=True, help="Number of bad clients.")
@@ -280,9 +280,18 @@ def show(report: dict[str, Any], console: Console) -> None:
     "--only", multiple=True, type=click.Choice(list(KINDS)), metavar="KIND", help="Only this kind; repeatable."
 )
 @click.option(
-    "--think", default=7.0, show_default=True, metavar="SECONDS", help="Between two turns of a good client, on average."
+    "--think",
+    default=7.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Mean seconds between two turns of a good client.",
 )
-@click.option("--prompt-chars", default=6000, show_default=True, help="Of a good client's system message.")
+@click.option(
+    "--prompt-chars",
+    default=6000,
+    show_default=True,
+    help="The length of a good client's system message in characters.",
+)
 @click.option("--model", metavar="ID|PATH", help="Serve this model instead of the embedded one.")
 @FOLDER
 @JSON
@@ -301,13 +310,13 @@ def main(
 
     First the good ones are alone, for a third of the time. The bad ones send what once stopped the daemon, read or
     write slowly, say nothing, or hang up; each kind has an API key of its own, and so has each good client. The daemon
-    gets a SIGHUP every five seconds. In the middle of the load it gets a SIGTERM and is started again: what it had
-    said it keeps of the good ones' prompts must be restored. Exits with 1 if a verdict does not hold.
+    gets a SIGHUP every five seconds. In the middle of the load it gets a SIGTERM and is started again: the good
+    clients' prompts that it reported as saved must be restored. Exits with 1 if a verdict does not hold.
     """
     console, kinds = Console(stderr=True), list(itertools.islice(itertools.cycle(only or KINDS), bad))
     with measuring(folder, console) as workspace:
         keys = write_keys(workspace / "keys", good, kinds)
-        # With a front, so that a request may try to have the model unloaded.
+        # With a router, so that a request may try to have the model unloaded.
         flags = ["--disk-prefix-cache", "auto:30", "--kv-memory", str(KV_MEMORY), "--api-keys", str(keys)]
         flags += ["--idle-unload", "1h"]
         flags += ["--model", model] if model else []

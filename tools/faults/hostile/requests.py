@@ -16,7 +16,7 @@ Kind = Callable[[Caller], Behaviour]
 
 
 _AT_ONCE = {"1 MB to tokenize": 20, "5 200 messages to count": 8, "unloads the model": 12}
-"""Small requests, which a client sends so many of at once."""
+"""The number of requests that a client sends at once, by kind; they are small."""
 
 
 def _asking(hostile: Hostile, number: int, caller: Caller) -> Behaviour:
@@ -41,7 +41,7 @@ def _stored(caller: Caller) -> Behaviour:
             if b'"id":"resp_' in end.answer:
                 ids.append("resp_" + end.answer.partition(b'"id":"resp_')[2].partition(b'"')[0].decode())
             return end
-        heads = [caller.head(f"{RESPONSES}/{one}", method="GET") for one in ids[:_PARALLEL]]
+        heads = [caller.head(f"{RESPONSES}/{response_id}", method="GET") for response_id in ids[:_PARALLEL]]
         ends = await gather(*(caller.ask(head) for head in heads))
         return max(ends, key=lambda end: end.how)
 

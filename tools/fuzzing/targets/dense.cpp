@@ -6,7 +6,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
   Input input(bytes, size);
   const int64_t SIZES[] = {1, 15, 16, 17, 32, 33, 64, 96};
   DenseProduct call = {};
-  call.dtype = input.number(0, 1), call.is_turned = input.number(0, 1);
+  call.dtype = input.number(0, 1), call.is_transposed = input.number(0, 1);
   call.num_heads = input.number(1, 4), call.num_rows = input.number(1, 40);
   call.inner = input.one_of(SIZES), call.outer = input.one_of(SIZES);
   const int64_t gap = input.number(0, 5), begin = input.number(0, call.num_rows - 1), end = input.number(begin + 1, call.num_rows);
@@ -14,7 +14,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
   const int64_t seed = input.number(0, 255), item = bytes_of(call.dtype);
   call.row_stride = (is_by_row ? call.num_heads * call.inner : call.inner) + gap;
   call.head_stride = is_by_row ? call.inner : call.num_rows * call.row_stride;
-  const int64_t lines = call.is_turned ? call.outer : call.inner, of_line = call.is_turned ? call.inner : call.outer;
+  const int64_t lines = call.is_transposed ? call.outer : call.inner, of_line = call.is_transposed ? call.inner : call.outer;
   call.line_stride = of_line + gap, call.matrix_stride = lines * call.line_stride;
   const auto count = [](int64_t heads, int64_t head_stride, int64_t rows, int64_t row_stride, int64_t width) {
     return (heads - 1) * head_stride + (rows - 1) * row_stride + width;

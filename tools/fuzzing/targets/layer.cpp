@@ -58,12 +58,12 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
         Norm second = {BFLOAT16, kind, 0, width, added, weight.as<void>(), added, 1e-6};
         Product into = {0, 3, normed, {query->get(), key->get(), value->get()}, {queries, own_keys, own_values}};
         const auto of_heads = [&](int64_t number, void* rows) {
-          return Heads{BFLOAT16, 0, number, key_dim, number * key_dim, rows, has_head_norms ? head_weight.as<void>() : nullptr, kind, 0, 1e-6, 0,
+          return NormRotateStore{BFLOAT16, 0, number, key_dim, number * key_dim, rows, has_head_norms ? head_weight.as<void>() : nullptr, kind, 0, 1e-6, 0,
                        half, pairing, cosines.as<uint16_t>() + begin * half, sines.as<uint16_t>() + begin * half, -1};
         };
-        Heads to_query = of_heads(heads, queries), to_key = of_heads(kv_heads, own_keys);
+        NormRotateStore to_query = of_heads(heads, queries), to_key = of_heads(kv_heads, own_keys);
         to_key.table = 0, to_key.to = to_keys;
-        Heads to_value = {BFLOAT16, 0, kv_heads, value_dim, kv_heads * value_dim, own_values};
+        NormRotateStore to_value = {BFLOAT16, 0, kv_heads, value_dim, kv_heads * value_dim, own_values};
         to_value.table = 1, to_value.to = to_values;
         Attend attend = {{BFLOAT16, heads, kv_heads, key_dim, value_dim, 0, window, 0, queries, key_dim, heads * key_dim, seen, nullptr, 0.1},
                          0, 1, 0, to_keys, to_values};
@@ -71,8 +71,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
         Gate gated = {BFLOAT16, 0, inner, 1, inner, inner, IDENTITY, 1.0, of_gate, of_up, curve(), of_gate};
         Product to_width = {0, 1, of_gate, {down->get()}, {added}};
         Sum sum = {BFLOAT16, 0, width, 1.0, residual, added, residual};
-        std::vector<Operation> operations = {{NORM, 0, &norm}, {PRODUCT, 0, &into}, {HEADS, 0, &to_query}, {HEADS, 0, &to_key},
-                                             {HEADS, 0, &to_value}, {ATTEND, 0, &attend}, {PRODUCT, 0, &out_of}};
+        std::vector<Operation> operations = {{NORM, 0, &norm}, {PRODUCT, 0, &into}, {NORM_ROTATE_STORE, 0, &to_query}, {NORM_ROTATE_STORE, 0, &to_key},
+                                             {NORM_ROTATE_STORE, 0, &to_value}, {ATTEND, 0, &attend}, {PRODUCT, 0, &out_of}};
         if (has_second_norms) operations.push_back({NORM, 0, &second});
         operations.insert(operations.end(), {{SUM, 0, &sum}, {NORM, 0, &norm}, {PRODUCT, 0, &gates}, {GATE, 0, &gated}, {PRODUCT, 0, &to_width}});
         if (has_second_norms) operations.push_back({NORM, 0, &second});

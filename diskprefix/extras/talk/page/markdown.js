@@ -41,7 +41,7 @@ function cleaned(html) {
 
 // A block of code with its language and a button that copies it.
 function codeBlock(text, language = "", isColoured = true) {
-  const code = make("code", {}, text), pre = make("pre", { tabindex: 0 }, code);
+  const code = make("code", {}, text), pre = make("pre", { tabindex: 0, role: "group", "aria-label": "Code" }, code);
   if (isColoured && hljs.getLanguage(language) && text.length <= LONGEST_COLOURED)
     code.replaceChildren(DOMPurify.sanitize(hljs.highlight(text, { language, ignoreIllegals: true }).value, ALLOWED_IN_CODE));
   const button = make("button", { type: "button", class: "copy", onclick: ({ target }) => copy(code.textContent, code, target) }, "Copy code");

@@ -215,7 +215,8 @@ async function answer(mayRepeat = false) {
 // The connection ended. What came of the reply is no error.
 function brokenOff(reply) {
   reply.isBroken = true;
-  if (reply.content || reply.reasoning) reply.stopped = "the daemon stopped here; “Answer again” asks once more when it is ready";
+  const received = reply.content.length || reply.reasoning.length;
+  if (received) reply.stopped = `the connection broke after ${plural(received, "character")}; “Answer again” asks once more when the daemon is ready`;
   else reply.error = "The daemon does not answer. “Answer again” asks once more when it is ready.";
 }
 

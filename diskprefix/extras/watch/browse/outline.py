@@ -10,7 +10,7 @@ from msgspec import Struct, field
 from msgspec.structs import asdict
 
 from diskprefix.errors import StoreCorrupt
-from diskprefix.store.schema import Kind, NodeRecord
+from diskprefix.store.schema import NodeKind, NodeRecord
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import EntryInfo, PrefixTree, list_entries
 
@@ -163,5 +163,5 @@ class _Folder:
         for child in self._tree.children.get(name, ()):
             with suppress(StoreCorrupt):
                 if (node := self._tree.node(child)) is not None:
-                    (checkpoints if node.kind == Kind.CHECKPOINT else children)[child] = node
+                    (checkpoints if node.kind == NodeKind.CHECKPOINT else children)[child] = node
         return children, checkpoints

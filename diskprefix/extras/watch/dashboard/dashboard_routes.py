@@ -87,12 +87,13 @@ async def state(request: Request) -> JSONResponse:
 async def entries(request: Request) -> JSONResponse:
     """The saved prompts, and the tree of what they share. Read from the store, at most every few seconds.
 
-    Returns `total`, `entries`, the latest first, and `trees` of their blocks.
+    Returns `total`, `entries`, the latest first, and `trees` of their blocks, each of one model and tenant. A tree has
+    the id of its `tenant`, and a `tenant_name` for people.
     """
     dashboard = _dashboard(request)
     serving = await dashboard.daemon.ready()
-    store = serving.engine.cache.store
-    return JSONResponse(await dashboard.saved_prompts.entries(store, with_texts=dashboard.watch.is_private))
+    store, names = serving.engine.cache.store, request.app.state.access.tenant_names
+    return JSONResponse(await dashboard.saved_prompts.entries(store, names, with_texts=dashboard.watch.is_private))
 
 
 @routes.add("DELETE /dashboard/entries/{entry_id}", "Delete a saved prompt", errors=[401, 404])

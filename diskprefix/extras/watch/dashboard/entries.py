@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from diskprefix.extras.watch.browse.outline import Outline, outline
+from diskprefix.server.tenant_names import TenantNames
 from diskprefix.server.threads import Threads
 from diskprefix.store.purge import Purged
 from diskprefix.store.reads import Patience
@@ -33,9 +34,9 @@ class SavedPrompts:
         self._outline: Outline | None = None
         self._read_at = self._again_at = 0.0
 
-    async def entries(self, store: Store, *, with_texts: bool) -> dict[str, Any]:
-        """Returns the `Outline.listing` of the store, its age (`age_s`), and the time until the next reading
-        (`again_s`). Raises `CacheError`."""
+    async def entries(self, store: Store, names: TenantNames, *, with_texts: bool) -> dict[str, Any]:
+        """Returns the `Outline.listing` of the store with a `tenant_name` for each tree, its age (`age_s`), and the
+        time until the next reading (`again_s`). Raises `CacheError`."""
         async with self._lock:
             now = time.monotonic()
             if self._outline is None or now >= self._again_at:
@@ -43,7 +44,10 @@ class SavedPrompts:
                 self._read_at = now
                 self._again_at = time.monotonic() + _REST * (time.monotonic() - now)
             ages = {"age_s": now - self._read_at, "again_s": max(0.0, self._again_at - time.monotonic())}
-            return ages | await self._run(partial(self._outline.listing, with_texts=with_texts))
+            listing = await self._run(partial(self._outline.listing, with_texts=with_texts))
+            for tree in listing["trees"]:
+                tree["tenant_name"] = names.name(tree["tenant"])
+            return ages | listing
 
     async def delete(self, store: Store, delete: Callable[[str], Purged], entry_id: str) -> Purged:
         """Deletes the saved prompt with this id. Raises `EntryNotFound`, and `CacheError` if the store cannot be

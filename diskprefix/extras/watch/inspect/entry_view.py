@@ -12,7 +12,7 @@ import click
 import numpy as np
 from msgspec.structs import asdict
 
-from diskprefix.cli.tooling import SHOWN, print_json, short_id, shortened, terminal_width
+from diskprefix.cli.tooling import SHOWN, print_json, short_id, shortened, tenant_names, terminal_width
 from diskprefix.errors import StoreCorrupt
 from diskprefix.printable import printable_only
 from diskprefix.store.note_record import NoteKind, decode_note
@@ -128,7 +128,7 @@ def _pictures(snapshot: Snapshot, root: RootRecord, token_ids: TokenIds) -> Iter
     for note in snapshot.notes():
         if note.root in roots and note.kind == NoteKind.PICTURE:
             with suppress(StoreCorrupt):
-                content = decode_note(note.key, snapshot.record("notes", note.key) or b"")[1]
+                content = decode_note(note.key, snapshot.get_record("notes", note.key) or b"")[1]
                 size, _, digest = content.decode().rpartition(" ")
                 known[int(picture_ids(bytes.fromhex(digest), 1)[0])] = {"size": size, "digest": digest}
     for position, ids in _runs(token_ids):
@@ -156,7 +156,7 @@ def _lines(info: EntryInfo, details: Mapping[str, Any]) -> Iterator[tuple[str, s
     yield "kept for", _ttl_text(info)
     yield "scope", info.scope
     yield "reason", details["reason"].replace("_", " ") or "not known"
-    yield "tenant", info.tenant or "none"
+    yield "tenant", tenant_names(in_full=True)(info.tenant) or "none"
 
 
 def _indented(text: str) -> str:

@@ -18,13 +18,13 @@ from diskprefix.cli.tooling import (
     short_id,
     shortened,
     store_options,
+    tenant_names,
     terminal_width,
 )
 from diskprefix.errors import SettingsError
 from diskprefix.extras.watch.browse.outline import outline
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import EntryInfo, list_entries
-from diskprefix.tenant_ids import short_tenant
 from diskprefix.units import ago, counted, format_size
 
 _OTHER_COLUMNS = 100
@@ -60,7 +60,7 @@ def inspect(
     hits         requests that restored its beginning or all of it
     last column  the beginning and the end of the prompt's text
     Some columns are shown only if an entry has a value there:
-    tenant       the id of the tenant, for `purge --salt`
+    tenant       the id of the tenant, for `purge --salt`; (yours): your programs
     checkpoints  the number of positions at which the prompt can be restored, for
                  models whose state exists at one position only
 
@@ -134,12 +134,13 @@ def _show_entries(
 
 
 def _print_entries(entries: list[EntryInfo], width: int) -> None:
+    named = tenant_names()
     rows = [
         {
             "id": short_id(info.id),
             "model": plain(info.model),
             "scope": info.scope,
-            "tenant": short_tenant(info.tenant),
+            "tenant": named(info.tenant),
             "tokens": f"{info.num_tokens:,}",
             "checkpoints": str(len(info.checkpoints)),
             "stored": format_size(info.stored_bytes),

@@ -9,9 +9,9 @@ from msgspec.structs import asdict
 
 from diskprefix.cli.tooling import plain, print_json, print_table
 from diskprefix.extras.watch.lost_advice import advised
-from diskprefix.store.lost_tokens import of_last_day
-from diskprefix.store.savings import read_savings
 from diskprefix.store.snapshot import Snapshot
+from diskprefix.store.statistics.lost_tokens import of_last_day
+from diskprefix.store.statistics.savings import read_savings
 from diskprefix.units import counted
 
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import click
 import msgspec
 
-from diskprefix.cli.tooling import print_json
+from diskprefix.cli.tooling import print_json, tenant_names
 from diskprefix.extras.watch.browse.outline import Outline, outline
 from diskprefix.printable import printable_only
-from diskprefix.store.savings import Savings, Tally, read_savings
 from diskprefix.store.snapshot import Snapshot
+from diskprefix.store.statistics.savings import Savings, Tally, read_savings
 from diskprefix.store.tree import EntryInfo
 from diskprefix.store.written import read_written
-from diskprefix.tenant_ids import short_tenant
 from diskprefix.units import ago, counted, format_duration, format_size
 
 
@@ -45,7 +44,8 @@ def show_stats(
             }
         )
         return
-    for line in (line for row in rows for line in _lines(row)):
+    named = tenant_names()
+    for line in (line for row in rows for line in _lines(row, named)):
         click.echo(line)
     click.echo(f"{format_size(used)} of a budget of {format_size(budget_bytes)} are used ({used / budget_bytes:.0%})")
     click.echo(f"{format_size(snapshot.seen_bytes())} of them hold prompts that were seen and are not saved")
@@ -79,8 +79,8 @@ def figures(folded: Outline, savings: Mapping[bytes, Savings], now: float) -> li
     return sorted(rows, key=lambda row: (-row["stored_bytes"], -row["total"]["requests"], row["root"]))
 
 
-def _lines(row: dict[str, Any]) -> Iterator[str]:
-    tenant = f", tenant {short_tenant(row['tenant'])}" if row["tenant"] else ""
+def _lines(row: dict[str, Any], named: Callable[[str], str]) -> Iterator[str]:
+    tenant = f", tenant {named(row['tenant'])}" if row["tenant"] else ""
     yield f"{printable_only(row['model'])}{tenant}"
     if row["images"]:
         blocks = counted(row["blocks"], "block")

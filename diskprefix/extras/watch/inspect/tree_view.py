@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
 import click
 
-from diskprefix.cli.tooling import SHOWN, plain, print_json, short_id, terminal_width
+from diskprefix.cli.tooling import SHOWN, plain, print_json, short_id, tenant_names, terminal_width
 from diskprefix.extras.watch.browse.outline import FoldedTree, Trunk, outline
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import EntryInfo
-from diskprefix.tenant_ids import short_tenant
 from diskprefix.units import ago, counted, format_size
 
 if TYPE_CHECKING:
@@ -33,9 +32,10 @@ def show_tree(snapshot: Snapshot, entries: list[EntryInfo], roots: Collection[by
     from rich.console import Console
 
     console = Console(width=terminal_width(otherwise=120), no_color=True)
+    named = tenant_names()
     for tree in trees:
         with console.capture() as printed:
-            console.print(_draw(tree, folded.entries))
+            console.print(_draw(tree, folded.entries, named))
         click.echo("\n".join(line.rstrip() for line in printed.get().splitlines()))
     total = sum(tree.stored_bytes for tree in trees)
     shared = sum(info.stored_bytes for info in entries) - total
@@ -43,10 +43,10 @@ def show_tree(snapshot: Snapshot, entries: list[EntryInfo], roots: Collection[by
     click.echo(f"{prompts} in {format_size(total)}; sharing saves {format_size(max(0, shared))}")
 
 
-def _draw(tree: FoldedTree, entries: Mapping[str, EntryInfo]) -> Tree:
+def _draw(tree: FoldedTree, entries: Mapping[str, EntryInfo], named: Callable[[str], str]) -> Tree:
     from rich.tree import Tree
 
-    tenant = f", tenant {short_tenant(tree.tenant)}" if tree.tenant else ""
+    tenant = f", tenant {named(tree.tenant)}" if tree.tenant else ""
     prompts = counted(tree.num_entries, "prompt")
     top = Tree(_line(f"{tree.model}{tenant}: {prompts}, {format_size(tree.stored_bytes)}"))
     children = defaultdict[str | None, list[Trunk]](list)

@@ -166,8 +166,10 @@ def _request(request: State) -> Sequence[str]:
 
 def _decision(request: State, now: float) -> Sequence[str]:
     cache, timings, age = request["prefix_cache"], request["timings"], format_age(now - request["ended_at"])
+    if request["is_stopped"]:
+        return age, f"{request['prompt_tokens']:,}", "–", "–", "–", "stopped by the client"
     if cache is None:
-        return age, "–", "–", "–", "–", f"{request['status']} {request['error'] or 'the client left'}"
+        return age, "–", "–", "–", "–", f"{request['status']} {request['error'] or 'no answer'}"
     speed = f"{timings['decode_tokens_per_s']:.1f}"
     if accepted := timings.get("accepted_tokens"):
         # The number of tokens for each step.

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from diskprefix.api.openai_chat import ChatRequest
 from diskprefix.chat.renderer import PromptRenderer
-from diskprefix.store.savings import SavingsLog, Tally
 from diskprefix.store.schema import RootRecord
+from diskprefix.store.statistics.savings import SavingsLog, Tally
 from diskprefix.store.store import Publication, Store
 from diskprefix.tokens import TokenPath, root_hash
 from diskprefix.values import SHARED, Tenant
@@ -51,6 +51,7 @@ class SavedChats:
         assert made.entry is not None
         made = replace(
             made,
+            epoch=self.store.epochs.of(str(tenant)),
             entry=type(made.entry)(
                 root=root,
                 num_tokens=len(prompt.token_ids),
@@ -73,7 +74,7 @@ class SavedChats:
         self.store.publish(made)
         log = SavingsLog(self.store)
         counts = Tally(requests=2, prompt_tokens=200, restored_tokens=100, saved_s=1.5)
-        log.record(self.store.epoch, root, made.root_record, counts)
+        log.record_request(self.store.epochs.of(str(tenant)), root, made.root_record, counts)
         self.store.write_from(log.writing)
         return made
 

@@ -10,9 +10,9 @@ from msgspec.structs import fields, replace
 
 from diskprefix.extras.watch.browse.outline import outline
 from diskprefix.extras.watch.inspect.stats_view import figures
-from diskprefix.store.savings import read_savings
-from diskprefix.store.schema import Kind, decode_node
+from diskprefix.store.schema import NodeKind, decode_node
 from diskprefix.store.snapshot import Snapshot
+from diskprefix.store.statistics.savings import read_savings
 from diskprefix.store.store import Publication
 from diskprefix.store.tree import EntryInfo, list_entries
 from tests.extras.watch.browse.saved_chats import ALICE, SavedChats
@@ -26,7 +26,7 @@ def info_of(made: Publication) -> EntryInfo:
     return EntryInfo(**{**names, "id": "", "checkpoints": (), "preview": "", "num_tokens": len(made.nodes)})  # type: ignore[arg-type]
 
 
-def test_what_prompts_share_is_one_trunk_and_each_ends_on_its_own(snapshot: Snapshot) -> None:
+def test_prompts_share_one_trunk_and_end_separately(snapshot: Snapshot) -> None:
     found = outline(snapshot)
     main = next(tree for tree in found.trees if tree.num_entries == 5 and not tree.tenant)
     shared = max(main.nodes, key=lambda trunk: trunk.num_entries)
@@ -41,12 +41,12 @@ def test_what_prompts_share_is_one_trunk_and_each_ends_on_its_own(snapshot: Snap
     assert {tree.tenant for tree in found.trees} == {"", str(ALICE)}
 
 
-def test_nothing_of_the_tree_is_lost_and_a_trunk_begins_where_the_one_before_it_ends(snapshot: Snapshot) -> None:
+def test_trunks_cover_the_whole_tree_without_gaps(snapshot: Snapshot) -> None:
     entries = list_entries(snapshot)
     found = outline(snapshot, entries)
     trunks = {trunk.id: trunk for tree in found.trees for trunk in tree.nodes}
     nodes = [decode_node(name, value) for name, value in snapshot.records("nodes")]
-    blocks = [node for node in nodes if node.kind != Kind.CHECKPOINT]
+    blocks = [node for node in nodes if node.kind != NodeKind.CHECKPOINT]
     assert sum(trunk.num_blocks for trunk in trunks.values()) == sum(tree.blocks for tree in found.trees) == len(blocks)
     for name in ("stored_bytes", "raw_bytes"):
         assert sum(getattr(tree, name) for tree in found.trees) == sum(getattr(node, name) for node in nodes), name

@@ -18,6 +18,7 @@ import pytest
 
 from diskprefix.extras.web_page import DASHBOARD_PAGE
 from diskprefix.server.process.token_file import page_link
+from diskprefix.settings import cache_home
 from tests.closing import needs
 from tests.extras.browsing import PHONE, WIDE, violations
 from tests.server.daemon_process import DaemonProcess, serve_flags, wait_until
@@ -92,7 +93,8 @@ def test_the_page_follows_the_requests(browser: Browser, daemon: DaemonProcess) 
         trunk.press("ArrowLeft")
 
 
-def test_without_the_token_the_page_says_where_it_is(browser: Browser, daemon: DaemonProcess) -> None:
+@pytest.mark.parametrize("typed", ["the token", "the text of its file", "the digits alone"])
+def test_without_the_token_the_page_says_where_it_is(browser: Browser, daemon: DaemonProcess, typed: str) -> None:
     ask(daemon, "what the page says of the day needs a request")
     page = browser.new_page()
     page.goto(daemon.url)
@@ -103,10 +105,40 @@ def test_without_the_token_the_page_says_where_it_is(browser: Browser, daemon: D
     page.fill("#key", "nonsense of a user")
     page.click("#login button[type=submit]")
     page.locator("#login-why", has_text="no key or token of this daemon").wait_for()
-    page.fill("#key", daemon.token)
+    [file] = (cache_home() / "daemons").glob(f"127.0.0.1_{urlsplit(daemon.url).port}")
+    of_file, digits = file.read_text(encoding="ascii"), daemon.token.rpartition("-")[2]
+    page.fill("#key", {"the token": daemon.token, "the digits alone": digits}.get(typed, of_file))
     page.click("#login button[type=submit]")
     page.wait_for_selector("#said:not(:empty)")
     page.close()
+
+
+def test_a_request_that_was_stopped_is_no_failure_and_figures_for_few_are_behind_a_fold(
+    browser: Browser, daemon: DaemonProcess
+) -> None:
+    ask(daemon, "a prompt beside those that are stopped, which is long enough to be saved. " * 3)
+    stopped = {"status": 499, "route": CHAT, "error": None, "is_stopped": True, "prefix_cache": None, "timings": None}
+    counts = ({"reply_tokens": 7}, {"reply_tokens": 0}, {"reply_tokens": 0, "prompt_tokens": 0})
+    with daemon.client() as client, opened(browser, daemon) as page:
+        state = client.get("/dashboard/state").json()
+        drafted = {"drafted_tokens": 45, "accepted_tokens": 6}
+        state["ended"] = [one | {"timings": one["timings"] | drafted} for one in state["ended"] if one["prefix_cache"]]
+        state["ended"] = state["ended"][-1:]
+        for number, own in enumerate(counts):
+            ended = {"number": 10_000 + number, "ended_at": state["now"], "prompt_tokens": 900, "ready_tokens": 300}
+            state["ended"].append(ended | stopped | own)
+        held(page).evaluate("now => { state.fresh = true; given.onState(now); }", state)
+        rows = [text for text in page.locator("#ended tbody tr").all_inner_texts() if "stopped" in text]
+        ends = ("before it began", "at 300 of 900", "after 7 tokens of the reply")
+        assert all(end in row for end, row in zip(ends, rows, strict=True)), rows
+        assert page.locator("#ended tr.failed").count() == 0
+        assert "499" not in page.inner_text("#all")
+        for words in ("Write buffer", "draft tokens", "accepted"):
+            assert words not in page.inner_text("#all")
+        page.click("#further summary")
+        assert "Write buffer" in page.inner_text("#further")
+        assert "13.3 %" in page.inner_text("#decisions")
+        assert violations(page) == []
 
 
 def test_no_server_at_another_port_gets_the_token(browser: Browser, daemon: DaemonProcess) -> None:
@@ -169,12 +201,13 @@ class Stranger(ThreadingHTTPServer):
 
 
 @pytest.mark.parametrize(
-    "kind", ["alone", "with keys", *(pytest.param(f"front {end}", marks=pytest.mark.slow) for end in ("", "with keys"))]
+    "kind",
+    ["alone", "with keys", *(pytest.param(f"router {end}", marks=pytest.mark.slow) for end in ("", "with keys"))],
 )
-def test_who_takes_the_port_of_a_daemon_that_ended_gets_nothing_of_open_pages_that_opens_a_daemon(
+def test_an_open_page_sends_no_token_to_another_program_on_the_port(
     browser: Browser, daemon: DaemonProcess, chat_model: Path, tmp_path: Path, kind: str
 ) -> None:
-    flags = serve_flags(chat_model, tmp_path / "kv", **({"idle_unload": "1h"} if "front" in kind else {}))
+    flags = serve_flags(chat_model, tmp_path / "kv", **({"idle_unload": "1h"} if "router" in kind else {}))
     key = ADMIN if "keys" in kind else None
     if key is not None:
         flags += ["--api-keys", str(write_keys(tmp_path / "keys", f"admin {key}"))]
@@ -262,14 +295,14 @@ PLACE = {"needed_bytes": 1 << 30, "is_pinned": False, "idle_unload_s": None, "nu
 
 def test_of_several_models_the_chosen_one_is_shown(browser: Browser, daemon: DaemonProcess) -> None:
     names = {"org/ash:Q8_0": "ready", "birch": "ready", "cedar": "loading"}
-    front = {"memory_limit": 4 << 30, "models": [PLACE | {"model": name, "phase": names[name]} for name in names]}
+    router = {"memory_limit": 4 << 30, "models": [PLACE | {"model": name, "phase": names[name]} for name in names]}
     several = DASHBOARD_PAGE.response(is_several=True)
 
     def stand_before(page: Page) -> None:
         page.route(
             daemon.url + "/", lambda route: route.fulfill(body=bytes(several.body), headers=dict(several.headers))
         )
-        page.route("**/props", lambda route: route.fulfill(json=front))
+        page.route("**/props", lambda route: route.fulfill(json=router))
         cards = [{"id": name, "needs_bytes": 1 << 30} for name in (*names, "oak", "elm")]
         page.route("**/v1/models", lambda route: route.fulfill(json={"data": cards}))
 
@@ -285,15 +318,13 @@ def test_of_several_models_the_chosen_one_is_shown(browser: Browser, daemon: Dae
         with page.expect_request("**/dashboard/entries?model=birch"):
             page.evaluate("readEntries()")
         page.wait_for_function("find('#status').textContent === 'ok'")
-        front["models"] = []
+        router["models"] = []
         page.evaluate("() => { several.model = null; beginAnew(); }")
         page.locator("#status.idle", has_text="no model is loaded").wait_for()
 
 
 @pytest.mark.parametrize(("viewport", "scheme"), [(WIDE, "dark"), (PHONE, "light")])
-def test_with_nothing_loaded_all_known_models_can_be_loaded_and_nothing_is_asked_of_a_model(
-    browser: Browser, viewport: Any, scheme: Any
-) -> None:
+def test_the_page_offers_all_models_when_none_is_loaded(browser: Browser, viewport: Any, scheme: Any) -> None:
     context = browser.new_context(viewport=viewport, color_scheme=scheme)
     page = context.new_page()
     asked: list[str] = []
@@ -325,7 +356,7 @@ def test_with_nothing_loaded_all_known_models_can_be_loaded_and_nothing_is_asked
     context.close()
 
 
-def test_after_a_kill_the_last_figures_are_dimmed_and_the_command_that_starts_it_again_is_shown(
+def test_the_page_dims_its_figures_and_shows_the_start_command_after_a_kill(
     browser: Browser, chat_model: Path, tmp_path: Path
 ) -> None:
     flags = serve_flags(chat_model, tmp_path / "kv")
@@ -465,7 +496,8 @@ def crowded(state: dict[str, Any]) -> dict[str, Any]:
 def crowded_trees(entries: dict[str, Any]) -> dict[str, Any]:
     """The saved prompts as those of several tenants and models with long names."""
     tree = entries["trees"][0]
-    others = [{"root": str(n), "model": "averylongnameofamodel" * 4, "tenant": "0123456789abcdef"} for n in range(3)]
+    names = {"model": "averylongnameofamodel" * 4, "tenant_name": "another client (01234567)"}
+    others = [names | {"root": str(n)} for n in range(3)]
     return entries | {"trees": [tree, *(tree | other for other in others)]}
 
 
@@ -477,14 +509,19 @@ def test_the_tree_of_the_served_model_with_the_most_hits_is_shown_first(
     with daemon.client() as client, opened(browser, daemon) as page:
         page.wait_for_selector("#icicle button")
         shown = client.get("/dashboard/entries").json()
-        shown["trees"] = [shown["trees"][0] | {"root": "other", "model": "another", "tenant": ""}, *shown["trees"]]
-        busy = [node | {"hits": node["hits"] + 9} for node in shown["trees"][1]["nodes"]]
-        shown["trees"].append(shown["trees"][1] | {"root": "busy", "tenant": "0123456789abcdef", "nodes": busy})
-        held(page).evaluate("shown => given.showEntries(shown, state.now.model.name)", shown)
-        assert page.locator("#tree-of").input_value() == "2"
-        labels = page.locator("#tree-of option").all_inner_texts()
-        assert labels[0] == "another, no key"
-        assert labels[2].endswith(", key 01234567")
+        [own] = shown["trees"]
+        other = own | {"root": "other", "model": "another", "tenant_name": "no key"}
+        busy = own | {"root": "busy", "tenant_name": "key alice"}
+        busy["nodes"] = [node | {"hits": node["hits"] + 9} for node in own["nodes"]]
+        of_all = shown | {"trees": [other, own, busy]}
+        held(page).evaluate("shown => given.showEntries(shown, state.now.model.name)", of_all)
+        model, labels = own["model"], page.locator("#tree-of option")
+        assert labels.all_inner_texts() == [f"key alice, {model}", f"your programs, {model}", "no key, another"]
+        assert page.locator("#tree-of").input_value() == "0"
+        page.select_option("#tree-of", "1")
+        idle = busy | {"nodes": own["nodes"][:1]}
+        page.evaluate("shown => given.showEntries(shown, state.now.model.name)", of_all | {"trees": [idle, own]})
+        assert page.locator("#tree-of").evaluate("one => one.selectedOptions[0].text") == "your programs", "it stays"
 
 
 def test_a_crowded_page_is_no_wider_than_a_telephone(browser: Browser, daemon: DaemonProcess) -> None:
@@ -498,10 +535,15 @@ def test_a_crowded_page_is_no_wider_than_a_telephone(browser: Browser, daemon: D
         too_wide = """() => [...document.querySelectorAll("body *")].filter((one) =>
           one.getBoundingClientRect().right > innerWidth && !one.closest(".scroll, #icicle, pre, .unseen"))
           .map((one) => one.outerHTML.slice(0, 100))"""
+        page.click("#further summary")
         assert page.evaluate(too_wide) == []
+        too_narrow = """() => [...document.querySelectorAll("#main *")].filter((one) =>
+          !one.children.length && one.innerText?.length > 9 && one.clientHeight > 8 * Math.max(one.clientWidth, 9))
+          .map((one) => one.outerHTML.slice(0, 100))"""
+        assert page.evaluate(too_narrow) == [], "a letter a line"
         assert page.evaluate("() => document.documentElement.scrollWidth") <= PHONE["width"]
         row = page.locator("#live tbody tr").first
-        assert "first token" in row.locator("td").nth(2).evaluate("(one) => getComputedStyle(one, '::before').content")
+        assert "first token" in row.locator("td").nth(3).evaluate("(one) => getComputedStyle(one, '::before').content")
         assert row.evaluate("(one) => getComputedStyle(one).display") == "grid", "a request is a card"
 
 

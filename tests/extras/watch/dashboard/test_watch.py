@@ -20,6 +20,7 @@ from diskprefix.extras.watch.dashboard.problems import Problem, problems
 from diskprefix.extras.watch.dashboard.watch import Watch
 from diskprefix.extras.watch.lost_advice import advised
 from diskprefix.server.recent import EndedRequest
+from diskprefix.server.tenant_names import TenantNames
 from diskprefix.server.threads import Threads
 from diskprefix.settings import Settings
 from diskprefix.store.purge import Purged, delete_entry, purge
@@ -96,13 +97,17 @@ def test_evictions_are_no_problem_while_there_is_room() -> None:
     assert problems(WELL | {"evicted_blocks": 3, "used_bytes": 50, "budget_bytes": 100}, [], []) == []
 
 
-LOST = {"cause": "diverged", "client": "", "tool": "", "line": "", "normalisers": (), "requests": 2, "tokens": 5000}
+LOST = {"cause": "diverged", "client": "", "tool": "", "line": "", "canonicalisers": (), "requests": 2, "tokens": 5000}
 
 
 @pytest.mark.parametrize(
     ("change", "what", "todo"),
     [
-        ({"line": "cch=x#x", "normalisers": ["billing-header"]}, "diverged: cch=b7e", "--normalise billing-header=on"),
+        (
+            {"line": "cch=x#x", "canonicalisers": ["billing-header"]},
+            "diverged: cch=b7e",
+            "--canonicalise billing-header=on",
+        ),
         ({"line": "Today is #"}, "diverged: Today is # (letters are masked as x, digits as #)", "end of the prompt"),
         ({"client": "opencode"}, "diverged, from opencode", "`diskprefix clients`"),
         ({"tool": "bash"}, "diverged, tool bash", "what the tool bash writes"),
@@ -151,7 +156,7 @@ def readings(monkeypatch: pytest.MonkeyPatch) -> list[Store]:
 
 
 async def looked(browser: SavedPrompts, store: Store, *, with_texts: bool = True) -> list[Any]:
-    found = await browser.entries(store, with_texts=with_texts)
+    found = await browser.entries(store, TenantNames(), with_texts=with_texts)
     return list(found["entries"])
 
 
@@ -163,7 +168,7 @@ def test_the_tree_is_not_read_again_before_its_time_and_an_answer_that_was_kept_
 
     async def ask() -> list[dict[str, Any]]:
         browser = SavedPrompts(Threads())
-        return [await browser.entries(store, with_texts=True) for _ in range(3)]
+        return [await browser.entries(store, TenantNames(), with_texts=True) for _ in range(3)]
 
     first, _, last = asyncio.run(ask())
     assert (len(last["entries"]), len(readings), first["age_s"]) == (1, expected, 0)

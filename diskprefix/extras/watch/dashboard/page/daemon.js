@@ -75,7 +75,8 @@ function onLogin(open) {
   find("#copy-unlock").addEventListener("click", ({ target }) => copy(find("#unlock").textContent, find("#unlock"), target.nextElementSibling));
   find("#login").addEventListener("submit", (event) => {
     event.preventDefault();
-    unlock(find("#key").value.trim()).then(open);
+    // The files of the token and of API keys have other words before it.
+    unlock(find("#key").value.trim().split(/\s+/).pop()).then(open);
     find("#key").value = "";
   });
 }

@@ -139,6 +139,7 @@ for (const [id, draw] of [["#more-ended", () => drawEnded(state.ended, state.now
 
 find("#tree-of").addEventListener("change", () => {
   tree.chosen = find("#tree-of").selectedIndex;
+  tree.root = tree.found.trees[tree.chosen].root;
   tree.selected = null;
   drawTree();
 });

@@ -118,7 +118,7 @@ function compared(ended) {
   return `First token of a prompt of ${plural(last.prompt_tokens, "token")}: ${whole} computed, ${seconds(last.timings.ttft_ms / 1000)} restored.`;
 }
 
-const rows = new Map(), LIVE = ["state", "prompt", "first token", "reply", "speed", "time"];
+const rows = new Map(), LIVE = ["state", "time", "prompt", "first token", "reply", "speed"];
 
 function drawLive({ requests, arriving }) {
   const waiting = requests.filter((request) => request.state === "waiting").length;
@@ -144,11 +144,10 @@ function liveCells(request) {
     make("div", { class: "under" }, `${count(request.ready_tokens)} of ${count(request.prompt_tokens)}, ${count(request.restored_tokens)} restored`));
   const left = request.seconds_left === null ? "" : `, about ${seconds(request.seconds_left)} left`;
   const speed = request.tokens_per_s === null ? "–" : `${request.tokens_per_s.toFixed(1)} tokens/s${left}`;
-  return [request.state, progress, seconds(request.ttft_s), plural(request.reply_tokens, "token"), speed, seconds(request.elapsed_s)];
+  return [request.state, seconds(request.elapsed_s), progress, seconds(request.ttft_s), plural(request.reply_tokens, "token"), speed];
 }
 
-// CLIENT_LEFT is the status of a request whose client went away.
-const CLIENT_LEFT = 499, FEW_ROWS = 6, MANY_ROWS = 50;
+const FEW_ROWS = 6, MANY_ROWS = 50;
 
 function drawEnded(ended, now) {
   const more = find("#more-ended"), isMore = isOpen(more);
@@ -156,15 +155,21 @@ function drawEnded(ended, now) {
   setText(more, isMore ? "Show fewer" : "Show more");
   const shown = ended.slice(isMore ? -MANY_ROWS : -FEW_ROWS).reverse();
   const marks = shown.map((request) => [request.number, ago(request.ended_at, now)]);
-  whenChanged("ended", marks, () => find("#ended tbody").replaceChildren(...shown.map((request) => endedRow(request, now))));
+  whenChanged("ended", marks, () => {
+    find("#ended tbody").replaceChildren(...shown.map((request) => endedRow(request, now)));
+    find("#further h3").hidden = !shown.some((request) => request.prefix_cache);
+    find("#decisions tbody").replaceChildren(...shown.filter((request) => request.prefix_cache).map((request) => decisionRow(request, now)));
+  });
 }
 
+const whenCell = (request, now) => cell("ended", { title: new Date(request.ended_at * 1000).toLocaleString("en-GB") }, ago(request.ended_at, now));
+
 function endedRow(request, now) {
-  const when = cell("ended", { title: new Date(request.ended_at * 1000).toLocaleString("en-GB") }, ago(request.ended_at, now));
+  const when = whenCell(request, now);
+  if (request.is_stopped) return stoppedRow(request, when);
   if (!request.prefix_cache) {
     const size = request.prompt_tokens ? `, ${plural(request.prompt_tokens, "prompt token")}` : "";
-    const why = (request.error ?? "the client left") + size;
-    return make("tr", { class: (request.status >= 400 && request.status !== CLIENT_LEFT) || request.error ? "failed" : "" }, when, cell("failed", { class: "say", colspan: 5 }, `${request.status} ${request.route} · ${why}`));
+    return make("tr", { class: "failed" }, when, cell("failed", { class: "say", colspan: 4 }, `${request.status} ${request.route} · ${request.error ?? "no answer"}${size}`));
   }
   const cache = request.prefix_cache, restored = cache.restored;
   const why = restored ? `${percent(restored, request.prompt_tokens)} from ${cache.source}` : words(cache.miss_reason);
@@ -172,33 +177,52 @@ function endedRow(request, now) {
   const { image_tokens, images_encoded, encode_ms } = request.timings;
   const encoded = images_encoded ? `, ${count(images_encoded)} encoded in ${seconds(encode_ms / 1000)}` : "";
   const images = image_tokens ? [make("div", { class: "under" }, `${count(image_tokens)} of images${encoded}`)] : [];
-  const { drafted_tokens, accepted_tokens } = request.timings, each = request.reply_tokens / Math.max(1, request.reply_tokens - accepted_tokens);
-  const guesses = drafted_tokens ? [make("div", { class: "under" }, `${percent(accepted_tokens, drafted_tokens)} of ${count(drafted_tokens)} guesses right, ${each.toFixed(1)} tokens a step`)] : [];
   return make("tr", {}, when, cell("prompt", {}, plural(request.prompt_tokens, "token"), ...images),
     cell("restored", {}, make("div", { class: "beside" }, bar("meter", label, [["restored", restored]], request.prompt_tokens), make("div", { class: "under" }, why))),
-    cell("kept", {}, `${count(cache.boundary)} `, make("span", { class: "under" }, words(cache.boundary_reason) + (cache.saved === "dropped" ? ", dropped" : ""))),
     cell("first token", {}, seconds(request.timings.ttft_ms / 1000)),
-    cell("reply", {}, `${count(request.reply_tokens)} `, make("span", { class: "under" }, `tokens, ${request.timings.decode_tokens_per_s.toFixed(1)} a second`), ...guesses));
+    cell("reply", {}, `${plural(request.reply_tokens, "token")} `, make("span", { class: "under" }, `${request.timings.decode_tokens_per_s.toFixed(0)}/s`)));
+}
+
+// A reply that a person, an agent or the chat page stopped is no failure.
+function stoppedRow(request, when) {
+  const { prompt_tokens: prompt, ready_tokens: ready, reply_tokens: reply } = request;
+  const far = reply ? `after ${plural(reply, "token")} of the reply` : prompt ? `at ${count(ready)} of ${plural(prompt, "prompt token")}` : "before it began";
+  return make("tr", {}, when, cell("prompt", {}, prompt ? plural(prompt, "token") : "–"),
+    cell("", { class: "say", colspan: 3 }, make("span", { class: "under" }, `stopped by the client ${far}`)));
+}
+
+// What the policy kept of a prompt, and why.
+function decisionRow(request, now) {
+  const cache = request.prefix_cache, { drafted_tokens: drafted, accepted_tokens: accepted } = request.timings;
+  const each = request.reply_tokens / Math.max(1, request.reply_tokens - accepted);
+  return make("tr", {}, whenCell(request, now), cell("kept", {}, plural(cache.boundary, "token")),
+    cell("reason", {}, words(cache.boundary_reason) + (cache.saved === "dropped" ? ", dropped" : "")),
+    cell("draft tokens", {}, drafted ? count(drafted) : "–"), cell("accepted", {}, drafted ? percent(accepted, drafted) : "–"),
+    cell("tokens a step", {}, drafted ? each.toFixed(1) : "–"));
 }
 
 function drawMeters(now) {
   const { memory, cache } = now;
-  const meters = [];
-  if (memory) {
-    meters.push(meter("Memory of requests", memory.used_bytes, memory.limit_bytes, `${count(memory.running)} of ${count(memory.max_running)} running; ${plural(memory.kept_tokens, "token")} kept for later turns`));
-    const titles = memory.slots.map((slot) => make("span", { class: slot.busy ? "busy" : "idle", title: `${plural(slot.tokens, "token")}, ${bytes(slot.num_bytes)}, ${slot.busy ? "running" : "kept for later turns"}` }));
-    meters.push(make("div", { class: "slots", role: "img", "aria-label": `${plural(memory.slots.length, "conversation")}, ${count(memory.running)} of them running` }, ...titles));
-    if (memory.process_bytes) meters.push(make("p", { class: "under" }, `The process takes ${bytes(memory.process_bytes)} of memory.`));
-  }
-  if (cache) {
-    const kept = `${plural(cache.entries, "prompt")}, ${plural(cache.blocks, "block")}, ${{ planes: "compressed", raw: "not compressed" }[cache.codec] ?? cache.codec}; ${count(cache.evicted_blocks)} evicted`;
-    meters.push(meter("Store", cache.used_bytes, cache.budget_bytes, kept));
-    meters.push(meter("Write buffer", cache.pending_bytes, cache.buffer_bytes, `${plural(cache.pending, "prompt")} waiting, ${bytes(cache.saved_bytes)} written, ${count(cache.dropped)} dropped`));
-    const disk = cache.disk_written_last_day_bytes, inAll = `${bytes(cache.disk_written_bytes)} in all`;
-    if (cache.write_budget_bytes) meters.push(meter("Written to disk in 24 hours", disk, cache.write_budget_bytes, `${plural(cache.unaffordable, "prompt")} left out, or a part of them; ${inAll}`));
-    else meters.push(make("p", { class: "under" }, `${bytes(disk)} written to disk in 24 hours, ${inAll}`));
-  }
-  whenChanged("meters", [memory, cache && { ...cache, savings: null, gate: null }], () => find("#meters").replaceChildren(...meters));
+  whenChanged("meters", [memory, cache && { ...cache, savings: null, gate: null }], () => {
+    find("#meters").replaceChildren(...(memory ? memoryMeters(memory) : []), ...(cache ? [meter("Saved on disk", cache.used_bytes, cache.budget_bytes, plural(cache.entries, "prompt"))] : []));
+    find("#further-meters").replaceChildren(...(cache ? cacheMeters(cache) : []));
+  });
+}
+
+function memoryMeters(memory) {
+  const titles = memory.slots.map((slot) => make("span", { class: slot.busy ? "busy" : "idle", title: `${plural(slot.tokens, "token")}, ${bytes(slot.num_bytes)}, ${slot.busy ? "running" : "kept for later turns"}` }));
+  const slots = make("div", { class: "slots", role: "img", "aria-label": `${plural(memory.slots.length, "conversation")}, ${count(memory.running)} of them running` }, ...titles);
+  const process = memory.process_bytes ? [make("p", { class: "under" }, `The process takes ${bytes(memory.process_bytes)} of memory.`)] : [];
+  return [meter("Memory of requests", memory.used_bytes, memory.limit_bytes, `${count(memory.running)} of ${count(memory.max_running)} running; ${plural(memory.kept_tokens, "token")} kept for later turns`), slots, ...process];
+}
+
+function cacheMeters(cache) {
+  const blocks = `${plural(cache.blocks, "block")}, ${{ planes: "compressed", raw: "not compressed" }[cache.codec] ?? cache.codec}; ${count(cache.evicted_blocks)} evicted`;
+  const disk = cache.disk_written_last_day_bytes, inAll = `${bytes(cache.disk_written_bytes)} in all`;
+  return [make("p", { class: "under" }, `Saved on disk: ${blocks}.`),
+    meter("Write buffer", cache.pending_bytes, cache.buffer_bytes, `${plural(cache.pending, "prompt")} waiting, ${bytes(cache.saved_bytes)} written, ${count(cache.dropped)} dropped`),
+    cache.write_budget_bytes ? meter("Written to disk in 24 hours", disk, cache.write_budget_bytes, `${plural(cache.unaffordable, "prompt")} left out, or a part of them; ${inAll}`)
+      : make("p", { class: "under" }, `${bytes(disk)} written to disk in 24 hours, ${inAll}.`)];
 }
 
 function meter(name, used, limit, note) {

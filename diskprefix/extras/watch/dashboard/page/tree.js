@@ -2,21 +2,22 @@
 
 const LANE = 22, FEW_LANES = 10, MOST_LANES = 60, NARROWEST = 16;
 
-const tree = { found: null, chosen: 0, selected: null, lanes: [], byId: new Map() };
+// `root` is that of the tree which the user chose.
+const tree = { found: null, chosen: 0, root: null, selected: null, lanes: [], byId: new Map() };
 
-// `served` is the name of the served model. Its tree with the most hits is shown first.
+// `served` is the name of the served model. Its trees come first, and of them the busiest.
 function showEntries(found, served) {
-  tree.found = found;
+  const hits = new Map(found.trees.map((one) => [one, one.nodes.reduce((sum, node) => sum + node.hits, 0)]));
+  const busiest = (one, other) => (other.model === served) - (one.model === served) || hits.get(other) - hits.get(one);
+  tree.found = { ...found, trees: found.trees.toSorted(busiest) };
+  const trees = tree.found.trees, isOneModel = trees.every(({ model }) => model === trees[0].model);
   const choice = find("#tree-of");
-  whenChanged("trees", found.trees.map(({ root, model, tenant }) => [root, model, tenant]), () => {
-    choice.replaceChildren(
-      ...found.trees.map(({ model, tenant }, index) => make("option", { value: index }, `${model}, ${tenant ? `key ${tenant.slice(0, 8)}` : "no key"}`)),
-    );
-    const hits = found.trees.map(({ model, nodes }) => (model === served ? nodes.reduce((sum, node) => sum + node.hits, 0) : -1));
-    tree.chosen = Math.max(0, hits.indexOf(Math.max(...hits)));
-    choice.value = tree.chosen;
+  whenChanged("trees", trees.map(({ root, tenant_name }) => [root, tenant_name]), () => {
+    const chosen = Math.max(0, trees.findIndex(({ root }) => root === tree.root));
+    choice.replaceChildren(...trees.map(({ model, tenant_name: name }, index) => make("option", { value: index }, isOneModel ? name : `${name}, ${model}`)));
+    tree.chosen = choice.value = chosen;
   });
-  find("#tree-choice").hidden = found.trees.length < 2;
+  find("#tree-choice").hidden = trees.length < 2;
   drawTree();
 }
 
@@ -68,7 +69,7 @@ function buttonOf(node, lanes, entries, isActive, shown) {
   const shared = node.num_entries > 1 ? `${plural(node.num_entries, "prompt")} · ` : "";
   const isLeaf = !node.children.length;
   // Prompts of one agent begin alike and differ at their ends.
-  const [begin, end] = isLeaf ? [preview, preview?.split("…").pop().trim()] : [textBelow(node, entries)?.split(" … ")[0], null];
+  const [begin, end] = isLeaf ? [preview, preview?.split("…").pop().trim()] : [textBelow(node, entries)?.replace(/ … .*/s, " …"), null];
   const label = !isLeaf && node.isNarrow ? "" : (node.parent ? end : begin) || `${shared}${count(node.end - node.start)} tokens`;
   const height = Math.min(node.lanes, lanes - node.lane) * LANE;
   // A leaf extends to the right edge, so that its text has room; its colour ends with its tokens.
@@ -108,6 +109,7 @@ function selectTrunk(node, entries, shown) {
     restored: `${plural(node.hits, "time")}, last used ${ago(node.last_used_at, now)}`,
     "time to compute": node.prefill_s ? seconds(node.prefill_s) : "not measured",
     model: shown.model,
+    "computed for": shown.tenant_name,
   };
   const list = make("dl", {}, ...Object.entries(figures).flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]));
   find("#trunk").replaceChildren(list, ...node.entries.map((id) => entryOf(id, entries.get(id))));

@@ -1,0 +1,79 @@
+"""Computes prompts ahead of requests while the engine is idle: mainly the history as the chat template will write it
+for the next question, without the thoughts of earlier turns."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from diskprefix.cache.cached_request import CachedRequest
+from diskprefix.engine.idle.ahead_jobs import AheadJob, AheadJobs
+from diskprefix.engine.idle.idle_work import IdleWork, Steps
+from diskprefix.tokens import LEAST_TOKENS
+from diskprefix.values import CacheOptions, CacheReport, Prompt
+
+log = logging.getLogger("diskprefix")
+
+
+class Ahead:
+    """The idle task that computes the jobs."""
+
+    def __init__(self, idle: IdleWork, jobs: AheadJobs) -> None:
+        self._idle, self._jobs = idle, jobs
+        self._job: AheadJob | None = None
+
+    @property
+    def wait_s(self) -> float | None:
+        return self._jobs.wait_s
+
+    def next_steps(self) -> Steps | None:
+        self._job = self._jobs.next()
+        return None if self._job is None else self._compute(self._job)
+
+    def give_up(self, reason: str) -> None:
+        log.info("[engine] a prompt is not computed ahead: %s", reason)
+        if self._job is not None:
+            self._jobs.drop_job(self._job)
+
+    def _compute(self, job: AheadJob) -> Steps:
+        model, cache, options = job.model, job.model.cache, job.options
+        yield (made := self._idle.submit_read(job.make))
+        prompt: Prompt | None = made.result()
+        if prompt is None or len(prompt.token_ids) < cache.settings.kv_cache_min_tokens:
+            self._jobs.drop_job(job)
+            return
+        token_ids = prompt.token_ids
+        with self._idle.restoring(model, prompt, options, job.owner) as restored:
+            yield restored.reading
+            sequence, cached, start = restored.sequence, restored.cached, restored.num_restored()
+            # State of a request from before a purge is not stored after it.
+            if len(token_ids) - start >= LEAST_TOKENS and not cache.is_gone(job.owner):
+                cached.choose_ahead(sequence)
+                if model is self._idle.served:
+                    self._record_prompt(prompt, options, cached, start)
+                # Bound: each step computes at least one token.
+                while sequence.num_tokens < len(token_ids):
+                    began_s, num_tokens = time.process_time(), sequence.num_tokens
+                    self._idle.compute_step(model, sequence, token_ids)
+                    model.pages.set_ready(sequence, sequence.num_tokens)
+                    cache.counters["ahead_tokens"] += sequence.num_tokens - num_tokens
+                    cached.after_step(sequence)
+                    if not self._jobs.spend(job, time.process_time() - began_s):
+                        # The rest is computed when the budget allows it again, unless the prompt was purged.
+                        return
+                    yield None
+                cached.save_partial(sequence, token_ids)
+                log.info("[engine] %d of %d tokens were computed ahead", len(token_ids) - start, len(token_ids))
+        self._jobs.drop_job(job)
+
+    def _record_prompt(self, prompt: Prompt, options: CacheOptions, cached: CachedRequest, restored: int) -> None:
+        if (recorder := self._idle.served.recorder) is not None:
+            recorder.record_request(
+                *(prompt, options, CacheReport(selection=cached.selection, restored=restored)),
+                root=cached.namespace.root,
+                when=time.time(),
+                reply=prompt.token_ids[:0],
+                prefill_ms=0.0,
+                remembered=False,
+                is_ahead=True,
+            )

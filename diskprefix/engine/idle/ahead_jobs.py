@@ -1,0 +1,139 @@
+"""The queue of prompts to compute ahead of requests, and the times when they may be computed: within a budget of
+processor seconds, and never while the machine runs on its battery."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from msgspec import Struct
+
+from diskprefix.values import CacheOptions, Prompt
+
+if TYPE_CHECKING:
+    from diskprefix.cache.cache import PrefixCache
+    from diskprefix.kv.page_cache import PageCache
+    from diskprefix.kv.sequence import Owner
+    from diskprefix.model.runtime import Runtime
+
+_MAX_JOBS = 8
+"""The maximum number of waiting prompts. The oldest is dropped first."""
+_QUIET_S = 0.5
+"""Nothing is computed ahead for this many seconds after a request comes or a reply ends, because the next request may
+come."""
+_LATER_S = 60.0
+"""The seconds until the battery, or an exhausted budget, is checked again."""
+_SUPPLIES = Path("/sys/class/power_supply")
+
+
+class AheadModel(Protocol):
+    """A model that computes ahead: the served model or the draft model."""
+
+    runtime: Runtime
+    cache: PrefixCache
+    pages: PageCache
+
+
+class AheadJob(Struct, frozen=True, eq=False):
+    """A prompt that a model computes. `make` renders the prompt, which may take long, and returns None if there is no
+    prompt. `owner` owns its state in memory. `content` is the conversation that the prompt continues: a later job that
+    continues more of this conversation replaces this one. After `expires_at`, on the clock of `AheadJobs`, the job is
+    no longer wanted."""
+
+    model: AheadModel
+    make: Callable[[], Prompt | None]
+    options: CacheOptions
+    owner: Owner
+    content: tuple[object, ...] | bytes = ()
+    expires_at: float = math.inf
+
+
+class AheadJobs:
+    """The prompts to compute ahead, and the times when they may be computed. For any thread. `budget_s` is the budget
+    of processor seconds per hour; with 0 nothing is computed ahead."""
+
+    def __init__(self, budget_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._budget_s, self._clock, self._lock = budget_s, clock, threading.Lock()
+        self._jobs: list[AheadJob] = []
+        self._left_s, self._counted_at = budget_s, clock()
+        self._not_before = 0.0
+        self.on_job: Callable[[], None] = lambda: None
+        """Called when a job is added."""
+
+    def add_job(self, job: AheadJob) -> None:
+        """Adds a prompt, which is computed before the others. It replaces earlier turns of its conversation."""
+        if not self._budget_s:
+            return
+        with self._lock:
+            others = [other for other in self._jobs if not _continues(job, other)]
+            self._jobs = [job, *others][:_MAX_JOBS]
+        self.pause()
+        self.on_job()
+
+    def drop_job(self, job: AheadJob) -> None:
+        with self._lock:
+            self._jobs = [other for other in self._jobs if other is not job]
+
+    def drop_gone(self, is_gone: Callable[[Owner], bool]) -> None:
+        """Drops the jobs that have expired, and those whose owner's state was purged."""
+        now = self._clock()
+        with self._lock:
+            self._jobs = [job for job in self._jobs if job.expires_at > now and not is_gone(job.owner)]
+
+    def pause(self, *, is_long: bool = False) -> None:
+        """Lets no job begin for half a second, or with `is_long` for a minute."""
+        self._not_before = max(self._not_before, self._clock() + (_LATER_S if is_long else _QUIET_S))
+
+    def next(self) -> AheadJob | None:
+        """Returns the job to compute now. Returns None if there is no job or none may begin now."""
+        self.drop_gone(lambda _: False)
+        if not self._jobs or self._clock() < self._not_before:
+            return None
+        if self._refill() <= 0 or runs_on_battery():
+            self.pause(is_long=True)
+            return None
+        return self._jobs[0]
+
+    def spend(self, job: AheadJob, seconds: float) -> bool:
+        """Subtracts processor seconds from the budget. Returns whether the job may go on."""
+        self._left_s -= seconds
+        return self._refill() > 0 and job in self._jobs
+
+    @property
+    def wait_s(self) -> float | None:
+        """The seconds until `next` may return a job, None if there is none."""
+        return max(0.0, self._not_before - self._clock()) if self._jobs else None
+
+    def _refill(self) -> float:
+        now = self._clock()
+        self._left_s += (now - self._counted_at) * self._budget_s / 3600
+        self._left_s, self._counted_at = min(self._left_s, self._budget_s), now
+        return self._left_s
+
+
+def _continues(job: AheadJob, other: AheadJob) -> bool:
+    return job.owner == other.owner and job.content[: len(other.content)] == other.content
+
+
+def runs_on_battery() -> bool:
+    """Returns whether the machine's battery is being discharged; False if the system does not say."""
+    if sys.platform == "darwin":
+        with suppress(OSError, subprocess.SubprocessError):
+            said = subprocess.run(["pmset", "-g", "batt"], capture_output=True, timeout=2.0, check=False).stdout
+            return b"'Battery Power'" in said
+    for supply in sorted(_SUPPLIES.glob("*")):
+        with suppress(OSError, UnicodeDecodeError):
+            kind, status = ((supply / name).read_text().strip() for name in ("type", "status"))
+            # The battery of a mouse has the scope Device.
+            scope = supply / "scope"
+            is_own = not scope.exists() or scope.read_text().strip() != "Device"
+            if is_own and (kind, status) == ("Battery", "Discharging"):
+                return True
+    return False

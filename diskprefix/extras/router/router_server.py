@@ -1,0 +1,82 @@
+"""The process of the router: its sockets, its signals and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import logging
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from diskprefix.extras.router.listing import Listing
+from diskprefix.extras.router.router import RouterApp
+from diskprefix.extras.router.workers import Workers
+from diskprefix.server.keys import ApiKeys
+from diskprefix.server.process.listener import open_listeners
+from diskprefix.server.process.process import (
+    SignalledServer,
+    announce_listening,
+    leave,
+    made_token,
+    uvicorn_config,
+    warn_without_keys,
+)
+from diskprefix.server.process.token_file import published_token
+from diskprefix.settings import Settings
+
+if TYPE_CHECKING:
+    import socket
+
+log = logging.getLogger("diskprefix")
+
+
+class RouterServer(SignalledServer):
+    """The server of the router."""
+
+    def __init__(self, router: RouterApp, workers: Workers, settings: Settings) -> None:
+        super().__init__(uvicorn_config(router, settings))
+        self._router, self._workers = router, workers
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._router.read_again)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, self._router.check_memory)
+        await super().startup(sockets)
+
+    def force_end(self) -> None:
+        self._workers.kill_all()
+        super().force_end()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._router.stop()
+        await super().shutdown(sockets)
+        await self._workers.close()
+        if not self._router.exit_code:
+            log.info("stopped")
+
+
+def run_router(listing: Listing, settings: Settings) -> None:
+    """Serves the models of a list. See `hooks.open_router`."""
+    faulthandler.enable()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    keys = None if settings.api_keys is None else ApiKeys(settings.api_keys)
+    for number in (signal.SIGHUP, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    workers = Workers(takes_any_name=listing.only is None)
+    settings, listeners = open_listeners(settings)
+    workers.token, workers.page_secret = made_token(settings), None if keys is None else keys.page_secret
+    workers.address = announce_listening(listeners, settings, workers.token)
+    warn_without_keys(settings, workers.address)
+    access = keys or workers.token
+    assert access is not None
+    router = RouterApp(settings, listing, workers, access, lambda: setattr(server, "should_exit", True))
+    server = RouterServer(router, workers, settings)
+    try:
+        with server.while_listening as listening:
+            listening.enter_context(published_token(workers.token.text if workers.token else "", listeners))
+            server.run(sockets=listeners)
+    finally:
+        for listener in listeners:
+            listener.close()
+    # The worker has logged why. A thread that waits for a disk would keep the process.
+    leave(router.exit_code, at_once=listing.is_reading)

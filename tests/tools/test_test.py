@@ -1,0 +1,53 @@
+"""`tools/test` with stand-ins for the tools that it calls: what is run for which arguments."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+NOTING = '#!/usr/bin/env bash\necho "{name} $*" >>calls\n'
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    for name in ("tools", "tests/cache", ".venv/bin"):
+        (tmp_path / name).mkdir(parents=True)
+    shutil.copy(ROOT / "tools/test", tmp_path / "tools/test")
+    (tmp_path / "tests/cache/test_a.py").touch()
+    (tmp_path / "report.xml").touch()
+    for path, name in (("tools/setup", "setup"), ("tools/check", "check"), (".venv/bin/python", "python")):
+        (tmp_path / path).write_text(NOTING.format(name=name), encoding="utf-8")
+        (tmp_path / path).chmod(0o755)
+    return tmp_path
+
+
+def calls(project: Path, *arguments: str) -> list[str]:
+    variables = os.environ | {"TMPDIR": str(project)}
+    subprocess.run([str(project / "tools/test"), *arguments], check=True, cwd=project.parent, env=variables)
+    return (project / "calls").read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("tests/cache",), ("--all", "tests/cache/test_a.py::test_b"), ("-x", "./tests"), ("-k", "a", "tests/cache/")],
+)
+def test_with_a_path_only_its_tests_run(project: Path, arguments: tuple[str, ...]) -> None:
+    setup, tests = calls(project, *arguments)
+    assert setup == "setup "
+    assert tests.startswith("python -m pytest -W error -n 2 ")
+    assert tests.endswith(" ".join(word for word in arguments if word != "--all"))
+    assert ("not slow" in tests) == ("--all" not in arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), ("--all",), ("-k", "scope"), ("--junitxml", "report.xml"), ("tests/absent",)]
+)
+def test_without_one_ruff_and_mypy_run_too(project: Path, arguments: tuple[str, ...]) -> None:
+    ran = calls(project, *arguments)
+    assert "check " in ran
+    assert ran[-1].startswith("python -m pytest -W error -n 2 ")

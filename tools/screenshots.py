@@ -1,0 +1,175 @@
+"""`tools/bench screenshots`: pictures of the pages, with what a real daemon shows after an agent's session."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import httpx
+
+from diskprefix.server.process.token_file import page_link
+from diskprefix.user_key import user_key
+from tools.measuring.live_server import POLL_S, LiveServer
+from tools.measuring.options import run_tool
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+ROOT = Path(__file__).parents[1]
+IMAGES = ROOT / "diskprefix/extras/watch/dashboard/images"
+SIZES = {"desktop": {"width": 1280, "height": 800}, "phone": {"width": 390, "height": 844}}
+OF_THE_PAGE = {"dashboard.png": ("desktop", "light", 826), "phone.png": ("phone", "dark", 293)}
+"""The pictures in the dashboard's README.md, each with its width there."""
+_COLOURS, _LONGEST = 128, 2.7
+"""The most colours of a picture, and its largest height as a multiple of its width."""
+_SOURCES = tuple(f"diskprefix/{name}.py" for name in ("values", "tokens", "units", "settings"))
+_SYSTEM = "You are a coding agent. You work in a repository, read files before you change them, and answer briefly. "
+_TASKS = ("What does the first file do?", "Which of its functions are public?", "Say how it is tested.", "Sum it up.")
+
+
+def play(server: LiveServer) -> None:
+    """Lets an agent work in several turns, and kills the daemon between two of them. Then a question begins a new
+    conversation, a reply is stopped, and another program asks twice with a placeholder for a key."""
+    url = f"http://127.0.0.1:{server.port}"
+    texts = [(ROOT / name).read_text(encoding="utf-8")[:6000] for name in _SOURCES]
+    messages = [{"role": "system", "content": _SYSTEM + texts[0]}]
+    with httpx.Client(base_url=url, timeout=600) as client:
+
+        def turn(number: int) -> None:
+            messages.append({"role": "user", "content": f"{_TASKS[number]}\n\n{texts[number][:1500]}"})
+            messages.append({"role": "assistant", "content": _answer(client, user_key(), messages)})
+
+        turn(0)
+        turn(1)
+        _wait_saved(client, server.token)
+        server.kill()
+        server.start()
+        turn(2)
+        _answer(client, user_key(), [messages[0], {"role": "user", "content": "Which errors does it raise?"}])
+        body = {"messages": [messages[0], {"role": "user", "content": texts[1]}], "stream": True, "max_tokens": 400}
+        with client.stream("POST", "/v1/chat/completions", json=body, headers=_bearer(user_key())) as reply:
+            next(line for line in reply.iter_lines() if '"content"' in line)
+        for _ in range(2):
+            _answer(client, "unused", [{"role": "user", "content": texts[2][:3000]}])
+        turn(3)
+        _wait_saved(client, server.token)
+
+
+def _answer(client: httpx.Client, key: str, messages: list[dict[str, str]]) -> str:
+    body = {"messages": messages, "max_tokens": 60, "temperature": 0}
+    agent = {"User-Agent": "coding-agent/1.0"}
+    answer = client.post("/v1/chat/completions", json=body, headers=_bearer(key) | agent).raise_for_status()
+    return str(answer.json()["choices"][0]["message"]["content"])
+
+
+def _bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def _wait_saved(client: httpx.Client, token: dict[str, str]) -> None:
+    """Waits until nothing waits to be written."""
+    while client.get("/dashboard/state", headers=token).raise_for_status().json()["cache"]["pending"]:
+        time.sleep(POLL_S)
+
+
+@contextmanager
+def _browser() -> Iterator[Browser]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+def photographed(browser: Browser, link: str, page_name: str, size: str, scheme: str) -> bytes:
+    """Returns a PNG of the whole dashboard, or of what a visitor sees of the chat page."""
+    scheme_options: dict[str, Any] = {"color_scheme": scheme, "viewport": SIZES[size]}
+    context = browser.new_context(**scheme_options)
+    page = context.new_page()
+    page.goto(link)
+    (_show_chat if page_name == "chat" else _show_dashboard)(page)
+    # The chat page scrolls under its header.
+    picture = page.screenshot(full_page=page_name == "dashboard")
+    context.close()
+    return picture
+
+
+def _show_dashboard(page: Page) -> None:
+    page.wait_for_selector("#said:not(:empty)")
+    page.wait_for_selector("#icicle button")
+
+
+def _show_chat(page: Page) -> None:
+    page.fill("#text", "List five things to check before a long bicycle tour, with a table of two tools.")
+    page.click("#send")
+    page.locator("#again").wait_for(timeout=120_000)
+
+
+def smaller(picture: bytes, width: int | None) -> bytes:
+    """Returns a PNG with few colours. If there is a width, it has that, and the end of a long page is left out."""
+    from PIL import Image
+
+    image = Image.open(io.BytesIO(picture)).convert("RGB")
+    if width is not None:
+        image = image.crop((0, 0, image.width, min(image.height, round(_LONGEST * image.width))))
+        image = image.resize((width, round(image.height * width / image.width)), Image.Resampling.LANCZOS)
+    made = io.BytesIO()
+    image.quantize(_COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(made, "PNG", optimize=True)
+    return made.getvalue()
+
+
+@click.command()
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=IMAGES,
+    help="The folder for the pictures.  [the README's pictures]",
+)
+@click.option("--all", "all_", is_flag=True, help="Both pages, on a desktop and a phone, light and dark.")
+def main(folder: Path, all_: bool) -> None:
+    """Make the pictures of the dashboard's README.md anew.
+
+    A daemon with the embedded model and an empty cache answers an agent in several turns, is killed between two of
+    them, answers another question, and is stopped in a reply. Then Debian's chromium shows its pages. Takes a minute or
+    two. Look at the pictures before you commit them.
+
+    \b
+    Exit codes: 0 done; 1 the daemon or the browser failed; 2 wrong usage.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory() as work,
+        _browser() as browser,
+        LiveServer(kv_cache_dir=Path(work, "kv"), log_path=Path(work, "log")) as server,
+    ):
+        server.start()
+        play(server)
+        token = server.token["Authorization"].removeprefix("Bearer ")
+        for name, page, size, scheme, width in _wanted(all_):
+            link = page_link(f"http://127.0.0.1:{server.port}", token, "" if page == "dashboard" else "chat")
+            picture = smaller(photographed(browser, link, page, size, scheme), width)
+            (folder / name).write_bytes(picture)
+            click.echo(f"{len(picture) / 1024:6.1f} KiB  {folder / name}")
+
+
+def _wanted(all_: bool) -> Iterator[tuple[str, str, str, str, int | None]]:
+    """Yields the name, the page, the size, the colours and the width of each picture."""
+    if not all_:
+        for name, (size, scheme, width) in OF_THE_PAGE.items():
+            yield name, "dashboard", size, scheme, width
+        return
+    for page, size, scheme in product(("dashboard", "chat"), SIZES, ("light", "dark")):
+        yield f"{page}-{size}-{scheme}.png", page, size, scheme, None
+
+
+if __name__ == "__main__":
+    run_tool(main, "tools/bench screenshots")
