@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+from concurrent.futures import wait
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
@@ -112,8 +113,7 @@ def test_a_read_that_ends_in_time_gives_its_result_or_its_error(tmp_path: Path) 
 def test_the_reads_of_a_request_share_its_patience(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, gate, patience = open_store(tmp_path), Gate(monkeypatch), Patience(0.1)
     # By the clock, some systems end a timed wait too early.
-    wait = reads.wait
-    monkeypatch.setattr(reads, "wait", lambda answers, timeout: wait(answers, timeout / 2))
+    monkeypatch.setattr(reads, "wait", lambda answers, limit_s: wait(answers, limit_s / 2))
     for _ in range(40):
         with pytest.raises(DiskStalled, match="did not answer in time"):
             store.reads.ask(lambda: read_one(store.reads), patience)
