@@ -69,8 +69,7 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
     parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache")
     from diskprefix.cache.tiered_store import open_store
     from diskprefix.engine.loop import Engine
-    from diskprefix.engine.measured_model import load_draft, measured
-    from diskprefix.model.load.loader import begin_load
+    from diskprefix.engine.measured_model import load_draft, load_measured
     from diskprefix.model.load.memory import explain_out_of_memory
 
     imported = time.perf_counter()
@@ -81,7 +80,7 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
         recorder = hooks.open_recorder(settings, lambda: opening.result().secret)
         if recorder is not None:
             opened.callback(recorder.close)
-        measurement = measured(begin_load(settings, progress), settings)
+        measurement = load_measured(settings, progress)
         loaded = measurement.loaded
         store = opening.result()
         loaded_at = time.perf_counter()

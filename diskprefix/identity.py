@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import Struct
 
 _OF_BUILD = frozenset(
-    {"bits", "build", "code", "torch_version", "transformers_version", "gguf_version", "numpy_version"}
+    {"bits", "build", "code", "golden", "torch_version", "transformers_version", "gguf_version", "numpy_version"}
 )
 """The fields that an upgrade changes."""
 

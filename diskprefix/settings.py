@@ -171,9 +171,22 @@ class Settings:
     )
     device: str = _model(
         "auto",
-        "cpu, cuda (AMD too), cuda:1, xpu (Intel), mps and so on. auto uses an accelerator if there is one.",
+        "cpu, cuda (AMD too), cuda:1, xpu (Intel), mps, Vulkan0 and so on. auto uses an accelerator if there is one.",
         is_common=True,
         metavar="NAME",
+    )
+    engine: str = _model(
+        "auto",
+        "plan (CPUs), llama (llama.cpp's library) or grid (transformers); auto takes llama if it has a GPU.",
+        is_common=True,
+        choices=("auto", "plan", "llama", "grid"),
+    )
+    gpu_layers: int | None = _model(
+        None,
+        "With --engine llama, the number of layers that the GPU computes. The CPU computes the others.",
+        kind="integer",
+        bounds=(0, 10_000),
+        unset="as many as have room there",
     )
     dtype: str = _model(
         "auto",
@@ -219,7 +232,6 @@ class Settings:
     draft_model: str | None = _model(
         None,
         "A smaller model with the same vocabulary that also drafts tokens. It uses part of --kv-memory.",
-        is_common=True,
         metavar="ID|PATH",
         unset="none",
     )
@@ -513,7 +525,18 @@ SETTINGS: dict[str, Setting] = {field.name: field.metadata["setting"] for field 
 
 PER_MODEL = frozenset(
     {
-        *("device", "dtype", "weights", "kv_type", "kernels", "chat_template", "speculative", "draft_model"),
+        *(
+            "engine",
+            "device",
+            "gpu_layers",
+            "dtype",
+            "weights",
+            "kv_type",
+            "kernels",
+            "chat_template",
+            "speculative",
+            "draft_model",
+        ),
         *("sampling", "chat_template_kwargs", "prefill_compression", "kv_memory", "disk_prefix_cache"),
         *("kv_cache_ttl", "kv_cache_min_tokens", "canonicalise"),
         *("kv_cache_gate", "max_sequences", "ahead"),

@@ -304,6 +304,19 @@ class Prompt(Struct, frozen=True, eq=False):
     source: SourceText | None = None
     replayed: int = 0
 
+    def until(self, end: int) -> Prompt:
+        """Returns the first `end` tokens of a prompt of text, with the structure that they have."""
+        ends = [self.system_end, self.question_end]
+        system_end, question_end = (position if position <= end else 0 for position in ends)
+        return replace(
+            self,
+            token_ids=self.token_ids[:end],
+            boundaries=tuple(position for position in self.boundaries if position <= end),
+            system_end=system_end,
+            question_end=question_end,
+            marks=tuple(mark for mark in self.marks if mark.position <= end),
+        )
+
     def last_safe(self, limit: int) -> int:
         """Returns the last safe cut at or below `limit` (0 <= limit <= number of tokens); 0 if there is none."""
         if not self.boundaries:

@@ -23,6 +23,7 @@ MISSING = os.environ.get("DISKPREFIX_TEST_MISSING")
 LISTED = {
     "takes long: set DISKPREFIX_TEST_EXAMPLES=2": "tools/bench checks it too",
     "could not import 'vllm'": "vLLM has an environment of its own, in which `tools/vllm theirs` runs these",
+    "could not import 'llama_cpp'": "it takes ten minutes to compile; `tools/llama tests` runs these",
     "traces are not on this machine": "published data, too large for this project",
     "needs root": "CI of a fork may not be root",
     "this process may use a GPU": "the test is about machines without one",

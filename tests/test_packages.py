@@ -30,7 +30,7 @@ for _row in (
     "kv",
     "hooks",
     "model cache",
-    "grid",
+    "grid llama",
     "engine chat",
     "api",
     "server",
@@ -325,7 +325,7 @@ def test_every_package_that_is_imported_is_declared() -> None:
     distributions = packages_distributions()
     undeclared = set[tuple[str, str]]()
     for module, source in SOURCES.items():
-        extra = module.split(".")[1] if module.startswith("extras.") else ""
+        extra = module.removeprefix("extras.").partition(".")[0]
         optional = project["optional-dependencies"]
         lines = [*project["dependencies"], *optional["transformers"], *optional.get(extra, ())]
         known = {canonicalize_name(Requirement(line).name) for line in lines}

@@ -178,7 +178,9 @@ class CachedRequest:
         """Selects all of a prompt that nobody has asked for yet, unless the write budget is scarce. Like `choose`."""
         self.is_chosen, selection = True, None
         if self._bypass is None and self._may_save_unselected(sequence):
-            selection = selection_ahead(self.prompt, self.options.scope, self.cache.layout.state_kind)
+            layout, settings = self.cache.layout, self.cache.settings
+            grid = Rules.of(settings, layout.state_kind, layout.state_bytes).grid
+            selection = selection_ahead(self.prompt, self.options.scope, layout.state_kind, grid)
         self._saver.begin_saving(self.restored, selection)
 
     def _select(self) -> Selection:
@@ -332,7 +334,7 @@ class CachedRequest:
         if not self._saves or self.cache.layout.state_kind not in AT_ANY_TOKEN:
             return
         with self._context.guarded("the reply is not saved"):
-            sequence.complete_undrafted()
+            sequence.complete_pages()
             self._save_reply(sequence, self.nodes.extended(token_ids))
 
     def _save_reply(self, sequence: KVSequence, nodes: PromptNodes) -> None:
@@ -362,7 +364,7 @@ class CachedRequest:
             # On the grid, decoding computes other bits than a prefill.
             return
         with self._context.guarded("the state of the cancelled or waiting request is not saved"):
-            sequence.complete_undrafted()
+            sequence.complete_pages()
             self._save_all(sequence, self.nodes.extended(token_ids), _MIN_TTL_S)
 
     def _save_all(self, sequence: KVSequence, nodes: PromptNodes, min_ttl_s: float) -> None:

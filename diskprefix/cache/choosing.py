@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from diskprefix.cache.policy.seen import SeenPrompts, Sighting
 from diskprefix.cache.policy.select import AT_CHECKPOINTS, Rules, StateKind, select
 from diskprefix.cache.tiers.nodes import PromptNodes
+from diskprefix.tokens import floor_to_grid
 from diskprefix.values import DEFAULT_WINDOW, CacheOptions, Mark, Prompt, Scope, Selection
 
 
@@ -22,8 +23,8 @@ def selection_of(sighting: Sighting, rules: Rules, prompt: Prompt, options: Cach
     return selection if options.save or options.scope.kind == "off" else selection.keeping_nothing("read_only")
 
 
-def selection_ahead(prompt: Prompt, scope: Scope, state: StateKind) -> Selection:
-    """Returns all of a prompt that nobody has sent yet, for a model that is exact at every token."""
+def selection_ahead(prompt: Prompt, scope: Scope, state: StateKind, grid: int) -> Selection:
+    """Returns all of a prompt that nobody has sent yet, and that ends at a place where it can be restored."""
     num_tokens, has_states = len(prompt.token_ids), state in AT_CHECKPOINTS
     return Selection(
         scope=scope,
@@ -32,7 +33,7 @@ def selection_ahead(prompt: Prompt, scope: Scope, state: StateKind) -> Selection
         selected=num_tokens,
         aligned=num_tokens,
         checkpoints=(num_tokens,) if has_states else (),
-        anchors=(prompt.system_end, prompt.question_end) if has_states else (),
+        anchors=tuple(floor_to_grid(at, grid) for at in (prompt.system_end, prompt.question_end)) if has_states else (),
     )
 
 

@@ -18,10 +18,11 @@ from diskprefix.engine.speculation.draft_model import LoadedDraft
 from diskprefix.errors import ModelError
 from diskprefix.identity import Fingerprint
 from diskprefix.kv.layout import Layout
+from diskprefix.llama.devices import is_chosen
 from diskprefix.model.bits import build_of
 from diskprefix.model.load.fingerprint import fingerprint_of_modules
 from diskprefix.model.load.kernel_settings import computed_by
-from diskprefix.model.load.loader import LoadedModel, load_model, require_own_type
+from diskprefix.model.load.loader import LoadedModel, begin_load, load_model, require_own_type
 from diskprefix.model.plan_fingerprint import fingerprint_of_plan
 from diskprefix.model.planned import NotExact, PlanRuntime
 from diskprefix.model.runtime import Runtime
@@ -66,6 +67,18 @@ class MeasuredModel(Struct, frozen=True):
             build=self.build if beside is None else "",
             beside=beside,
         )
+
+
+def load_measured(settings: Settings, progress: Report) -> MeasuredModel:
+    """Loads the model of `settings` for the engine that they name or that fits, and measures where it is exact. Raises
+    the errors of `measured` and `begin_load`."""
+    if is_chosen(settings, progress):
+        from diskprefix.llama.load_llama import load_llama
+
+        llama = load_llama(settings, progress)
+        reason = llama.reason or "llama.cpp's library computes it in steps of one grid"
+        return MeasuredModel(llama.loaded, llama.layout, llama.runtime, llama.fingerprint, reason, llama.build)
+    return measured(begin_load(settings, progress), settings)
 
 
 def measured(loaded: LoadedModel, settings: Settings) -> MeasuredModel:

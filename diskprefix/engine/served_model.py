@@ -82,7 +82,7 @@ class ServedModel:
         draft: LoadedDraft | None = None,
     ) -> None:
         """Allocates KV memory. `close` closes `cache` and `recorder`. `identity` holds the fields of the fingerprint,
-        for `/props`. Raises `ModelError` for a model that transformers cannot run step by step, `SettingsError` if KV
+        for `/props`. Raises `ModelError` for a model that cannot be run step by step, `SettingsError` if KV
         memory has no room for a block, and the errors of torch when memory runs out."""
         self.runtime = runtime
         self.config, self.dtype, self.device = loaded.config, loaded.dtype, loaded.device
@@ -367,8 +367,7 @@ class ServedModel:
 
     def _make_ahead(self) -> AheadJobs:
         cache = self.cache
-        is_exact = cache.layout.exact_at == "token" and not cache.layout.unsupported
-        jobs = AheadJobs(cache.settings.ahead_s if is_exact else 0.0)
+        jobs = AheadJobs(0.0 if cache.layout.unsupported else cache.settings.ahead_s)
         cache.on_forget.append(lambda: jobs.drop_gone(cache.is_gone))
         return jobs
 
@@ -426,7 +425,7 @@ class ServedModel:
             log.info("[engine] no KV memory taken ahead: %s", error)
 
     def _require_uncached(self) -> None:
-        """Raises `ModelError` if transformers cannot run this model step by step."""
+        """Raises `ModelError` if this model cannot be run step by step."""
         reasons = ", ".join(self.cache.layout.unsupported)
         log.warning("[disk-cache] bypassed: this model is not supported yet (%s)", reasons)
         try:
@@ -437,7 +436,7 @@ class ServedModel:
             if is_out_of_memory(error):
                 raise
             raise ModelError(
-                f"transformers cannot run {self.config.model_type} step by step: {first_line(error)}"
+                f"a model of type {self.config.model_type} cannot be run step by step: {first_line(error)}"
             ) from error
 
 

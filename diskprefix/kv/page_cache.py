@@ -7,6 +7,7 @@ kept as a child of the last complete block.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -21,10 +22,13 @@ from diskprefix.kv.pages import PagePool
 from diskprefix.kv.prefix_match import PrefixMatch, PrefixMatcher, SharedPrefix, end_name
 from diskprefix.kv.sequence import KVSequence, Owner, Prefix
 from diskprefix.kv.sizes import STEP_TOKENS, longest_within
+from diskprefix.printable import first_line
 from diskprefix.store.epochs import Purges
 from diskprefix.tokens import LEAST_TOKENS, Logits, TokenIds, TokenPath, floor_to_grid
 from diskprefix.units import format_size
 from diskprefix.values import CacheOptions
+
+log = logging.getLogger("diskprefix")
 
 
 class PrefixWait(NamedTuple):
@@ -249,7 +253,7 @@ class PageCache:
     def keep_prompt(self, sequence: KVSequence) -> None:
         """Keeps a copy of the states of a sequence that has exactly its prompt, for the other replies of the request:
         the next step changes states in place. If there is no memory for a copy, each reply computes the prompt."""
-        if not self.layout.states or not _complete_undrafted(sequence):
+        if not self.layout.states or not _complete_pages(sequence):
             return
         with self.pool.lock:
             shares, copied = self.running[sequence], self._start_sequence(sequence.prefix(), 0)
@@ -269,7 +273,7 @@ class PageCache:
         """Ends a sequence. With `keep`, later prompts may share its state. If the sequence's tokens, `token_ids`, are
         given, they may also share the state after `num_ready`. The state expires at `expires_at`. `options` of the
         request are given if the state must be saved when the process ends."""
-        keep = keep and _complete_undrafted(sequence)
+        keep = keep and _complete_pages(sequence)
         with self.pool.lock:
             shares = self.running.pop(sequence, None)
             self._abandoned.discard(sequence)
@@ -426,12 +430,12 @@ class PageCache:
         return self.kept.reclaim(num_pages) or any(sequence.drop_spares() for sequence in self.running)
 
 
-def _complete_undrafted(sequence: KVSequence) -> bool:
-    """Runs `KVSequence.complete_undrafted`. Returns False if memory runs out."""
+def _complete_pages(sequence: KVSequence) -> bool:
+    """Runs `KVSequence.complete_pages`. Returns False if memory runs out, or if an engine has lost what it computed."""
     try:
-        sequence.complete_undrafted()
-    except Exception as error:
+        sequence.complete_pages()
+    except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
-            raise
+            log.warning("[engine] the state of a sequence is not kept: %s", first_line(error))
         return False
     return True

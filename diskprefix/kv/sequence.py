@@ -67,6 +67,7 @@ class KVSequence:
         self.mark: object = None
         """Set by a runtime that has a copy of the state. Any change except a step sets it to None."""
         self.complete: Callable[[Sequence[KVSequence]], None] | None = None
+        """Set by a runtime that does not complete the pages with each step."""
         self._is_secret = False
         states = pool.take_pages([len(self.tables) + number for number in range(len(self.layout.states))])
         if states is None:
@@ -175,10 +176,9 @@ class KVSequence:
         self.num_drafted = num_tokens - len(self.undrafted)
         self.num_tokens = num_tokens
 
-    def complete_undrafted(self) -> None:
-        """Completes the draft layer's state before others read the sequence."""
-        if self.undrafted:
-            assert self.complete is not None, "with undrafted tokens comes the function that computes their state"
+    def complete_pages(self) -> None:
+        """Completes the pages before others read the sequence."""
+        if self.complete is not None:
             self.complete([self])
 
     def take_back(self, num_tokens: int) -> None:

@@ -112,6 +112,9 @@ class DraftLayer:
 
     def complete(self, sequences: Sequence[KVSequence]) -> None:
         """Completes the memory of the draft layer. Computes only its keys and values."""
+        sequences = [sequence for sequence in sequences if sequence.undrafted]
+        if not sequences:
+            return
         runs = [Run(sequence.num_drafted, len(sequence.undrafted)) for sequence in sequences]
         self._compute(
             [

@@ -39,7 +39,19 @@ from tests.server.chat_model import CHAT_TEMPLATE, write_tokenizer
 from tests.server.daemon_process import DaemonProcess
 from tests.store.building import open_store
 
-CHECKS = {"folder", "file system", "space", "store", "port", "torch", "kernels", "model", "tokenizer", "template"}
+CHECKS = {
+    "folder",
+    "file system",
+    "space",
+    "store",
+    "port",
+    "torch",
+    "kernels",
+    "llama.cpp",
+    "model",
+    "tokenizer",
+    "template",
+}
 GIB = 2**30
 STATE = TokenState(per_token=2**15, positions=32_768)
 """A GiB for the longest sequence."""

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from diskprefix.cache.cached_request import CachedRequest
+from diskprefix.engine import measured_model
 from diskprefix.engine.detokenize import TextStream
 from diskprefix.engine.device import is_device_lost
 from diskprefix.engine.inbox import Inbox
@@ -24,7 +25,6 @@ from diskprefix.engine.served_model import ServedModel
 from diskprefix.errors import DeviceLost, InvalidRequest, ModelError, NonFiniteLogits, NotReady
 from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.load import loader
 from diskprefix.model.load.loader import begin_load
 from diskprefix.store import opening
 from diskprefix.store.compact import require_unused
@@ -69,7 +69,7 @@ def test_the_model_is_loaded_while_the_file_of_the_store_is_checked(
         os.truncate(tmp_path / "kv" / DATA, 2 * mmap.PAGESIZE)
     monkeypatch.setattr(opening, "_LARGE_BYTES", 0)
     monkeypatch.setattr(Environment, "require_survivable", check_later)
-    monkeypatch.setattr(loader, "begin_load", loaded)
+    monkeypatch.setattr(measured_model, "begin_load", loaded)
     engine = load(folder, tmp_path / "kv")
     assert engine.cache.store.problem is None
     assert (tmp_path / "kv" / DAMAGED).exists() == is_damaged
@@ -89,7 +89,7 @@ def test_a_model_that_cannot_be_loaded_leaves_the_folder_free_once_the_check_has
 
     monkeypatch.setattr(opening, "_LARGE_BYTES", 0)
     monkeypatch.setattr(Environment, "require_survivable", check_later)
-    monkeypatch.setattr(loader, "begin_load", failing)
+    monkeypatch.setattr(measured_model, "begin_load", failing)
     with pytest.raises(ModelError):
         load(folder, tmp_path / "kv")
     has_failed.set()

@@ -113,7 +113,7 @@ def test_the_memory_of_the_draft_layer_may_lag_within_a_block(name: str) -> None
         lags.append(len(sequence.undrafted))
         assert sequence.num_drafted >= sequence.num_tokens // 16 * 16, "others read complete blocks"
     assert max(lags) > 10
-    sequence.complete_undrafted()
+    sequence.complete_pages()
     assert memory_of(sequence) == memory_of(whole)
 
 

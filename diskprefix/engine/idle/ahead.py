@@ -1,5 +1,6 @@
 """Computes prompts ahead of requests while the engine is idle: mainly the history as the chat template will write it
-for the next question, without the thoughts of earlier turns."""
+for the next question, without the thoughts of earlier turns. On the grid that includes the last reply, whose rows have
+other bits when they are computed one by one."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import time
 from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.engine.idle.ahead_jobs import AheadJob, AheadJobs
 from diskprefix.engine.idle.idle_work import IdleWork, Steps
-from diskprefix.tokens import LEAST_TOKENS
+from diskprefix.tokens import LEAST_TOKENS, floor_to_grid
 from diskprefix.values import CacheOptions, CacheReport, Prompt
 
 log = logging.getLogger("diskprefix")
@@ -39,6 +40,9 @@ class Ahead:
         model, cache, options = job.model, job.model.cache, job.options
         yield (made := self._idle.submit_read(job.make))
         prompt: Prompt | None = made.result()
+        if prompt is not None and cache.layout.exact_at == "grid":
+            # The rest of the prompt would be a step that the next prompt does not take.
+            prompt = prompt.until(floor_to_grid(len(prompt.token_ids), cache.settings.block_size))
         if prompt is None or len(prompt.token_ids) < cache.settings.kv_cache_min_tokens:
             self._jobs.drop_job(job)
             return

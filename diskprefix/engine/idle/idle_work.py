@@ -106,8 +106,14 @@ class IdleWork:
         return reading
 
     def compute_step(self, model: AheadModel, sequence: KVSequence, token_ids: TokenIds) -> None:
-        """Computes one step: the next tokens of `token_ids` that the sequence lacks."""
-        rows = token_ids[sequence.num_tokens : sequence.num_tokens + IDLE_ROWS]
+        """Computes one step: the next tokens of `token_ids` that the sequence lacks. On the grid, the step is the one
+        that a prefill takes."""
+        start, size, is_exact = (
+            sequence.num_tokens,
+            model.cache.settings.block_size,
+            model.cache.layout.exact_at == "token",
+        )
+        rows = token_ids[start : start + (IDLE_ROWS if is_exact else size - start % size)]
         model.runtime.run([Rows(sequence, rows.astype(np.int64))])
 
     @contextmanager

@@ -140,7 +140,7 @@ class Recheck:
                 while sequence.num_tokens < end:
                     self._idle.compute_step(self._idle.served, sequence, token_ids[:end])
                     yield None
-                sequence.complete_undrafted()
+                sequence.complete_pages()
                 return _has_state_of(sequence, whole.sequence, start, end)
 
 

@@ -55,12 +55,14 @@ def doctor(json: bool, **flags: Any) -> int:
 
 
 def _findings(settings: Settings, say: Callable[[str], None]) -> Iterator[Finding]:
+    from diskprefix.extras.setup.doctor_llama import llama_findings
     from diskprefix.extras.setup.doctor_machine import machine_findings, torch_findings
     from diskprefix.extras.setup.doctor_model import model_findings, together_finding
 
     yield from machine_findings(settings)
     say("importing torch")
     yield from torch_findings(settings)
+    yield from llama_findings(settings)
     models = [("", settings)]
     if (catalogue := open_catalogue(settings)) is not None:
         yield together_finding(settings, catalogue.models())

@@ -25,7 +25,7 @@ from diskprefix.extras.simulate.simulated_store import NewEntry, SimulatedStore
 from diskprefix.extras.simulate.trace import Trace, TraceRequest
 from diskprefix.store.schema import NodeKind
 from diskprefix.store.written import WrittenBytes
-from diskprefix.tokens import LEAST_TOKENS, TokenIds, TokenPath, root_hash
+from diskprefix.tokens import LEAST_TOKENS, TokenIds, TokenPath, floor_to_grid, root_hash
 from diskprefix.values import CacheOptions, Scope, Selection
 
 _SECRET = 0
@@ -165,7 +165,7 @@ class Simulator:
     def plan_ahead(self, request: TraceRequest) -> None:
         """Has a prompt computed from now on."""
         self._compute_ahead(request.when)
-        self._ahead = request if self._policy.computes_ahead and self._geometry.exact_at == "token" else None
+        self._ahead = request if self._policy.computes_ahead else None
 
     def _compute_ahead(self, until: float) -> None:
         """Computes as much of the planned prompt as there is time for. Its state is stored if that is all of it."""
@@ -173,7 +173,11 @@ class Simulator:
         if request is None:
             return
         self.store.pass_time(request.when)
-        token_ids, nodes = request.prompt.token_ids, self.nodes(request, request.prompt.token_ids)
+        state, grid = self._geometry.state_kind, self._policy.block_size
+        prompt = request.prompt
+        if self._geometry.exact_at == "grid":
+            prompt = prompt.until(floor_to_grid(len(prompt.token_ids), grid))
+        token_ids, nodes = prompt.token_ids, self.nodes(request, prompt.token_ids)
         restored, in_memory = self._restore(request, nodes), self._memory.match(request.tenant, token_ids)
         start = max(restored.num_tokens, in_memory)
         end = min(len(token_ids), start + int((until - request.when) / self._policy.seconds_per_token))
@@ -183,8 +187,9 @@ class Simulator:
         self._memory.keep(request.tenant, token_ids[:end], end)
         spending = self._spending(request.when)
         if end == len(token_ids) and (spending is None or spending.is_ample):
-            selection = selection_ahead(request.prompt, request.scope or self._policy.scope, self._geometry.state_kind)
-            planner = Planner(nodes, restored, self._geometry.state_kind, end)
+            scope = request.scope or self._policy.scope
+            selection = selection_ahead(prompt, scope, state, 1 if self._geometry.exact_at == "token" else grid)
+            planner = Planner(nodes, restored, state, end)
             self._store(request, planner, planner.plan(selection, selection.checkpoints), selection)
 
     def _seen(self, request: TraceRequest) -> SeenPrompts:

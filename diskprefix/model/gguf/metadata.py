@@ -222,6 +222,12 @@ class Metadata:
             return self._end_of_turn(tokens.content) if tokens is not None and kind == "eot" else None
         return int(number)
 
+    @property
+    def stops(self) -> list[int]:
+        """The tokens that end a reply. Raises `ModelError` for an invalid token."""
+        ends = [token for token in map(self.token, ("eos", "eot", "eom")) if token is not None]
+        return list(dict.fromkeys(ends))
+
     def tokenizer_flag(self, name: str, *, default: bool) -> bool:
         """Returns an option of the tokenizer. Raises `ModelError` for a value that is neither true nor false."""
         key = f"tokenizer.ggml.{name}"

@@ -102,8 +102,7 @@ class GgufModel(Struct, frozen=True, kw_only=True, eq=False):
     @property
     def stops(self) -> list[int]:
         """The tokens that end a reply. Raises `ModelError` for an invalid token."""
-        ends = [token for token in map(self.metadata.token, ("eos", "eot", "eom")) if token is not None]
-        return list(dict.fromkeys(ends))
+        return self.metadata.stops
 
     @property
     def whole(self) -> PreTrainedConfig:

@@ -363,7 +363,7 @@ def _source(
         def before_fetch(listing: HubListing) -> None:
             check(listing.needs(settings.dtype, settings.weights).of(settings.kv_type, settings.context))
 
-        path, name = _find(settings.model, progress, flag=flag, before_fetch=before_fetch)
+        path, name = find_model(settings.model, progress, flag=flag, before_fetch=before_fetch)
         is_file = path.is_file()
         files = part_paths(path) if is_file else weight_files_of(path)
     with clock("imports"):
@@ -398,13 +398,21 @@ def _source(
             weights=weights,
             kv_type=settings.kv_type,
             context=settings.context,
-            reason=known_reason(config, dtype, device.partition(":")[0]),
+            reason=_no_plan(settings, known_reason(config, dtype, device.partition(":")[0])),
         )
         if source.reason:
             require_own_type(settings, source.reason)
             if is_mxfp4(headers.given):
                 raise quantised(str(path), headers.given["quantization_config"], f" without a plan ({source.reason})")
         return source.for_modules() if source.reason else source
+
+
+def _no_plan(settings: Settings, reason: str) -> str:
+    """Returns why the model gets no plan: a `reason`, or because `--engine` asks for another engine. Raises
+    `SettingsError` if it asks for a plan and there is none."""
+    if settings.engine == "plan" and reason:
+        raise SettingsError(f"--engine plan: this model has none: {reason}; leave --engine out")
+    return "--engine grid asks for transformers' modules" if settings.engine == "grid" else reason
 
 
 class _Headers(Struct, frozen=True, kw_only=True, eq=False):
@@ -450,11 +458,11 @@ def require_own_type(settings: Settings, reason: str) -> None:
 def load_tokenizer(model: str | None, chat_template: Path | None, progress: Report) -> Tokenizer:
     """Returns the tokenizer of a model without reading weights. `model` and errors as in `load_model`."""
     template = read_template(chat_template)
-    path, _ = _find(model, progress, with_weights=False)
+    path, _ = find_model(model, progress, with_weights=False)
     return read_tokenizer(path, template)
 
 
-def _find(
+def find_model(
     model: str | None,
     progress: Report,
     *,
@@ -462,7 +470,7 @@ def _find(
     flag: str = "--model",
     before_fetch: Callable[[HubListing], None] = lambda _listing: None,
 ) -> tuple[Path, str]:
-    """Returns the folder or the `.gguf` file of a model, and the model's name."""
+    """Returns the folder or the `.gguf` file of a model, and the model's name. Arguments and errors as `begin_load`."""
     require_named(model, flag)
     if model is None or is_embedded(model):
         return embedded_file(progress), EMBEDDED.name

@@ -1,0 +1,305 @@
+"""Loads a `.gguf` file into llama.cpp's library: whether it is asked for, on which device, with how many layers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from msgspec import Struct
+
+from diskprefix.errors import ModelError, SettingsError
+from diskprefix.identity import Fingerprint, canonical
+from diskprefix.kv.layout import Layout
+from diskprefix.llama.devices import device_named
+from diskprefix.llama.llama_context import CPU, LlamaModel, LlamaOptions
+from diskprefix.llama.llama_library import Device, Library, open_library
+from diskprefix.llama.llama_rehearsal import rehearsed
+from diskprefix.llama.llama_runtime import LlamaRuntime
+from diskprefix.model.gguf.metadata import Metadata
+from diskprefix.model.load.alternatives import require_fit
+from diskprefix.model.load.chat_template import read_template
+from diskprefix.model.load.fingerprint import weights_digest
+from diskprefix.model.load.fit import ModelNeeds, TokenState
+from diskprefix.model.load.gguf_file import block_of, forget_headers, part_paths, read_tensors
+from diskprefix.model.load.kernel_settings import processor
+from diskprefix.model.load.loader import LoadedModel, find_model
+from diskprefix.model.load.memory import available_ram_bytes
+from diskprefix.model.load.read_tokenizer import read_tokenizer
+from diskprefix.native.compute_threads import num_threads
+from diskprefix.printable import first_line
+from diskprefix.progress import Report
+from diskprefix.settings import Settings
+from diskprefix.units import counted, format_size
+
+log = logging.getLogger("diskprefix")
+
+_LONG_FACTORS = "rope_factors_long.weight"
+_ENVIRONMENT = re.compile("(GGML|LLAMA)_[A-Z0-9_]+")
+_HARMLESS = frozenset({"GGML_NO_BACKTRACE", "LLAMA_CPP_LIB_PATH"})
+_KEPT_FREE_BYTES = 768 << 20
+"""The memory of a device that weights and rows leave free, for buffers to compute with."""
+_TOKENS_ON_DEVICE = 16_384
+"""The tokens for whose rows a device keeps room when layers are given to it."""
+_KV_BYTES = {"auto": 2.0, "q8": 34 / 32}
+_NOT_PORTABLE = frozenset({"golden", "device", "threads", "cpu"})
+
+
+class LlamaConfig(Struct, frozen=True):
+    """A configuration with the fields that the engine reads."""
+
+    model_type: str
+    max_position_embeddings: int
+
+    def get_text_config(self, decoder: bool = False) -> LlamaConfig:
+        """Returns itself: it is a model of text."""
+        del decoder
+        return self
+
+
+class LoadedLlama(Struct, frozen=True):
+    """A model that the library computes. `reason` says why its state is not cached, "" if it is."""
+
+    loaded: LoadedModel
+    layout: Layout
+    runtime: LlamaRuntime
+    fingerprint: Fingerprint
+    build: str
+    reason: str
+
+
+class _Shape(Struct, frozen=True):
+    """The sizes of a model by its metadata: blocks, bytes of the weights of a block and of all weights, bytes of the
+    rows of a token in a block, positions."""
+
+    num_blocks: int
+    block_bytes: int
+    all_bytes: int
+    row_bytes: int
+    positions: int
+
+    @classmethod
+    def of(cls, metadata: Metadata, kv_type: str) -> _Shape:
+        blocks = max(1, int(metadata.get("block_count", 1)))
+        sizes = {tensor.name: tensor.num_bytes for tensor in metadata.tensors.values()}
+        in_blocks = sum(size for name, size in sizes.items() if block_of(name) >= 0)
+        heads = _most(metadata, "attention.head_count_kv") or _most(metadata, "attention.head_count")
+        dim = int(metadata.get("embedding_length", 0)) // max(1, _most(metadata, "attention.head_count"))
+        width = sum(int(metadata.get(f"attention.{part}_length", dim)) for part in ("key", "value"))
+        rows = int(heads * width * _KV_BYTES[kv_type])
+        positions = int(metadata.get("context_length", 0)) or 1 << 20
+        return cls(blocks, in_blocks // blocks, sum(sizes.values()), rows, positions)
+
+
+class _File(Struct, frozen=True):
+    """A `.gguf` file with its name for clients, and what its header says."""
+
+    path: Path
+    name: str
+    parts: Sequence[Path]
+    metadata: Metadata
+    shape: _Shape
+
+
+def load_llama(settings: Settings, progress: Report) -> LoadedLlama:
+    """Loads the model of `settings` into the library, after a rehearsal. Raises `SettingsError` and `ModelError`, each
+    with a message of one line."""
+    _require_possible(settings)
+    template = read_template(settings.chat_template)
+    timings = dict[str, float]()
+    with _timed(timings, "imports"):
+        library = open_library()
+        device = device_named(library, settings.device)
+    with _timed(timings, "source"):
+        file = _read_file(settings, progress)
+    with _timed(timings, "tokenizer"):
+        tokenizer = read_tokenizer(file.path, template)
+    least_cells, most_cells = cells_of(file.metadata, settings.context)
+    options = LlamaOptions(
+        least_cells=least_cells,
+        most_cells=most_cells,
+        step=settings.block_size,
+        kv_type=settings.kv_type,
+        num_threads=num_threads(),
+        num_layers=_num_layers(settings, file.shape, device),
+        device=CPU if device is None else device.name,
+    )
+    fit = require_fit(_needs(file, options, settings), available_ram_bytes(), settings)
+    with _timed(timings, "digest"):
+        digest, build = _digests(library, file)
+    named = _named(digest, options, device)
+    rehearsal = rehearsed(file.path, options, canonical({**named, "build": build}), progress)
+    progress("loading the weights")
+    with _timed(timings, "weights"):
+        model = LlamaModel(library, file.path, options, device)
+    placed = rehearsal.placed(model)
+    free_bytes = available_ram_bytes if device is None else partial(_free_bytes, library, device)
+    runtime = LlamaRuntime(*(model, rehearsal.form, placed), max_contexts=settings.max_sequences, free_bytes=free_bytes)
+    forget_headers()
+    dtype = next((group.dtype for group in runtime.layout.groups), "float32")
+    loaded = LoadedModel(
+        config=LlamaConfig(file.metadata.architecture, model.num_positions),
+        dtype=dtype,
+        device="cpu" if device is None else device.name,
+        runtime=None,
+        model=None,
+        reason=rehearsal.reason,
+        encoder=None,
+        stops=file.metadata.stops,
+        tokenizer=tokenizer,
+        processor=None,
+        name=settings.served_model_name or file.name,
+        origin=file.path,
+        weights_digest=digest,
+        fit=fit,
+        timings=timings,
+        read_modules=_no_modules,
+        finish=lambda: None,
+        in_memory=_ended(),
+    )
+    fingerprint = _fingerprint(named, rehearsal.golden, settings)
+    return LoadedLlama(loaded, runtime.layout, runtime, fingerprint, build, rehearsal.reason)
+
+
+def cells_of(metadata: Metadata, context: int | None) -> tuple[int, int]:
+    """Returns the least and the most cells of a context, 0 for no limit. With two tables of RoPE factors, the library
+    takes the one for long texts in contexts that are larger than the original length: all contexts must be alike."""
+    original = int(metadata.get("rope.scaling.original_context_length", 0))
+    if _LONG_FACTORS not in metadata.tensors or not original:
+        return 0, 0
+    positions = int(metadata.get("context_length", 0)) or original
+    return (0, original) if min(context or positions, positions) <= original else (original + 1, 0)
+
+
+@contextmanager
+def _timed(timings: dict[str, float], step: str) -> Iterator[None]:
+    began = time.perf_counter()
+    yield
+    timings[step] = time.perf_counter() - began
+
+
+def _read_file(settings: Settings, progress: Report) -> _File:
+    path, name = find_model(settings.model, progress)
+    if not path.is_file():
+        raise SettingsError(f"--engine llama reads .gguf files, and {path} is none; choose --engine plan or grid")
+    parts = part_paths(path)
+    metadata = Metadata(*read_tensors(parts))
+    metadata.require_texts()
+    return _File(path, name, parts, metadata, _Shape.of(metadata, settings.kv_type))
+
+
+def _digests(library: Library, file: _File) -> tuple[str, str]:
+    """Returns the digests of the weights and of the library."""
+    try:
+        return weights_digest([], file.parts), library.build
+    except OSError as error:
+        raise ModelError(f"cannot read {error.filename}: {first_line(error)}") from error
+
+
+def _ended() -> Future[None]:
+    ended = Future[None]()
+    ended.set_result(None)
+    return ended
+
+
+def _no_modules() -> NoReturn:
+    raise AssertionError("the library computes the model")
+
+
+def _require_possible(settings: Settings) -> None:
+    """Raises `SettingsError` for settings that the library does not know."""
+    wrong = {
+        "--draft-model": settings.draft_model is not None,
+        "--dtype": settings.dtype != "auto",
+        "--weights": settings.weights != "auto",
+        "--kernels": settings.kernels != "auto",
+        "--speculative": settings.speculative in ("mtp", "ngram"),
+    }
+    for flag, is_set in wrong.items():
+        if is_set:
+            raise SettingsError(f"{flag}: it has no effect with --engine llama; leave it out")
+
+
+def _free_bytes(library: Library, device: Device) -> int:
+    now = next((other for other in library.devices() if other.name == device.name), device)
+    # Some drivers do not know.
+    return now.free_bytes or 1 << 62
+
+
+def _most(metadata: Metadata, key: str) -> int:
+    try:
+        return int(metadata.get(key, 0))
+    except ModelError:
+        # One number for each block.
+        return int(max(metadata.numbers(key), default=0))
+
+
+def _num_layers(settings: Settings, shape: _Shape, device: Device | None) -> int:
+    """Returns how many layers the device computes: all of them and the head, or as many as have room there."""
+    whole = shape.num_blocks + 1
+    if device is None:
+        if settings.gpu_layers:
+            raise SettingsError("--gpu-layers: llama.cpp's library has no GPU; leave it out")
+        return 0
+    if settings.gpu_layers is not None:
+        return min(settings.gpu_layers, whole)
+    if not device.free_bytes:
+        return whole
+    tokens = min(settings.context or _TOKENS_ON_DEVICE, shape.positions)
+    of_block = shape.block_bytes + shape.row_bytes * tokens
+    rest = shape.all_bytes - shape.num_blocks * shape.block_bytes
+    left = device.free_bytes - _KEPT_FREE_BYTES - rest
+    if left >= shape.num_blocks * of_block:
+        return whole
+    fitting = max(0, (left + rest) // of_block) if of_block else whole
+    num_layers = min(fitting, shape.num_blocks)
+    log.warning(
+        "[llama] %d of %s have room on %s (%s are free); the CPU computes the others. Fewer bits or a smaller "
+        "--context make room; --gpu-layers N decides it",
+        *(num_layers, counted(shape.num_blocks, "layer"), device.name, format_size(device.free_bytes)),
+    )
+    return num_layers
+
+
+def _needs(file: _File, options: LlamaOptions, settings: Settings) -> ModelNeeds:
+    """Returns the needs of main memory: weights that no device has, and pages."""
+    shape = file.shape
+    whole = shape.num_blocks + 1
+    state = TokenState(
+        per_token=shape.row_bytes * shape.num_blocks,
+        positions=min(shape.positions, settings.context or shape.positions),
+    )
+    weights = {"file": shape.all_bytes * (whole - options.num_layers) // whole}
+    return ModelNeeds(name=f"{file.path.name} in llama.cpp", weights=weights, state=state)
+
+
+def _named(digest: str, options: LlamaOptions, device: Device | None) -> dict[str, str]:
+    """Returns everything that changes the numbers of a model in the library, but the library itself."""
+    environment = {
+        name: value for name, value in os.environ.items() if _ENVIRONMENT.fullmatch(name) and name not in _HARMLESS
+    }
+    values: dict[str, Any] = {"kv_type": options.kv_type, "step": options.step, "layers": options.num_layers}
+    values |= {"least_cells": options.least_cells} if options.least_cells else {}
+    return {
+        "engine": "llama",
+        "weights_digest": digest,
+        "options": canonical(values),
+        "device": CPU if device is None else f"{device.name}: {device.description}",
+        "threads": str(options.num_threads),
+        "cpu": processor(),
+        "environment": canonical(environment),
+    }
+
+
+def _fingerprint(named: Mapping[str, str], golden: str, settings: Settings) -> Fingerprint:
+    """Returns the identity of the numbers. The library counts by what it computes, `golden`, so a build of other bytes
+    and equal bits keeps the cache."""
+    fields = {**named, "golden": golden, "mode": settings.fingerprint}
+    return Fingerprint(fields, _NOT_PORTABLE if settings.fingerprint == "portable" else frozenset())

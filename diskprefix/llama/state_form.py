@@ -1,0 +1,253 @@
+"""The bytes in which llama.cpp's library gives and takes the state of a sequence.
+
+A state is a header and, one after another, a section for each memory of the model: attention to all tokens, attention
+within a window, recurrent states. A section of attention has, for each cell, its position and sequence, then the rows
+of all keys, layer by layer, and of all values. A recurrent section has one cell, with the states of convolutions of all
+layers and then their recurrent states. (`llama-kv-cache.cpp`, `llama-memory-recurrent.cpp`: `state_write`.)
+
+A `StateForm` is read from one state. With it, this module takes others apart and puts them together.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from itertools import product
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+"""Rows of bytes, [rows, row_bytes]."""
+
+_MAGIC_BYTES = 4
+_HEADER_BYTES = 8
+"""A magic number and the number of the sequence."""
+_NO_TOKEN = -1
+_MOST_TENSORS, _MOST_KINDS = 4096, 64
+
+
+class UnknownForm(ValueError):
+    """The bytes are not those of a state whose form is known. The message says which part is not."""
+
+
+class TensorForm(Struct, frozen=True):
+    """The form of a tensor: ggml's number of its type, and the bytes of a row."""
+
+    kind: int
+    row_bytes: int
+
+
+class Section(Struct, frozen=True):
+    """The form of a section. `tensors` are keys before values, or states of convolutions before recurrent ones;
+    `num_first` is the number of the former. `has_2d`: a cell also has a position in the plane and a token."""
+
+    is_recurrent: bool
+    num_layers: int
+    num_first: int
+    tensors: tuple[TensorForm, ...]
+    has_2d: bool = False
+
+    @property
+    def cell(self) -> np.dtype[np.void]:
+        """The numbers of a cell of attention."""
+        plane = [("x", "<i4"), ("y", "<i4"), ("token", "<i4")] if self.has_2d else []
+        return np.dtype([("position", "<i4"), ("num_sequences", "<u4"), *plane, ("sequence", "<i4")])
+
+
+class StateForm(Struct, frozen=True):
+    """The form of the states of one context."""
+
+    magic: bytes
+    sections: tuple[Section, ...]
+
+    @property
+    def attention(self) -> list[Section]:
+        return [section for section in self.sections if not section.is_recurrent]
+
+    @property
+    def recurrent(self) -> Section | None:
+        return next((section for section in self.sections if section.is_recurrent), None)
+
+    @property
+    def states_alone(self) -> StateForm:
+        """The form of recurrent states without the rows of attention."""
+        return StateForm(self.magic, tuple(section for section in self.sections if section.is_recurrent))
+
+
+class _StateReader:
+    def __init__(self, state: Bytes) -> None:
+        self._state, self.at = state, 0
+
+    def take(self, form: str) -> tuple[int, ...]:
+        size = struct.calcsize(f"<{form}")
+        if self.at + size > len(self._state):
+            raise UnknownForm("it ends too early")
+        values = struct.unpack(f"<{form}", self._state[self.at : self.at + size].tobytes())
+        self.at += size
+        return values
+
+    def rows(self, count: int, row_bytes: int) -> Bytes:
+        end = self.at + count * row_bytes
+        if end > len(self._state):
+            raise UnknownForm("it ends too early")
+        rows = self._state[self.at : end].reshape(count, row_bytes)
+        self.at = end
+        return rows
+
+    def skip_tensors(self, count: int, cells: int) -> tuple[TensorForm, ...]:
+        forms = []
+        for _ in range(count):
+            kind, row_bytes = self.take("iQ")
+            if not 0 <= kind < _MOST_KINDS:
+                raise UnknownForm("a tensor has no type")
+            self.rows(cells, row_bytes)
+            forms.append(TensorForm(kind, row_bytes))
+        return tuple(forms)
+
+    @property
+    def is_at_end(self) -> bool:
+        return self.at == len(self._state)
+
+
+def form_of(state: Bytes, *, num_memories: int, is_recurrent: bool) -> StateForm:
+    """Returns the form of a state, uint8 [bytes], of a sequence from position 0. The model has `num_memories` for
+    attention, and a recurrent one if `is_recurrent`. Raises `UnknownForm`."""
+    problem: UnknownForm | None = None
+    # No state says whether its cells have a place in the plane, or whether its layers keep values. Only one form fits
+    # to the last byte.
+    for has_2d, values_exist in product((False, True), (True, False)):
+        reader = _StateReader(state)
+        try:
+            magic = bytes(reader.rows(1, _MAGIC_BYTES)[0])
+            reader.take("i")
+            sections = [_attention(reader, has_2d=has_2d, values_exist=values_exist) for _ in range(num_memories)]
+            sections += [_recurrent(reader)] if is_recurrent else []
+            if reader.is_at_end:
+                return StateForm(magic, tuple(sections))
+            raise UnknownForm("it has further parts")
+        except UnknownForm as error:
+            # The first form is the usual one.
+            problem = problem or error
+    assert problem is not None
+    raise problem
+
+
+def _attention(reader: _StateReader, *, has_2d: bool, values_exist: bool) -> Section:
+    num_streams, num_cells = reader.take("II")
+    if num_streams != 1 or not num_cells:
+        raise UnknownForm("a memory has no cells, or several streams")
+    empty = Section(False, 0, 0, (), has_2d)
+    cells = reader.rows(num_cells, empty.cell.itemsize).view(empty.cell)[:, 0]
+    if (cells["num_sequences"] != 1).any() or (np.diff(cells["position"]) != 1).any():
+        raise UnknownForm("its cells are not those of consecutive tokens")
+    is_transposed, num_layers = reader.take("II")
+    if is_transposed or num_layers > _MOST_TENSORS:
+        raise UnknownForm("its values are transposed, as without flash attention")
+    keys = reader.skip_tensors(num_layers, num_cells)
+    values = reader.skip_tensors(num_layers if values_exist else 0, num_cells)
+    return Section(False, num_layers, num_layers, keys + values, has_2d)
+
+
+def _recurrent(reader: _StateReader) -> Section:
+    num_cells, _position, num_sequences, is_transposed, num_layers = reader.take("IiIII")
+    if num_cells != 1 or num_sequences or is_transposed or num_layers > _MOST_TENSORS:
+        raise UnknownForm("its recurrent states are not those of one sequence")
+    tensors = list[TensorForm]()
+    while not reader.is_at_end:
+        tensors += reader.skip_tensors(1, 1)
+    # Layers with states have one of a convolution and a recurrent one each; one of the two may have no bytes.
+    num_first = len(tensors) // 2 if len(tensors) % 2 == 0 else len(tensors)
+    return Section(True, num_layers, num_first, tuple(tensors))
+
+
+def rows_of(state: Bytes, form: StateForm) -> list[tuple[int, int, list[Bytes]]]:
+    """Takes a state apart, uint8 [bytes]: for each section its first position, its number of cells, and the rows of its
+    tensors, uint8 [cells, row_bytes]. Raises `UnknownForm` for a state of another form."""
+    reader, parts = _StateReader(state), []
+    if bytes(reader.rows(1, _MAGIC_BYTES)[0]) != form.magic:
+        raise UnknownForm("it begins otherwise")
+    reader.take("i")
+    for section in form.sections:
+        if section.is_recurrent:
+            num_cells, position, *_ = reader.take("IiIII")
+        else:
+            _, num_cells = reader.take("II")
+            if not num_cells:
+                raise UnknownForm("a memory has no cells")
+            cells = reader.rows(num_cells, section.cell.itemsize).view(section.cell)[:, 0]
+            position = int(cells["position"][0])
+            reader.take("II")
+        tensors = list[Bytes]()
+        for tensor in section.tensors:
+            if reader.take("iQ") != (tensor.kind, tensor.row_bytes):
+                raise UnknownForm("a tensor has another type or size")
+            tensors.append(reader.rows(num_cells, tensor.row_bytes))
+        parts.append((position, num_cells, tensors))
+    if not reader.is_at_end:
+        raise UnknownForm("it has further parts")
+    return parts
+
+
+def block_state(form: StateForm, position: int, rows: Sequence[Sequence[Bytes]], sequence: int) -> Bytes:
+    """Puts together the state of consecutive tokens from `position` on, with the rows of each tensor of each section of
+    attention, uint8 [tokens, row_bytes]. Its recurrent section is empty: the library takes the states separately."""
+    parts = [_header(form, sequence)]
+    # A memory may have no layers.
+    num_cells = next(len(tensors[0]) for tensors in rows if tensors)
+    for section, tensors in zip(form.attention, rows, strict=True):
+        cells = np.zeros(num_cells, section.cell)
+        cells["position"] = np.arange(position, position + num_cells)
+        cells["num_sequences"], cells["sequence"] = 1, sequence
+        if section.has_2d:
+            # Of text, both places in the plane are the position.
+            cells["x"] = cells["y"] = cells["position"]
+            cells["token"] = _NO_TOKEN
+        parts += [_packed("II", 1, num_cells), cells.view(np.uint8), _packed("II", 0, section.num_layers)]
+        for tensor, of_tensor in zip(section.tensors, tensors, strict=True):
+            parts += [_packed("iQ", tensor.kind, tensor.row_bytes), of_tensor.reshape(-1)]
+    if (section_of_states := form.recurrent) is not None:
+        parts.append(_packed("III", 0, 0, section_of_states.num_layers))
+        parts += [_packed("iQ", tensor.kind, tensor.row_bytes) for tensor in section_of_states.tensors]
+    return np.concatenate(parts)
+
+
+def checkpoint_state(form: StateForm, position: int, states: Sequence[Bytes], sequence: int) -> Bytes:
+    """Puts together the recurrent section alone, as the library takes it with its flag for parts: the states after the
+    token at `position`, uint8 [row_bytes] each."""
+    section = form.recurrent
+    assert section is not None, "the model has no recurrent states"
+    parts = [_header(form, sequence), _packed("IiIII", 1, position, 0, 0, section.num_layers)]
+    for tensor, state in zip(section.tensors, states, strict=True):
+        parts += [_packed("iQ", tensor.kind, tensor.row_bytes), state.reshape(-1)]
+    return np.concatenate(parts)
+
+
+def without_tokens(state: Bytes, form: StateForm) -> Bytes:
+    """Returns a copy of a state whose cells name no tokens: for text they change no number, and pages do not keep
+    them."""
+    copy, reader = state.copy(), _StateReader(state)
+    reader.take("ii")
+    for section in form.attention:
+        _, num_cells = reader.take("II")
+        start, size = reader.at, section.cell.itemsize
+        if section.has_2d:
+            copy[start : start + num_cells * size].view(section.cell)["token"] = _NO_TOKEN
+        reader.rows(num_cells, size)
+        reader.take("II")
+        for tensor in section.tensors:
+            reader.take("iQ")
+            reader.rows(num_cells, tensor.row_bytes)
+    return copy
+
+
+def _header(form: StateForm, sequence: int) -> Bytes:
+    header = np.frombuffer(form.magic + struct.pack("<i", sequence), np.uint8)
+    assert len(header) == _HEADER_BYTES
+    return header
+
+
+def _packed(form: str, *values: int) -> Bytes:
+    return np.frombuffer(struct.pack(f"<{form}", *values), np.uint8)
