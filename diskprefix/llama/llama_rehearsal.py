@@ -233,7 +233,7 @@ def _run(
     try:
         sequence, logits = sequence_with_room(pool, len(token_ids)), list[Logits]()
         for part in np.split(token_ids, np.cumsum(steps)[:-1]):
-            logits += runtime.run([Rows(sequence, part)]).logits
+            logits += runtime.run([Rows(sequence, part, may_lag=len(part) == 1)]).logits
             if sequence.num_tokens == restored_at:
                 other = made_up_tokens(model, 2, _OTHER)
                 runtime.run([Rows(sequence_with_room(pool, _OTHER), other)])

@@ -105,7 +105,7 @@ class LlamaRuntime:
         sequence.end_step(run)
         self._take_over(held, sequence)
         sequence.complete = self._complete
-        if run.num_rows > 1 or run.end % sequence.pool.block_size == 0:
+        if not rows.may_lag or run.end % sequence.pool.block_size == 0:
             self._copy(held, sequence)
         return StepOutput([logits])
 

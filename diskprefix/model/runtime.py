@@ -41,8 +41,8 @@ class PictureRows(Struct, frozen=True, eq=False):
 class Rows(Struct, frozen=True):
     """The next tokens of a sequence, int64 [num_rows], and its state. The last `num_logits` rows get logits. All of
     them but the first may be taken back, unless `num_guesses` gives the number of rows that may. `pictures` has the
-    encoder's output and the positions, if the sequence has pictures. `may_lag`: the memory of a draft layer may be
-    completed later."""
+    encoder's output and the positions, if the sequence has pictures. `may_lag`: the pages may be
+    completed later (`KVSequence.complete_pages`)."""
 
     state: State
     token_ids: npt.NDArray[np.int64]

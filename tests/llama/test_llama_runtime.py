@@ -45,11 +45,13 @@ class Served:
         """Its memory after the prefix holds no numbers."""
         return sequence_with_room(self.pool, ROOM, prefix)
 
-    def step(self, state: State, num_tokens: int, seed: int = 1) -> Logits:
+    def step(self, state: State, num_tokens: int, seed: int = 1, *, may_lag: bool | None = None) -> Logits:
+        """Single tokens are those of a reply, unless `may_lag` says something else."""
         assert isinstance(state, KVSequence | LlamaState)
         start = len(state.token_ids) if isinstance(state, LlamaState) else state.num_tokens
         token_ids = np.random.default_rng(seed).integers(0, VOCAB, ROOM)[start : start + num_tokens]
-        return self.runtime.run([Rows(state, token_ids)]).logits[0]
+        may_lag = num_tokens == 1 if may_lag is None else may_lag
+        return self.runtime.run([Rows(state, token_ids, may_lag=may_lag)]).logits[0]
 
     def steps(self, state: State, counts: Sequence[int], seed: int = 1) -> list[bytes]:
         return [self.step(state, count, seed).tobytes() for count in counts]
@@ -156,6 +158,19 @@ def test_single_tokens_are_copied_when_somebody_asks_or_takes_the_context(name: 
         served.step(each, count)
         each.complete_pages()
     assert content(each) == content(sequence)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_the_single_token_at_the_end_of_a_prompt_is_copied_at_once(name: str) -> None:
+    """Its state is saved without being asked for."""
+    served = Served(name)
+    sequence = served.sequence()
+    served.step(sequence, BLOCK)
+    before = sequence.content(BLOCK)
+    served.step(sequence, 1, may_lag=False)
+    after = sequence.content(BLOCK)
+    sequence.complete_pages()
+    assert after == sequence.content(BLOCK) != before
 
 
 def test_single_tokens_are_copied_at_the_end_of_a_block() -> None:

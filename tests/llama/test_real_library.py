@@ -56,7 +56,8 @@ class Opened:
         found = []
         for count in counts:
             ids = np.random.default_rng(seed).integers(0, self.model.vocab_size, ROOM)
-            rows = Rows(sequence, ids[sequence.num_tokens : sequence.num_tokens + count])
+            of_step = ids[sequence.num_tokens : sequence.num_tokens + count]
+            rows = Rows(sequence, of_step, may_lag=count == 1)
             found.append(self.runtime.run([rows]).logits[0].tobytes())
         return found
 
