@@ -22,10 +22,15 @@ from tests.model.test_undeclared_options import tiny_options
 PACKAGE = Path(families.__file__).parents[2]
 RECORDS = Path(known_types.__file__).parent
 NAMES = frozenset({*TYPES, *WHOLES.split()})
+_OF_LLAMA_CPP = ("devices", "llama_library", "load_llama")
 MAY_NAME_TYPES = {
     **dict.fromkeys(
         [f"model/gguf/{name}_families.py" for name in ("dense", "known", "mixture", "recurrent", "windowed")],
         "the type that files of an architecture become",
+    ),
+    **dict.fromkeys(
+        ["settings.py", "extras/setup/doctor_llama.py", *(f"llama/{name}.py" for name in _OF_LLAMA_CPP)],
+        "the name of an engine",
     ),
     "model/gguf/late_gemmas.py": "the type that files of an architecture become",
     "model/gguf/encoders.py": "the type that files with an encoder become",
