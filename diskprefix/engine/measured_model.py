@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.engine.speculation.draft_model import LoadedDraft
-from diskprefix.errors import ModelError
+from diskprefix.errors import ModelError, SettingsError
 from diskprefix.identity import Fingerprint
 from diskprefix.kv.layout import Layout
 from diskprefix.llama.devices import is_chosen
@@ -76,8 +76,10 @@ def load_measured(settings: Settings, progress: Report) -> MeasuredModel:
         from diskprefix.llama.load_llama import load_llama
 
         llama = load_llama(settings, progress)
-        reason = llama.reason or "llama.cpp's library computes it in steps of one grid"
-        return MeasuredModel(llama.loaded, llama.layout, llama.runtime, llama.fingerprint, reason, llama.build)
+        reason = llama.loaded.reason or "llama.cpp's library computes it in steps of one grid"
+        return MeasuredModel(llama.loaded, llama.runtime.layout, llama.runtime, llama.fingerprint, reason, llama.build)
+    if settings.gpu_layers is not None:
+        raise SettingsError("--gpu-layers: only llama.cpp's library gives layers to a GPU; leave it out")
     return measured(begin_load(settings, progress), settings)
 
 

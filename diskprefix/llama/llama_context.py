@@ -95,7 +95,7 @@ class LlamaContext:
         parameters.type_k = parameters.type_v = KV_KINDS[options.kv_type]
         # The whole memory of windows: in a ring, cells lie in another order after a restore.
         parameters.swa_full = parameters.kv_unified = True
-        # Always: without it, values lie transposed, and the bits of some models follow the step.
+        # Without it values lie transposed in a state, and `state_form` does not read them.
         parameters.flash_attn_type = 1
         model.library.forget_reason()
         self._handle = api.llama_init_from_model(model.handle, parameters)

@@ -1,14 +1,12 @@
-"""Loads a `.gguf` file into llama.cpp's library: whether it is asked for, on which device, with how many layers."""
+"""Loads a `.gguf` file into llama.cpp's library: its tokenizer, its layers on a device, its identity."""
 
 from __future__ import annotations
 
 import logging
 import os
 import re
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,7 +15,6 @@ from msgspec import Struct
 
 from diskprefix.errors import ModelError, SettingsError
 from diskprefix.identity import Fingerprint, canonical
-from diskprefix.kv.layout import Layout
 from diskprefix.llama.devices import device_named
 from diskprefix.llama.llama_context import CPU, LlamaModel, LlamaOptions
 from diskprefix.llama.llama_library import Device, Library, open_library
@@ -30,7 +27,7 @@ from diskprefix.model.load.fingerprint import weights_digest
 from diskprefix.model.load.fit import ModelNeeds, TokenState
 from diskprefix.model.load.gguf_file import block_of, forget_headers, part_paths, read_tensors
 from diskprefix.model.load.kernel_settings import processor
-from diskprefix.model.load.loader import LoadedModel, find_model
+from diskprefix.model.load.loader import LoadedModel, clock_into, find_model
 from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.model.load.read_tokenizer import read_tokenizer
 from diskprefix.native.compute_threads import num_threads
@@ -65,14 +62,13 @@ class LlamaConfig(Struct, frozen=True):
 
 
 class LoadedLlama(Struct, frozen=True):
-    """A model that the library computes. `reason` says why its state is not cached, "" if it is."""
+    """A model that the library computes, its identity, and the digest of the library. The `reason` of `loaded` says why
+    its state is not cached, "" if it is."""
 
     loaded: LoadedModel
-    layout: Layout
     runtime: LlamaRuntime
     fingerprint: Fingerprint
     build: str
-    reason: str
 
 
 class _Shape(Struct, frozen=True):
@@ -114,12 +110,13 @@ def load_llama(settings: Settings, progress: Report) -> LoadedLlama:
     _require_possible(settings)
     template = read_template(settings.chat_template)
     timings = dict[str, float]()
-    with _timed(timings, "imports"):
+    clock = clock_into(timings)
+    with clock("imports"):
         library = open_library()
         device = device_named(library, settings.device)
-    with _timed(timings, "source"):
+    with clock("source"):
         file = _read_file(settings, progress)
-    with _timed(timings, "tokenizer"):
+    with clock("tokenizer"):
         tokenizer = read_tokenizer(file.path, template)
     least_cells, most_cells = cells_of(file.metadata, settings.context)
     options = LlamaOptions(
@@ -132,12 +129,12 @@ def load_llama(settings: Settings, progress: Report) -> LoadedLlama:
         device=CPU if device is None else device.name,
     )
     fit = require_fit(_needs(file, options, settings), available_ram_bytes(), settings)
-    with _timed(timings, "digest"):
+    with clock("digest"):
         digest, build = _digests(library, file)
     named = _named(digest, options, device)
     rehearsal = rehearsed(file.path, options, canonical({**named, "build": build}), progress)
     progress("loading the weights")
-    with _timed(timings, "weights"):
+    with clock("weights"):
         model = LlamaModel(library, file.path, options, device)
     placed = rehearsal.placed(model)
     free_bytes = available_ram_bytes if device is None else partial(_free_bytes, library, device)
@@ -165,7 +162,7 @@ def load_llama(settings: Settings, progress: Report) -> LoadedLlama:
         in_memory=_ended(),
     )
     fingerprint = _fingerprint(named, rehearsal.golden, settings)
-    return LoadedLlama(loaded, runtime.layout, runtime, fingerprint, build, rehearsal.reason)
+    return LoadedLlama(loaded, runtime, fingerprint, build)
 
 
 def cells_of(metadata: Metadata, context: int | None) -> tuple[int, int]:
@@ -176,13 +173,6 @@ def cells_of(metadata: Metadata, context: int | None) -> tuple[int, int]:
         return 0, 0
     positions = int(metadata.get("context_length", 0)) or original
     return (0, original) if min(context or positions, positions) <= original else (original + 1, 0)
-
-
-@contextmanager
-def _timed(timings: dict[str, float], step: str) -> Iterator[None]:
-    began = time.perf_counter()
-    yield
-    timings[step] = time.perf_counter() - began
 
 
 def _read_file(settings: Settings, progress: Report) -> _File:

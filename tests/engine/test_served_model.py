@@ -22,7 +22,14 @@ from diskprefix.engine import served_model as generate
 from diskprefix.engine.loop import Engine
 from diskprefix.engine.request import Constraint, DoneEvent, FinishEvent, TextEvent
 from diskprefix.engine.sampler import Sampler
-from diskprefix.errors import ContextTooLong, InvalidRequest, ModelError, NonFiniteLogits, StoreUnavailable
+from diskprefix.errors import (
+    ContextTooLong,
+    InvalidRequest,
+    ModelError,
+    NonFiniteLogits,
+    SettingsError,
+    StoreUnavailable,
+)
 from diskprefix.extras.simulate import trace_formats
 from diskprefix.extras.simulate.geometry import SLICEABLE
 from diskprefix.extras.simulate.simulator import Policy, simulate
@@ -268,6 +275,11 @@ def test_a_request_whose_logits_are_not_finite_fails_alone_and_saves_no_such_sta
     assert engine.cache.writer.flush(30)
     assert (engine.cache.stats()["blocks"] > 0, engine.cache.stats()["entries"]) == (where == "logits", 0)
     assert tokens_of(run(engine, tokens(100), temperature=temperature, seed=1)) == cold
+
+
+def test_layers_for_a_gpu_are_refused_where_nothing_gives_them_to_one() -> None:
+    with pytest.raises(SettingsError, match=r"^--gpu-layers: only llama\.cpp's library"):
+        measured_model.load_measured(Settings(model="/nowhere", engine="plan", gpu_layers=3), print)
 
 
 def test_the_file_of_another_program_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:

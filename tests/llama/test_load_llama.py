@@ -60,17 +60,17 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loading:
 
 
 def identity(loaded: LoadedLlama) -> str:
-    return loaded.fingerprint.identity(64, 1, loaded.layout.describe())
+    return loaded.fingerprint.identity(64, 1, loaded.runtime.layout.describe())
 
 
 def test_a_file_is_loaded_with_its_tokenizer_and_a_runtime_that_computes(load: Loading) -> None:
     found = load()
-    assert (found.reason, found.loaded.device, found.loaded.dtype) == ("", "cpu", "float16")
+    assert (found.loaded.reason, found.loaded.device, found.loaded.dtype) == ("", "cpu", "float16")
     assert (found.loaded.name, found.loaded.config.model_type) == ("tiny", "llama")
     assert found.loaded.tokenizer.encode("he")
     assert found.loaded.in_memory.done()
     assert set(found.loaded.timings) >= {"imports", "source", "tokenizer", "digest", "weights"}
-    sequence = KVSequence(PagePool(found.layout, block_size=64))
+    sequence = KVSequence(PagePool(found.runtime.layout, block_size=64))
     (logits,) = found.runtime.run([Rows(sequence, np.arange(3))]).logits
     assert np.isfinite(logits).all()
     assert [parameters.n_gpu_layers for parameters in load.api.loaded] == [0, 0]
@@ -79,7 +79,7 @@ def test_a_file_is_loaded_with_its_tokenizer_and_a_runtime_that_computes(load: L
 def test_a_model_that_fails_its_rehearsal_is_served_without_the_cache(load: Loading) -> None:
     load.api.skips_cell = True
     found = load()
-    assert found.layout.unsupported == (found.reason,)
+    assert found.runtime.layout.unsupported == (found.loaded.reason,)
     (logits,) = found.runtime.run([Rows(found.runtime.new_state(), np.arange(3))]).logits
     assert np.isfinite(logits).all()
 

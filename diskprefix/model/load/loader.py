@@ -240,7 +240,7 @@ def begin_load(settings: Settings, progress: Report, flag: str = "--model") -> L
     each with a message of one line.
     """
     timings: dict[str, float] = {}
-    clock = _clock_into(timings)
+    clock = clock_into(timings)
     template = read_template(settings.chat_template)
     check = partial(_require_fit, settings)
     with ExitStack() as failing:
@@ -297,7 +297,7 @@ def _require_fit(settings: Settings, needs: ModelNeeds) -> Fit:
     return require_fit(needs, available_bytes(pick_device(settings.device)), settings)
 
 
-def _clock_into(timings: dict[str, float]) -> Clock:
+def clock_into(timings: dict[str, float]) -> Clock:
     """Returns a clock that adds the seconds of a step to its sum in `timings`."""
 
     @contextmanager
