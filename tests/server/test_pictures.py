@@ -511,7 +511,7 @@ def test_the_body_of_a_request_is_gone_while_its_reply_is_made(
     others = [each for each in gc.get_objects() if type(each) in (ChatRequest, Message)]
     known = set(map(id, others))
 
-    looked: list[bool] = []
+    looked, said = list[bool](), list[str]()
 
     def look(self: Sampler, *given: Any) -> int:
         if not looked:
@@ -525,12 +525,28 @@ def test_the_body_of_a_request_is_gone_while_its_reply_is_made(
                 if not held:
                     break
                 time.sleep(0.1)
+            said.append(holders(held[0]) if held else "")
         return sample(self, *given)
 
     monkeypatch.setattr(Sampler, "sample", look)
     ask(llava, body(IMAGE, text_part("see")))
     assert looked
-    assert held == []
+    assert held == [], said
+
+
+def holders(kept: Any, depth: int = 4) -> str:
+    """Returns what refers to an object, and what refers to that: types, and the places of frames."""
+    lines, level = list[str](), [kept]
+    for _ in range(depth):
+        level = [
+            holder
+            for holder in gc.get_referrers(*level)
+            if holder is not level and getattr(holder, "f_code", None) is not holders.__code__
+        ][:20]
+        lines.append(
+            ", ".join(str(holder)[:160] if hasattr(holder, "f_code") else str(type(holder)) for holder in level)
+        )
+    return "; held by ".join(lines)
 
 
 def test_without_a_processor_a_model_is_served_for_text(tmp_path: Path) -> None:
