@@ -41,6 +41,11 @@ class LlamaOptions(Struct, frozen=True):
     least_cells: int = 0
     most_cells: int = 0
 
+    @property
+    def has_flash_attention(self) -> bool:
+        """On CPUs replies are twice as fast without it. Values of 8 bits need it."""
+        return self.device != CPU or self.kv_type != "auto"
+
 
 class Failed(RuntimeError):
     """A call of the library failed; its message has the library's reason."""
@@ -95,8 +100,7 @@ class LlamaContext:
         parameters.type_k = parameters.type_v = KV_KINDS[options.kv_type]
         # The whole memory of windows: in a ring, cells lie in another order after a restore.
         parameters.swa_full = parameters.kv_unified = True
-        # Without it values lie transposed in a state, and `state_form` does not read them.
-        parameters.flash_attn_type = 1
+        parameters.flash_attn_type = int(options.has_flash_attention)
         model.library.forget_reason()
         self._handle = api.llama_init_from_model(model.handle, parameters)
         if not self._handle:

@@ -276,6 +276,7 @@ def _named(digest: str, options: LlamaOptions, device: Device | None) -> dict[st
         name: value for name, value in os.environ.items() if _ENVIRONMENT.fullmatch(name) and name not in _HARMLESS
     }
     values: dict[str, Any] = {"kv_type": options.kv_type, "step": options.step, "layers": options.num_layers}
+    values["flash_attention"] = options.has_flash_attention
     values |= {"least_cells": options.least_cells} if options.least_cells else {}
     return {
         "engine": "llama",

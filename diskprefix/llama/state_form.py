@@ -34,21 +34,43 @@ class UnknownForm(ValueError):
 
 
 class TensorForm(Struct, frozen=True):
-    """The form of a tensor: ggml's number of its type, and the bytes of a row."""
+    """The form of a tensor: ggml's number of its type, and the bytes of a row. Transposed values lie number by number,
+    each of `number_bytes`, with the tokens side by side; other tensors have 0 there."""
 
     kind: int
     row_bytes: int
+    number_bytes: int = 0
+
+    def header(self) -> Bytes:
+        """Returns what a state has before the rows."""
+        if self.number_bytes:
+            return _packed("iII", self.kind, self.number_bytes, self.row_bytes // self.number_bytes)
+        return _packed("iQ", self.kind, self.row_bytes)
+
+    def rows(self, stored: Bytes, num_cells: int) -> Bytes:
+        """Returns the rows, [cells, row_bytes], of the bytes in a state."""
+        if self.number_bytes:
+            stored = stored.reshape(-1, num_cells, self.number_bytes).swapaxes(0, 1)
+        return stored.reshape(num_cells, self.row_bytes)
+
+    def stored(self, rows: Bytes) -> Bytes:
+        """Returns the bytes in a state, [bytes], of rows. The inverse of `rows`."""
+        if self.number_bytes:
+            rows = rows.reshape(len(rows), -1, self.number_bytes).swapaxes(0, 1)
+        return rows.reshape(-1)
 
 
 class Section(Struct, frozen=True):
     """The form of a section. `tensors` are keys before values, or states of convolutions before recurrent ones;
-    `num_first` is the number of the former. `has_2d`: a cell also has a position in the plane and a token."""
+    `num_first` is the number of the former. `has_2d`: a cell also has a position in the plane and a token.
+    `is_transposed`: values are."""
 
     is_recurrent: bool
     num_layers: int
     num_first: int
     tensors: tuple[TensorForm, ...]
     has_2d: bool = False
+    is_transposed: bool = False
 
     @property
     def cell(self) -> np.dtype[np.void]:
@@ -97,15 +119,26 @@ class _StateReader:
         self.at = end
         return rows
 
-    def skip_tensors(self, count: int, cells: int) -> tuple[TensorForm, ...]:
+    def skip_tensors(self, count: int, cells: int, *, are_transposed: bool = False) -> tuple[TensorForm, ...]:
         forms = []
         for _ in range(count):
-            kind, row_bytes = self.take("iQ")
-            if not 0 <= kind < _MOST_KINDS:
+            if are_transposed:
+                kind, number_bytes, width = self.take("iII")
+                form = TensorForm(kind, number_bytes * width, number_bytes)
+            else:
+                form = TensorForm(*self.take("iQ"))
+            if not 0 <= form.kind < _MOST_KINDS:
                 raise UnknownForm("a tensor has no type")
-            self.rows(cells, row_bytes)
-            forms.append(TensorForm(kind, row_bytes))
+            self.rows(cells, form.row_bytes)
+            forms.append(form)
         return tuple(forms)
+
+    def tensor_rows(self, tensor: TensorForm, num_cells: int) -> Bytes:
+        """Returns the rows of a tensor, [cells, row_bytes]. Raises `UnknownForm` if it has another form."""
+        header = tensor.header()
+        if self.rows(1, len(header)).tobytes() != header.tobytes():
+            raise UnknownForm("a tensor has another type or size")
+        return tensor.rows(self.rows(num_cells, tensor.row_bytes).reshape(-1), num_cells)
 
     @property
     def is_at_end(self) -> bool:
@@ -144,11 +177,13 @@ def _attention(reader: _StateReader, *, has_2d: bool, values_exist: bool) -> Sec
     if (cells["num_sequences"] != 1).any() or (np.diff(cells["position"]) != 1).any():
         raise UnknownForm("its cells are not those of consecutive tokens")
     is_transposed, num_layers = reader.take("II")
-    if is_transposed or num_layers > _MOST_TENSORS:
-        raise UnknownForm("its values are transposed, as without flash attention")
+    if is_transposed > 1 or num_layers > _MOST_TENSORS:
+        raise UnknownForm("its layers are not counted")
     keys = reader.skip_tensors(num_layers, num_cells)
-    values = reader.skip_tensors(num_layers if values_exist else 0, num_cells)
-    return Section(False, num_layers, num_layers, keys + values, has_2d)
+    # Without flash attention values are transposed.
+    num_values = num_layers if values_exist else 0
+    values = reader.skip_tensors(num_values, num_cells, are_transposed=bool(is_transposed))
+    return Section(False, num_layers, num_layers, keys + values, has_2d, bool(is_transposed))
 
 
 def _recurrent(reader: _StateReader) -> Section:
@@ -182,9 +217,7 @@ def rows_of(state: Bytes, form: StateForm) -> list[tuple[int, int, list[Bytes]]]
             reader.take("II")
         tensors = list[Bytes]()
         for tensor in section.tensors:
-            if reader.take("iQ") != (tensor.kind, tensor.row_bytes):
-                raise UnknownForm("a tensor has another type or size")
-            tensors.append(reader.rows(num_cells, tensor.row_bytes))
+            tensors.append(reader.tensor_rows(tensor, num_cells))
         parts.append((position, num_cells, tensors))
     if not reader.is_at_end:
         raise UnknownForm("it has further parts")
@@ -205,12 +238,13 @@ def block_state(form: StateForm, position: int, rows: Sequence[Sequence[Bytes]],
             # Of text, both places in the plane are the position.
             cells["x"] = cells["y"] = cells["position"]
             cells["token"] = _NO_TOKEN
-        parts += [_packed("II", 1, num_cells), cells.view(np.uint8), _packed("II", 0, section.num_layers)]
+        parts += [_packed("II", 1, num_cells), cells.view(np.uint8)]
+        parts.append(_packed("II", section.is_transposed, section.num_layers))
         for tensor, of_tensor in zip(section.tensors, tensors, strict=True):
-            parts += [_packed("iQ", tensor.kind, tensor.row_bytes), of_tensor.reshape(-1)]
+            parts += [tensor.header(), tensor.stored(of_tensor)]
     if (section_of_states := form.recurrent) is not None:
         parts.append(_packed("III", 0, 0, section_of_states.num_layers))
-        parts += [_packed("iQ", tensor.kind, tensor.row_bytes) for tensor in section_of_states.tensors]
+        parts += [tensor.header() for tensor in section_of_states.tensors]
     return np.concatenate(parts)
 
 
@@ -221,7 +255,7 @@ def checkpoint_state(form: StateForm, position: int, states: Sequence[Bytes], se
     assert section is not None, "the model has no recurrent states"
     parts = [_header(form, sequence), _packed("IiIII", 1, position, 0, 0, section.num_layers)]
     for tensor, state in zip(section.tensors, states, strict=True):
-        parts += [_packed("iQ", tensor.kind, tensor.row_bytes), state.reshape(-1)]
+        parts += [tensor.header(), state.reshape(-1)]
     return np.concatenate(parts)
 
 
@@ -238,8 +272,7 @@ def without_tokens(state: Bytes, form: StateForm) -> Bytes:
         reader.rows(num_cells, size)
         reader.take("II")
         for tensor in section.tensors:
-            reader.take("iQ")
-            reader.rows(num_cells, tensor.row_bytes)
+            reader.tensor_rows(tensor, num_cells)
     return copy
 
 

@@ -38,7 +38,8 @@ _SHIFT = np.uint64(56)
 class Kind(Struct, frozen=True):
     """The memories of a model. `windows`: of each memory for attention, None without a window. `num_layers` are those
     of each memory. `states`: the float32 numbers of the states of a convolution and a recurrence, for each of two
-    layers. `has_2d`: cells have positions in the plane, as for M-RoPE."""
+    layers. `has_2d`: cells have positions in the plane, as for M-RoPE. `is_transposed`: values are, as without flash
+    attention."""
 
     windows: tuple[int | None, ...] = (None,)
     num_layers: tuple[int, ...] = (2, 1)
@@ -46,6 +47,7 @@ class Kind(Struct, frozen=True):
     has_2d: bool = False
     has_values: bool = True
     q8: bool = False
+    is_transposed: bool = False
 
 
 KINDS = {
@@ -61,6 +63,10 @@ KINDS = {
     "hybrid with a window": Kind(windows=(None, 12), states=(6, 10)),
     "convolutions": Kind(states=(6, 0)),
     "recurrent": Kind(windows=(), states=(6, 10)),
+    "transposed": Kind(is_transposed=True),
+    "transposed latent": Kind(has_values=False, is_transposed=True),
+    "transposed window": Kind(windows=(None, 12), is_transposed=True),
+    "transposed hybrid": Kind(states=(6, 10), is_transposed=True),
 }
 
 
@@ -84,7 +90,7 @@ class Cells:
 
     def __init__(self, kind: Kind, number: int, num_cells: int, type_k: int) -> None:
         self.window, self.has_2d, self.ggml_type = kind.windows[number], kind.has_2d, type_k
-        self.num_layers, self.is_transposed = kind.num_layers[number], False
+        self.num_layers, self.is_transposed = kind.num_layers[number], kind.is_transposed
         self.skips_cell = False
         self.position = np.full(num_cells, -1)
         self.owned = np.zeros((num_cells, 2), np.bool_)
@@ -168,12 +174,19 @@ class Cells:
         cells = self.place(count)
         planes = [of_cell[2:5] if self.has_2d else (0, 0, 0) for of_cell in of_cells]
         self.put(cells, [of_cell[0] for of_cell in of_cells], planes, sequence)
-        if state.take("II") != (0, self.num_layers):
+        if state.take("II") != (self.is_transposed, self.num_layers):
             raise ValueError("mismatched layer count")
-        for rows in self.rows:
-            if state.take("iQ") != (self.ggml_type, rows.shape[1]):
+        for number, rows in enumerate(self.rows):
+            is_transposed = number >= self.num_layers and self.is_transposed
+            expected = (self.ggml_type, 2, rows.shape[1] // 2) if is_transposed else (self.ggml_type, rows.shape[1])
+            if state.take("iII" if is_transposed else "iQ") != expected:
                 raise ValueError("mismatched key type")
-            rows[cells] = state.bytes(count * rows.shape[1]).reshape(count, -1)
+            stored = state.bytes(count * rows.shape[1])
+            rows[cells] = (
+                np.ascontiguousarray(stored.view(np.uint16).reshape(-1, count).T).view(np.uint8)
+                if is_transposed
+                else stored.reshape(count, -1)
+            )
 
 
 class States:
@@ -292,11 +305,12 @@ class ScriptedLlama:
 
     Faults: `load_error` is the reason why no file is loaded, `most_contexts` the number of contexts that have memory,
     `statuses` the results of the next decodes (then 0), `noise` the numbers that are added to the next tokens (then 0)
-    on a device. `is_transposed` is as without flash attention. With `skips_cell`, a state leaves a cell free.
+    on a device. `further` is at the end of each state, as of an unknown memory. With `skips_cell`, a state leaves a
+    cell free.
     """
 
-    def __init__(self, kind: str = "dense", *, seed: int = 0, is_transposed: bool = False) -> None:
-        self.kind, self.seed, self.is_transposed = KINDS[kind], seed, is_transposed
+    def __init__(self, kind: str = "dense", *, seed: int = 0, further: bytes = b"") -> None:
+        self.kind, self.seed, self.further = KINDS[kind], seed, further
         self.load_error, self.most_contexts, self.skips_cell, self.has_encoder = "", 99, False, False
         self.statuses = deque[int]()
         self.noise: Iterator[int] = iter(())
@@ -400,7 +414,7 @@ class ScriptedLlama:
             return None
         context = Context(model, -(-parameters.n_ctx // 256) * 256, parameters.type_k)
         for cells in context.attention:
-            cells.is_transposed, cells.skips_cell = self.is_transposed, self.skips_cell
+            cells.skips_cell = self.skips_cell
         self.contexts.append(context)
         self.made.append(parameters.n_ctx)
         return context
@@ -455,10 +469,10 @@ class ScriptedLlama:
         return context.last(sequence)
 
     def llama_state_seq_get_size_ext(self, context: Context, sequence: int, flags: int) -> int:
-        return len(_written(context, sequence, flags))
+        return len(_written(context, sequence, flags) + self.further)
 
     def llama_state_seq_get_data_ext(self, context: Context, data: Any, size: int, sequence: int, flags: int) -> int:
-        state = _written(context, sequence, flags)
+        state = _written(context, sequence, flags) + self.further
         assert size >= len(state)
         ctypes.memmove(data, state, len(state))
         return len(state)

@@ -72,9 +72,9 @@ def test_a_restore_to_other_cells_is_found(name: str) -> None:
 
 
 def test_states_of_another_form_are_not_cached() -> None:
-    result = found(ScriptedLlama(is_transposed=True))
+    result = found(ScriptedLlama(further=bytes(12)))
     assert result.reason.startswith("its state in llama.cpp is not known: ")
-    assert result.golden != found(ScriptedLlama(seed=1, is_transposed=True)).golden
+    assert result.golden != found(ScriptedLlama(seed=1, further=bytes(12))).golden
 
 
 def test_a_library_that_gives_other_bytes_than_it_took_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

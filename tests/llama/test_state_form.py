@@ -52,8 +52,12 @@ def state_of(name: str) -> tuple[Bytes, StateForm]:
 def test_the_form_has_every_tensor_of_the_model(name: str) -> None:
     kind, (_, form) = KINDS[name], state_of(name)
     row = TensorForm(8 if kind.q8 else 1, ROW_BYTES[8 if kind.q8 else 1])
+    value = TensorForm(row.kind, row.row_bytes, 2 if kind.is_transposed else 0)
     of_attention = [
-        Section(False, layers, layers, (row,) * (layers * (2 if kind.has_values else 1)), kind.has_2d)
+        Section(
+            *(False, layers, layers, (row,) * layers + (value,) * (layers if kind.has_values else 0)),
+            *(kind.has_2d, kind.is_transposed),
+        )
         for layers in kind.num_layers[: len(kind.windows)]
     ]
     assert form.attention == of_attention
@@ -142,7 +146,7 @@ def test_no_changed_byte_of_a_state_is_an_error_of_another_kind(name: str) -> No
 @pytest.mark.parametrize(
     ("faulty", "num_memories", "reason"),
     [
-        (ScriptedLlama(is_transposed=True), 1, "transposed, as without flash attention"),
+        (ScriptedLlama(further=bytes(12)), 1, "further parts"),
         (ScriptedLlama("short window"), 1, "further parts"),
         (ScriptedLlama(), 2, "ends too early"),
     ],
