@@ -40,9 +40,6 @@ def serve(settings: Settings) -> None:
     from diskprefix.store.folder import FolderUnavailable, make_folder
 
     limit_libraries()
-    # Before torch loads libgomp. Rounds take other times on other CPUs, and macOS has no libgomp.
-    if platform.machine() == "x86_64" and "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
     # Before the port is taken.
     for flag, models in (("--model", settings.model_names), ("--draft-model", [settings.draft_model])):
         for model in models:
@@ -56,6 +53,10 @@ def serve(settings: Settings) -> None:
     if run_router is not None:
         run_router(settings)
         return
+    # Before torch loads libgomp. Rounds take other times on other CPUs, and macOS has no libgomp. llama.cpp's threads
+    # meet after each operation of a step, so sleep costs them more.
+    if platform.machine() == "x86_64" and "OMP_WAIT_POLICY" not in os.environ and settings.engine != "llama":
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
     from diskprefix.server.process.process import run
 
     run(settings, load_engine)

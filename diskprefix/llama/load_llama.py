@@ -34,7 +34,7 @@ from diskprefix.native.compute_threads import num_threads
 from diskprefix.printable import first_line
 from diskprefix.progress import Report
 from diskprefix.settings import Settings
-from diskprefix.units import counted, format_size
+from diskprefix.units import format_size
 
 log = logging.getLogger("diskprefix")
 
@@ -45,6 +45,7 @@ _KEPT_FREE_BYTES = 768 << 20
 """The memory of a device that weights and rows leave free, for buffers to compute with."""
 _TOKENS_ON_DEVICE = 16_384
 """The tokens for whose rows a device keeps room when layers are given to it."""
+MAKE_ROOM = "Fewer bits or a smaller --context make room there; --gpu-layers N decides it"
 _KV_BYTES = {"auto": 2.0, "q8": 34 / 32}
 _NOT_PORTABLE = frozenset({"golden", "device", "threads", "cpu"})
 
@@ -81,6 +82,11 @@ class _Shape(Struct, frozen=True):
     row_bytes: int
     positions: int
 
+    @property
+    def num_layers(self) -> int:
+        """What can be given to a device: the blocks, and the head as one layer more."""
+        return self.num_blocks + 1
+
     @classmethod
     def of(cls, metadata: Metadata, kv_type: str) -> _Shape:
         blocks = max(1, int(metadata.get("block_count", 1)))
@@ -92,6 +98,26 @@ class _Shape(Struct, frozen=True):
         rows = int(heads * width * _KV_BYTES[kv_type])
         positions = int(metadata.get("context_length", 0)) or 1 << 20
         return cls(blocks, in_blocks // blocks, sum(sizes.values()), rows, positions)
+
+
+class Placement(Struct, frozen=True):
+    """Which layers a device computes: `num_layers` of `of_layers`, where the head counts as one. `needs` are those of
+    main memory."""
+
+    device: Device | None
+    num_layers: int
+    of_layers: int
+    needs: ModelNeeds
+
+    @property
+    def line(self) -> str:
+        """Says it in one line."""
+        if self.device is None:
+            return "the CPU computes all layers"
+        if self.num_layers >= self.of_layers:
+            return f"{self.device.name} computes all {self.of_layers} layers"
+        free = f" ({format_size(self.device.free_bytes)} are free)" if self.device.free_bytes else ""
+        return f"{self.device.name}{free} computes {self.num_layers} of {self.of_layers} layers, and the CPU the others"
 
 
 class _File(Struct, frozen=True):
@@ -119,16 +145,20 @@ def load_llama(settings: Settings, progress: Report) -> LoadedLlama:
     with clock("tokenizer"):
         tokenizer = read_tokenizer(file.path, template)
     least_cells, most_cells = cells_of(file.metadata, settings.context)
+    num_layers = _num_layers(settings, file.shape, device)
+    if device is not None and settings.gpu_layers is None and num_layers < file.shape.num_layers:
+        placement = Placement(device, num_layers, file.shape.num_layers, _needs(file, num_layers, settings))
+        log.warning("[llama] %s. %s", placement.line, MAKE_ROOM)
     options = LlamaOptions(
         least_cells=least_cells,
         most_cells=most_cells,
         step=settings.block_size,
         kv_type=settings.kv_type,
         num_threads=num_threads(),
-        num_layers=_num_layers(settings, file.shape, device),
+        num_layers=num_layers,
         device=CPU if device is None else device.name,
     )
-    fit = require_fit(_needs(file, options, settings), available_ram_bytes(), settings)
+    fit = require_fit(_needs(file, num_layers, settings), available_ram_bytes(), settings)
     with clock("digest"):
         digest, build = _digests(library, file)
     named = _named(digest, options, device)
@@ -231,42 +261,43 @@ def _most(metadata: Metadata, key: str) -> int:
         return int(max(metadata.numbers(key), default=0))
 
 
+def placement_of(settings: Settings) -> Placement:
+    """Returns which layers of the model of `settings`, which is on this machine, a device would compute now, and what
+    main memory the rest takes. Raises `SettingsError` and `ModelError`."""
+    device = device_named(open_library(), settings.device)
+    file = _read_file(settings, lambda _line: None)
+    num_layers = _num_layers(settings, file.shape, device)
+    return Placement(device, num_layers, file.shape.num_layers, _needs(file, num_layers, settings))
+
+
 def _num_layers(settings: Settings, shape: _Shape, device: Device | None) -> int:
     """Returns how many layers the device computes: all of them and the head, or as many as have room there."""
-    whole = shape.num_blocks + 1
     if device is None:
         if settings.gpu_layers:
             raise SettingsError("--gpu-layers: llama.cpp's library has no GPU; leave it out")
         return 0
     if settings.gpu_layers is not None:
-        return min(settings.gpu_layers, whole)
+        return min(settings.gpu_layers, shape.num_layers)
     if not device.free_bytes:
-        return whole
+        return shape.num_layers
     tokens = min(settings.context or _TOKENS_ON_DEVICE, shape.positions)
     of_block = shape.block_bytes + shape.row_bytes * tokens
     rest = shape.all_bytes - shape.num_blocks * shape.block_bytes
     left = device.free_bytes - _KEPT_FREE_BYTES - rest
     if left >= shape.num_blocks * of_block:
-        return whole
-    fitting = max(0, (left + rest) // of_block) if of_block else whole
-    num_layers = min(fitting, shape.num_blocks)
-    log.warning(
-        "[llama] %d of %s have room on %s (%s are free); the CPU computes the others. Fewer bits or a smaller "
-        "--context make room; --gpu-layers N decides it",
-        *(num_layers, counted(shape.num_blocks, "layer"), device.name, format_size(device.free_bytes)),
-    )
-    return num_layers
+        return shape.num_layers
+    fitting = max(0, (left + rest) // of_block) if of_block else shape.num_layers
+    return min(fitting, shape.num_blocks)
 
 
-def _needs(file: _File, options: LlamaOptions, settings: Settings) -> ModelNeeds:
+def _needs(file: _File, num_layers: int, settings: Settings) -> ModelNeeds:
     """Returns the needs of main memory: weights that no device has, and pages."""
     shape = file.shape
-    whole = shape.num_blocks + 1
     state = TokenState(
         per_token=shape.row_bytes * shape.num_blocks,
         positions=min(shape.positions, settings.context or shape.positions),
     )
-    weights = {"file": shape.all_bytes * (whole - options.num_layers) // whole}
+    weights = {"file": shape.all_bytes * (shape.num_layers - num_layers) // shape.num_layers}
     return ModelNeeds(name=f"{file.path.name} in llama.cpp", weights=weights, state=state)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from diskprefix.errors import ModelError, SettingsError
+from diskprefix.extras.setup.doctor_model import model_findings
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.llama import load_llama as loading
@@ -135,14 +136,11 @@ def test_a_model_that_does_not_fit_is_refused(load: Loading, monkeypatch: pytest
         ({"gpu_layers": 0}, 99_999, 0),
     ],
 )
-def test_a_device_gets_all_layers_or_those_that_have_room(
-    asked: dict[str, Any], free_mib: int, expected: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_device_gets_all_layers_or_those_that_have_room(asked: dict[str, Any], free_mib: int, expected: int) -> None:
     api = ScriptedLlama()
     api.gpus = {"CUDA0": (1, free_mib * MIB)}
     device = Library(api).devices()[1]
     assert loading._num_layers(Settings(**asked), BLOCKS, device) == expected
-    assert ("have room on CUDA0" in caplog.text) is (not asked and expected < 5)
 
 
 @pytest.mark.parametrize("given", [None, 1])
@@ -157,6 +155,29 @@ def test_the_layers_of_the_named_device_are_loaded_there_and_need_no_main_memory
     assert handles == [3]
     whole = load().loaded.fit.needs.weights["file"]
     assert found.loaded.fit.needs.weights["file"] == whole * (2 if given else 0) // 3
+
+
+def test_layers_without_room_on_the_device_are_said_at_the_load_and_by_the_placement(
+    load: Loading, caplog: pytest.LogCaptureFixture
+) -> None:
+    line = "CUDA0 (1.0 MiB are free) computes 0 of 3 layers, and the CPU the others"
+    load.api.gpus = {"CUDA0": (1, 1 << 20)}
+    settings: dict[str, Any] = {"model": str(load.file), "engine": "llama"}
+    assert load(device="auto").loaded.device == "CUDA0"
+    assert [record.message for record in caplog.records if "layers" in record.message] == [
+        f"[llama] {line}. {loading.MAKE_ROOM}"
+    ]
+    placed = loading.placement_of(Settings(**settings))
+    assert (placed.line, placed.num_layers, placed.of_layers) == (line, 0, 3)
+    # As `doctor` says it.
+    of_layers = next(
+        finding for finding in model_findings(Settings(**settings), lambda _line: None) if finding.check == "layers"
+    )
+    assert (of_layers.level, of_layers.text, of_layers.advice) == ("note", line, loading.MAKE_ROOM)
+    load.api.gpus = {"CUDA0": (1, 1 << 40)}
+    whole = loading.placement_of(Settings(**settings))
+    assert (whole.line, whole.needs.weights) == ("CUDA0 computes all 3 layers", {"file": 0})
+    assert loading.placement_of(Settings(**settings, device="cpu")).line == "the CPU computes all layers"
 
 
 def test_everything_that_changes_the_bits_changes_the_identity(load: Loading, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,11 +33,11 @@ _FIRST_GCC = 13
 @dataclass(frozen=True)
 class Backend:
     """A backend of llama.cpp, which an `option` of CMake chooses. Compiling it needs `programs` and `headers`, given
-    with Debian's packages. A header is a path in a folder of headers."""
+    with Debian's packages. A header is a path in a folder of headers, with a name that a new one declares."""
 
     option: str = ""
     programs: tuple[tuple[str, str], ...] = ()
-    headers: tuple[tuple[str, str], ...] = ()
+    headers: tuple[tuple[str, str, str], ...] = ()
 
 
 BACKENDS = {
@@ -45,14 +45,19 @@ BACKENDS = {
     "vulkan": Backend(
         "GGML_VULKAN",
         programs=(("glslc", "glslc"),),
-        headers=(("vulkan/vulkan.h", "libvulkan-dev"), ("spirv/unified1/spirv.hpp", "spirv-headers")),
+        headers=(
+            # Those of Debian 12 are too old; the compiler would say so after some minutes.
+            ("vulkan/vulkan_core.h", "VkLayerSettingEXT", "libvulkan-dev from Debian 13 on (or set VULKAN_SDK)"),
+            ("spirv/unified1/spirv.hpp", "", "spirv-headers"),
+        ),
     ),
     "cuda": Backend("GGML_CUDA", programs=(("nvcc", "nvidia-cuda-toolkit"),)),
     "metal": Backend("GGML_METAL"),
     "hip": Backend("GGML_HIP", programs=(("hipcc", "hipcc"),)),
     "sycl": Backend("GGML_SYCL", programs=(("icpx", "intel-oneapi-compiler-dpcpp-cpp, which Intel's archive has"),)),
 }
-_HEADERS = ("/usr", "/usr/local", os.environ.get("VULKAN_SDK", "/usr"))
+_HEADERS = (os.environ.get("VULKAN_SDK", "/usr"), "/usr", "/usr/local")
+"""The folders whose `include` has headers, in the order in which CMake looks there."""
 _COMPILER = (("c++", "g++"),)
 _VARIABLES = {"vulkan": {"GGML_VK_VISIBLE_DEVICES": "0"}}
 """Variables of the environment in which a backend is checked. With this one, Vulkan also takes a driver that computes
@@ -131,16 +136,19 @@ def _require_tools(backend: str) -> None:
     """Raises `NotInstalled` with the packages that compiling for a backend lacks."""
     needs = BACKENDS[backend]
     lacking = [(name, package) for name, package in (*_COMPILER, *needs.programs) if shutil.which(name) is None]
-    lacking += [
-        (name, package)
-        for name, package in needs.headers
-        if not any(Path(folder, "include", name).exists() for folder in _HEADERS)
-    ]
+    lacking += [(name, package) for name, declared, package in needs.headers if not _declares(name, declared)]
     if backend == "metal" and sys.platform != "darwin":
         raise NotInstalled("Metal is a backend of macOS; choose another --backend")
     if lacking:
         names, packages = (", ".join(part) for part in zip(*lacking, strict=True))
         raise NotInstalled(f"{backend} cannot be compiled without {names}; Debian has it in {packages}")
+
+
+def _declares(name: str, declared: str) -> bool:
+    """Returns whether there is a header, and the one that the compiler takes declares a name."""
+    files = [Path(folder, "include", name) for folder in _HEADERS]
+    taken = next((file for file in files if file.exists()), None)
+    return taken is not None and declared in taken.read_text(encoding="utf-8", errors="replace")
 
 
 def _compile(command: list[str], arguments: list[str], folder: Path, report: Report) -> None:

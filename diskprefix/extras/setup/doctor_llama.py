@@ -1,13 +1,25 @@
-"""The check of llama.cpp's library in `diskprefix doctor`: its version, its devices and their memory."""
+"""The checks of llama.cpp's library in `diskprefix doctor`: its version, its devices, and what has room there."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from diskprefix.errors import DiskPrefixError
 from diskprefix.extras.setup.doctor_machine import Finding
 from diskprefix.settings import Settings
+
+if TYPE_CHECKING:
+    from diskprefix.llama.load_llama import Placement
+
+
+def placement_finding(placed: Placement) -> Finding:
+    """Returns the finding about the layers that have room on a device."""
+    from diskprefix.llama.load_llama import MAKE_ROOM
+
+    is_whole = placed.device is None or placed.num_layers >= placed.of_layers
+    return Finding("layers", "ok" if is_whole else "note", placed.line, "" if is_whole else MAKE_ROOM)
 
 
 def llama_findings(settings: Settings) -> Iterator[Finding]:

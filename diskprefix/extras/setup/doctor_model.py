@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from diskprefix.errors import DiskPrefixError
 from diskprefix.extras.catalogue.adviser import proposed
 from diskprefix.extras.catalogue.catalogue import needs
+from diskprefix.extras.setup.doctor_llama import placement_finding
 from diskprefix.extras.setup.doctor_machine import Finding
 from diskprefix.model.load.named_model import path_of
 from diskprefix.settings import Settings
@@ -19,6 +20,7 @@ from diskprefix.units import counted, format_size
 
 if TYPE_CHECKING:
     from diskprefix.extras.catalogue.catalogue import KnownModel
+    from diskprefix.llama.load_llama import Placement
     from diskprefix.model.load.fit import ModelNeeds
 
 _SYSTEM = "Be brief."
@@ -60,15 +62,31 @@ def model_findings(settings: Settings, say: Callable[[str], None]) -> Iterator[F
     try:
         path = path_of(settings.model)
         own = needs(settings)
+        placed = None if path is None else _placed_by_llama(settings)
     except DiskPrefixError as error:
         yield Finding("model", "problem", error.message, "see the message")
         return
     if path is None or own is None:
         yield _listing_finding(settings)
         return
+    if placed is not None:
+        own = placed.needs
+        yield placement_finding(placed)
     yield _fit_finding(settings, own)
     say("reading the tokenizer")
     yield from _tokenizer_findings(settings, path)
+
+
+def _placed_by_llama(settings: Settings) -> Placement | None:
+    """Returns where llama.cpp's library would compute a model, None if another engine does. Raises `ModelError` and
+    `SettingsError`."""
+    from diskprefix.llama.devices import is_chosen
+
+    if not is_chosen(settings, lambda _line: None):
+        return None
+    from diskprefix.llama.load_llama import placement_of
+
+    return placement_of(settings)
 
 
 def _listing_finding(settings: Settings) -> Finding:
