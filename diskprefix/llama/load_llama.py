@@ -84,7 +84,7 @@ class _Shape(Struct, frozen=True):
 
     @property
     def num_layers(self) -> int:
-        """What can be given to a device: the blocks, and the head as one layer more."""
+        """The number of layers that can be given to a device: the blocks, and the head as one more."""
         return self.num_blocks + 1
 
     @classmethod
@@ -101,8 +101,8 @@ class _Shape(Struct, frozen=True):
 
 
 class Placement(Struct, frozen=True):
-    """Which layers a device computes: `num_layers` of `of_layers`, where the head counts as one. `needs` are those of
-    main memory."""
+    """The layers that a device computes: `num_layers` of `of_layers`, where the head counts as one. `needs` are
+    those of main memory."""
 
     device: Device | None
     num_layers: int
@@ -110,11 +110,16 @@ class Placement(Struct, frozen=True):
     needs: ModelNeeds
 
     @property
+    def is_whole(self) -> bool:
+        """No layer is left over for the CPU beside a device."""
+        return self.device is None or self.num_layers >= self.of_layers
+
+    @property
     def line(self) -> str:
-        """Says it in one line."""
+        """The placement in one line."""
         if self.device is None:
             return "the CPU computes all layers"
-        if self.num_layers >= self.of_layers:
+        if self.is_whole:
             return f"{self.device.name} computes all {self.of_layers} layers"
         free = f" ({format_size(self.device.free_bytes)} are free)" if self.device.free_bytes else ""
         return f"{self.device.name}{free} computes {self.num_layers} of {self.of_layers} layers, and the CPU the others"
@@ -144,21 +149,11 @@ def load_llama(settings: Settings, progress: Report) -> LoadedLlama:
         file = _read_file(settings, progress)
     with clock("tokenizer"):
         tokenizer = read_tokenizer(file.path, template)
-    least_cells, most_cells = cells_of(file.metadata, settings.context)
-    num_layers = _num_layers(settings, file.shape, device)
-    if device is not None and settings.gpu_layers is None and num_layers < file.shape.num_layers:
-        placement = Placement(device, num_layers, file.shape.num_layers, _needs(file, num_layers, settings))
+    placement = _placement(file, settings, device)
+    if settings.gpu_layers is None and not placement.is_whole:
         log.warning("[llama] %s. %s", placement.line, MAKE_ROOM)
-    options = LlamaOptions(
-        least_cells=least_cells,
-        most_cells=most_cells,
-        step=settings.block_size,
-        kv_type=settings.kv_type,
-        num_threads=num_threads(),
-        num_layers=num_layers,
-        device=CPU if device is None else device.name,
-    )
-    fit = require_fit(_needs(file, num_layers, settings), available_ram_bytes(), settings)
+    options = _options(file, settings, placement)
+    fit = require_fit(placement.needs, available_ram_bytes(), settings)
     with clock("digest"):
         digest, build = _digests(library, file)
     named = _named(digest, options, device)
@@ -265,9 +260,25 @@ def placement_of(settings: Settings) -> Placement:
     """Returns which layers of the model of `settings`, which is on this machine, a device would compute now, and what
     main memory the rest takes. Raises `SettingsError` and `ModelError`."""
     device = device_named(open_library(), settings.device)
-    file = _read_file(settings, lambda _line: None)
+    return _placement(_read_file(settings, lambda _line: None), settings, device)
+
+
+def _placement(file: _File, settings: Settings, device: Device | None) -> Placement:
     num_layers = _num_layers(settings, file.shape, device)
     return Placement(device, num_layers, file.shape.num_layers, _needs(file, num_layers, settings))
+
+
+def _options(file: _File, settings: Settings, placement: Placement) -> LlamaOptions:
+    least_cells, most_cells = cells_of(file.metadata, settings.context)
+    return LlamaOptions(
+        step=settings.block_size,
+        kv_type=settings.kv_type,
+        num_threads=num_threads(),
+        num_layers=placement.num_layers,
+        device=CPU if placement.device is None else placement.device.name,
+        least_cells=least_cells,
+        most_cells=most_cells,
+    )
 
 
 def _num_layers(settings: Settings, shape: _Shape, device: Device | None) -> int:

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from diskprefix.errors import DiskPrefixError
-from diskprefix.extras.setup.doctor_machine import Finding
+from diskprefix.extras.setup.doctor_machine import Finding, Level
 from diskprefix.settings import Settings
 
 if TYPE_CHECKING:
@@ -18,8 +18,8 @@ def placement_finding(placed: Placement) -> Finding:
     """Returns the finding about the layers that have room on a device."""
     from diskprefix.llama.load_llama import MAKE_ROOM
 
-    is_whole = placed.device is None or placed.num_layers >= placed.of_layers
-    return Finding("layers", "ok" if is_whole else "note", placed.line, "" if is_whole else MAKE_ROOM)
+    level: Level = "ok" if placed.is_whole else "note"
+    return Finding("layers", level, placed.line, "" if placed.is_whole else MAKE_ROOM)
 
 
 def llama_findings(settings: Settings) -> Iterator[Finding]:
