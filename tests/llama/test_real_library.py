@@ -14,6 +14,7 @@ pytest.importorskip("llama_cpp")
 
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
+from diskprefix.llama.devices import device_named
 from diskprefix.llama.llama_context import LlamaModel, LlamaOptions
 from diskprefix.llama.llama_layout import LlamaLayout
 from diskprefix.llama.llama_library import open_library
@@ -26,6 +27,7 @@ from tests.server.daemon_process import DaemonProcess, reply_to, serve_flags, te
 
 BLOCK, ROOM = 16, 100
 STEPS = (BLOCK, BLOCK, BLOCK, 7, 1, 1, 1)
+ALL_LAYERS = 99
 FORMS = [("auto", ""), ("q8", ""), ("auto", "Q8_0")]
 """The type of keys and values, and of the weights."""
 
@@ -39,14 +41,21 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return {kind: tiny.write_gguf(folder / f"tiny{kind}.gguf", quantised=kind) for kind in ("", "Q8_0")}
 
 
+def options_of(kv_type: str) -> LlamaOptions:
+    """Returns the options with the GPU that the library has, or else with the CPU."""
+    device = device_named(open_library(), "auto")
+    placed = {} if device is None else {"device": device.name, "num_layers": ALL_LAYERS}
+    return LlamaOptions(step=BLOCK, kv_type=kv_type, **placed)
+
+
 class Opened:
     """A runtime of the file, as after its rehearsal."""
 
     def __init__(self, file: Path, kv_type: str, *, num_contexts: int = 1) -> None:
-        library, options = open_library(), LlamaOptions(step=BLOCK, kv_type=kv_type)
+        library, options = open_library(), options_of(kv_type)
         rehearsal = rehearse(library, file, options)
         assert rehearsal.form is not None, rehearsal.reason
-        self.model = LlamaModel(library, file, options)
+        self.model = LlamaModel(library, file, options, device_named(library, "auto"))
         placed = rehearsal.placed(self.model)
         assert isinstance(placed, LlamaLayout)
         self.golden, self.pool = rehearsal.golden, PagePool(placed.layout, block_size=BLOCK)
@@ -99,9 +108,9 @@ def test_the_golden_digest_follows_the_weights_and_the_type_of_the_rows(files: A
     library = open_library()
     asked = [(file, kv_type) for kv_type, kind in FORMS for file in [files[kind]]]
     asked.append((tiny.write_gguf(tmp_path / "other.gguf", seed=1), "auto"))
-    goldens = [rehearse(library, file, LlamaOptions(step=BLOCK, kv_type=kv_type)).golden for file, kv_type in asked]
+    goldens = [rehearse(library, file, options_of(kv_type)).golden for file, kv_type in asked]
     assert len(set(goldens)) == len(goldens)
-    assert rehearse(library, files[""], LlamaOptions(step=BLOCK)).golden == goldens[0]
+    assert rehearse(library, files[""], options_of("auto")).golden == goldens[0]
 
 
 @pytest.mark.slow
