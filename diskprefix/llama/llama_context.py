@@ -75,7 +75,6 @@ class LlamaModel:
         self.num_positions = int(api.llama_model_n_ctx_train(self.handle))
         self.window = int(api.llama_model_n_swa(self.handle))
         self.has_states = bool(api.llama_model_is_recurrent(self.handle) or api.llama_model_is_hybrid(self.handle))
-        self.has_attention = not api.llama_model_is_recurrent(self.handle)
         if api.llama_model_has_encoder(self.handle):
             self.close()
             raise ModelError(f"{path}: llama.cpp reads it as a model with an encoder, which is not served")
@@ -144,6 +143,11 @@ class LlamaContext:
             return self._get(_SCRATCH, 0)
         finally:
             self._remove(_SCRATCH)
+
+    def take_all(self) -> Bytes:
+        """Returns the state of all tokens, uint8 [bytes]. Every memory can give it: one that cannot be cut ends the
+        process when a range is asked for."""
+        return self._get(_OWN, 0)
 
     def put(self, state: Bytes) -> None:
         """Adds the state of a range of tokens, which follows on what the context has."""

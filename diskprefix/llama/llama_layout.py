@@ -1,7 +1,7 @@
 """The layout of a model in llama.cpp's library, from the form of its states, and where each tensor of a state is in it.
 
-The library does not say which layers a memory belongs to. Layers are numbered as its states have them: those of full
-attention, then those with a window, then recurrent ones.
+The library does not say which layers a memory belongs to. Layers are numbered as its states have them, memory by
+memory, and recurrent ones come last.
 """
 
 from __future__ import annotations
@@ -39,9 +39,11 @@ class LlamaLayout(Struct, frozen=True):
 
 
 def layout_of(form: StateForm, vocab_size: int, window: int) -> LlamaLayout:
-    """Returns the layout for states of a form. With several memories for attention, the second one has a `window`.
-    Raises `UnknownForm` for numbers of other types."""
-    windows = [None, window or None][: len(form.attention)]
+    """Returns the layout for states of a form. With several memories for attention, the last one has the `window` of a
+    model that has one. Raises `UnknownForm` for numbers of other types."""
+    windows: list[int | None] = [None] * len(form.attention)
+    if len(windows) > 1:
+        windows[-1] = window or None
     tensors, layers = list[list[TensorSpec]](), list[LayerSpec]()
     for section, of_section in zip(form.attention, windows, strict=True):
         tensors.append(_tensors(section, len(layers), of_section))

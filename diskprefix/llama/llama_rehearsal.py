@@ -38,6 +38,7 @@ from diskprefix.llama.state_form import (
     checkpoint_state,
     form_of,
     rows_of,
+    states_of,
     without_tokens,
 )
 from diskprefix.memo import Memo
@@ -48,7 +49,7 @@ from diskprefix.tokens import Logits
 
 log = logging.getLogger("diskprefix")
 
-_passed = Memo("llama-rehearsals", version=1, max_records=64)
+_passed = Memo("llama-rehearsals", version=2, max_records=64)
 
 _TAIL, _REPLY, _OTHER = 44, 8, 9
 """The tokens after the first block: a step of several rows, then steps of one. `_OTHER` tokens of another sequence are
@@ -177,13 +178,7 @@ def _form(model: LlamaModel) -> StateForm:
     context = LlamaContext(model, 2 * model.options.step)
     try:
         context.compute(made_up_tokens(model, 0, _FORM_TOKENS), 0, 1)
-        state, problem = context.take(0, _FORM_TOKENS) if model.has_attention else context.take_states(), None
-        for num_memories in (1, 2) if model.has_attention else (0,):
-            try:
-                return form_of(state, num_memories=num_memories, is_recurrent=model.has_states)
-            except UnknownForm as error:
-                problem = problem or error
-        raise problem or UnknownForm("it is empty")
+        return form_of(context.take_all(), has_states=model.has_states)
     finally:
         context.close()
 
@@ -196,13 +191,11 @@ def _require_equal_bytes(model: LlamaModel, form: StateForm) -> None:
         context.compute(made_up_tokens(model, 0, count), 0, 1)
         before = _taken(context, form, count)
         state, states = before
-        rows = [tensors for _, _, tensors in rows_of(state, form)] if form.attention else []
-        of_states = [tensors for _, _, tensors in rows_of(states, form.states_alone)] if form.recurrent else []
         context.clear()
-        if rows:
-            context.put(block_state(form, 0, rows[: len(form.attention)], 1))
-        for tensors in of_states:
-            context.put_states(checkpoint_state(form, count - 1, tensors, 0))
+        if form.attention:
+            context.put(block_state(form, 0, [part.tensors for part in rows_of(state, form)], 1))
+        if form.recurrent is not None:
+            context.put_states(checkpoint_state(form, count - 1, states_of(states, form), 0))
         after = _taken(context, form, count)
     finally:
         context.close()

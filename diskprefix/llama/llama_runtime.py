@@ -18,7 +18,7 @@ from diskprefix.kv.layout import Layout
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.llama.llama_context import Failed, LlamaContext, LlamaModel, NoMemory
 from diskprefix.llama.llama_layout import LlamaLayout
-from diskprefix.llama.state_form import Bytes, StateForm, block_state, checkpoint_state, rows_of
+from diskprefix.llama.state_form import Bytes, StateForm, block_state, checkpoint_state, rows_of, states_of
 from diskprefix.model.runtime import Rows, StepOutput, UncachedState, begin_step
 from diskprefix.units import format_size
 
@@ -206,16 +206,17 @@ class LlamaRuntime:
             return
         for first, last in self._pieces(sequence, start, stop) if self._placed.rows else ():
             parts = rows_of(held.context.take(first, last), self._form)
-            for (position, num_cells, tensors), places in zip(parts, self._placed.rows, strict=False):
-                if (position, num_cells) != (first, last - first):
-                    raise Failed(f"llama.cpp gave the state of {num_cells} tokens from {position} on, not of all")
-                for place, rows in zip(places, tensors, strict=True):
+            for part, places in zip(parts, self._placed.rows, strict=True):
+                if (part.position, part.num_cells) != (first, last - first):
+                    got = f"{part.num_cells} tokens from {part.position} on"
+                    raise Failed(f"llama.cpp gave the state of {got}, not of all")
+                for place, rows in zip(places, part.tensors, strict=True):
                     _write(sequence, place.group, place.index, first, rows)
         if self._placed.states:
-            ((_, _, states),) = rows_of(held.context.take_states(), self._form.states_alone)
+            states = states_of(held.context.take_states(), self._form)
             for of_state, state in zip(self._placed.states, states, strict=True):
                 if of_state is not None:
-                    _bytes_of(sequence, of_state.group, of_state.index)[:] = state[0]
+                    _bytes_of(sequence, of_state.group, of_state.index)[:] = state
         held.num_copied = stop
 
     def _pieces(self, sequence: KVSequence, start: int, stop: int) -> Iterator[tuple[int, int]]:

@@ -1,9 +1,10 @@
 """The bytes in which llama.cpp's library gives and takes the state of a sequence.
 
-A state is a header and, one after another, a section for each memory of the model: attention to all tokens, attention
-within a window, recurrent states. A section of attention has, for each cell, its position and sequence, then the rows
-of all keys, layer by layer, and of all values. A recurrent section has one cell, with the states of convolutions of all
-layers and then their recurrent states. (`llama-kv-cache.cpp`, `llama-memory-recurrent.cpp`: `state_write`.)
+A state is a header and, one after another, a section for each memory of the model: attention to all tokens, keys that
+choose tokens, attention within a window, recurrent states. A section of attention has, for each cell, its position and
+sequence, then the rows of all keys, layer by layer, and of all values. A recurrent section has one cell, with the
+states of convolutions of all layers and then their recurrent states. (`llama-kv-cache.cpp`,
+`llama-memory-recurrent.cpp`: `state_write`; the order of the sections is in the files of the other memories.)
 
 A `StateForm` is read from one state. With it, this module takes others apart and puts them together.
 """
@@ -11,7 +12,7 @@ A `StateForm` is read from one state. With it, this module takes others apart an
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import TypeAlias
 
@@ -27,6 +28,8 @@ _HEADER_BYTES = 8
 """A magic number and the number of the sequence."""
 _NO_TOKEN = -1
 _MOST_TENSORS, _MOST_KINDS = 4096, 64
+_MOST_MEMORIES = 3
+"""The most memories for attention: to all tokens, the keys that choose them, within a window."""
 
 
 class UnknownForm(ValueError):
@@ -99,9 +102,20 @@ class StateForm(Struct, frozen=True):
         return StateForm(self.magic, tuple(section for section in self.sections if section.is_recurrent))
 
 
+class Part(Struct, frozen=True):
+    """The content of a section in a state: its first position, its number of cells, and the rows of its tensors, uint8
+    [cells, row_bytes]. Its cells begin at the byte `cells_at`."""
+
+    section: Section
+    position: int
+    num_cells: int
+    tensors: list[Bytes]
+    cells_at: int
+
+
 class _StateReader:
-    def __init__(self, state: Bytes) -> None:
-        self._state, self.at = state, 0
+    def __init__(self, state: Bytes, at: int = 0) -> None:
+        self._state, self.at = state, at
 
     def take(self, form: str) -> tuple[int, ...]:
         size = struct.calcsize(f"<{form}")
@@ -145,30 +159,62 @@ class _StateReader:
         return self.at == len(self._state)
 
 
-def form_of(state: Bytes, *, num_memories: int, is_recurrent: bool) -> StateForm:
-    """Returns the form of a state, uint8 [bytes], of a sequence from position 0. The model has `num_memories` for
-    attention, and a recurrent one if `is_recurrent`. Raises `UnknownForm`."""
-    problem: UnknownForm | None = None
-    # No state says whether its cells have a place in the plane, or whether its layers keep values. Only one form fits
-    # to the last byte.
-    for has_2d, values_exist in product((False, True), (True, False)):
-        reader = _StateReader(state)
-        try:
-            magic = bytes(reader.rows(1, _MAGIC_BYTES)[0])
-            reader.take("i")
-            sections = [_attention(reader, has_2d=has_2d, values_exist=values_exist) for _ in range(num_memories)]
-            sections += [_recurrent(reader)] if is_recurrent else []
-            if reader.is_at_end:
-                return StateForm(magic, tuple(sections))
-            raise UnknownForm("it has further parts")
-        except UnknownForm as error:
-            # The first form is the usual one.
-            problem = problem or error
-    assert problem is not None
-    raise problem
+def form_of(state: Bytes, *, has_states: bool) -> StateForm:
+    """Returns the form of a state, uint8 [bytes], of a sequence from position 0. The model `has_states` that are
+    recurrent, or not. Raises `UnknownForm`."""
+    reader = _StateReader(state)
+    magic = bytes(reader.rows(1, _MAGIC_BYTES)[0])
+    reader.take("i")
+    search = _Search(state, has_states)
+    # A section of no layers has the same form with and without values.
+    readings = set(search.readings(reader.at))
+    if len(readings) > 1:
+        raise UnknownForm("it can be read in several ways")
+    if not readings:
+        raise UnknownForm(search.problem)
+    return StateForm(magic, readings.pop())
 
 
-def _attention(reader: _StateReader, *, has_2d: bool, values_exist: bool) -> Section:
+class _Search:
+    """Reads a state in every way. Its sections may come in any order, and no state says which they are. `problem` is
+    that of the reading which came furthest; of several, of the usual one."""
+
+    def __init__(self, state: Bytes, has_states: bool) -> None:
+        self._state, self._has_states = state, has_states
+        self.problem, self._furthest = "", -1
+
+    def readings(self, at: int, before: tuple[Section, ...] = ()) -> Iterator[tuple[Section, ...]]:
+        """Yields the sections of each reading that fits to the last byte. It begins with those `before`, which end at
+        the byte `at`."""
+        lacks_states = self._has_states and all(not section.is_recurrent for section in before)
+        if at == len(self._state) and before and not lacks_states:
+            yield before
+            return
+        kinds = list[Iterator[tuple[Section, int]]]()
+        if sum(not section.is_recurrent for section in before) < _MOST_MEMORIES:
+            # No state says whether its cells have a place in the plane, or whether its layers keep values.
+            kinds += [
+                _attention(_StateReader(self._state, at), has_2d=has_2d, values_exist=values_exist)
+                for has_2d, values_exist in product((False, True), (True, False))
+            ]
+        if lacks_states:
+            kinds.append(_recurrent(_StateReader(self._state, at)))
+        if not kinds:
+            self._add_problem("it has further parts", at)
+        for kind in kinds:
+            try:
+                for section, end in kind:
+                    yield from self.readings(end, (*before, section))
+            except UnknownForm as error:
+                self._add_problem(str(error), at)
+
+    def _add_problem(self, problem: str, at: int) -> None:
+        if at > self._furthest:
+            self.problem, self._furthest = problem, at
+
+
+def _attention(reader: _StateReader, *, has_2d: bool, values_exist: bool) -> Iterator[tuple[Section, int]]:
+    """Yields the section of attention at a reader, and the byte where it ends. Raises `UnknownForm`."""
     num_streams, num_cells = reader.take("II")
     if num_streams != 1 or not num_cells:
         raise UnknownForm("a memory has no cells, or several streams")
@@ -183,42 +229,55 @@ def _attention(reader: _StateReader, *, has_2d: bool, values_exist: bool) -> Sec
     # Without flash attention values are transposed.
     num_values = num_layers if values_exist else 0
     values = reader.skip_tensors(num_values, num_cells, are_transposed=bool(is_transposed))
-    return Section(False, num_layers, num_layers, keys + values, has_2d, bool(is_transposed))
+    yield Section(False, num_layers, num_layers, keys + values, has_2d, bool(is_transposed)), reader.at
 
 
-def _recurrent(reader: _StateReader) -> Section:
+def _recurrent(reader: _StateReader) -> Iterator[tuple[Section, int]]:
+    """Yields the recurrent section at a reader with each number of tensors, and the byte where it ends. No state has
+    the number. Raises `UnknownForm` where no further tensor is."""
     num_cells, _position, num_sequences, is_transposed, num_layers = reader.take("IiIII")
     if num_cells != 1 or num_sequences or is_transposed or num_layers > _MOST_TENSORS:
         raise UnknownForm("its recurrent states are not those of one sequence")
     tensors = list[TensorForm]()
-    while not reader.is_at_end:
+    while len(tensors) < 2 * num_layers:
         tensors += reader.skip_tensors(1, 1)
-    # Layers with states have one of a convolution and a recurrent one each; one of the two may have no bytes.
-    num_first = len(tensors) // 2 if len(tensors) % 2 == 0 else len(tensors)
-    return Section(True, num_layers, num_first, tuple(tensors))
+        # Layers with states have one of a convolution and a recurrent one each; one of the two may have no bytes.
+        num_first = len(tensors) // 2 if len(tensors) % 2 == 0 else len(tensors)
+        yield Section(True, num_layers, num_first, tuple(tensors)), reader.at
 
 
-def rows_of(state: Bytes, form: StateForm) -> list[tuple[int, int, list[Bytes]]]:
-    """Takes a state apart, uint8 [bytes]: for each section its first position, its number of cells, and the rows of its
-    tensors, uint8 [cells, row_bytes]. Raises `UnknownForm` for a state of another form."""
-    reader, parts = _StateReader(state), []
+def rows_of(state: Bytes, form: StateForm) -> list[Part]:
+    """Takes a state apart, uint8 [bytes]: returns its parts of attention. Raises `UnknownForm` for a state of another
+    form."""
+    return [part for part in _parts(state, form) if not part.section.is_recurrent]
+
+
+def states_of(state: Bytes, form: StateForm) -> list[Bytes]:
+    """Takes the recurrent section alone apart, uint8 [bytes]: returns its states, uint8 [row_bytes] each. Raises
+    `UnknownForm` for a state of another form."""
+    (part,) = _parts(state, form.states_alone)
+    return [rows[0] for rows in part.tensors]
+
+
+def _parts(state: Bytes, form: StateForm) -> list[Part]:
+    reader, parts = _StateReader(state), list[Part]()
     if bytes(reader.rows(1, _MAGIC_BYTES)[0]) != form.magic:
         raise UnknownForm("it begins otherwise")
     reader.take("i")
     for section in form.sections:
         if section.is_recurrent:
+            cells_at = reader.at
             num_cells, position, *_ = reader.take("IiIII")
         else:
             _, num_cells = reader.take("II")
             if not num_cells:
                 raise UnknownForm("a memory has no cells")
+            cells_at = reader.at
             cells = reader.rows(num_cells, section.cell.itemsize).view(section.cell)[:, 0]
             position = int(cells["position"][0])
             reader.take("II")
-        tensors = list[Bytes]()
-        for tensor in section.tensors:
-            tensors.append(reader.tensor_rows(tensor, num_cells))
-        parts.append((position, num_cells, tensors))
+        tensors = [reader.tensor_rows(tensor, num_cells) for tensor in section.tensors]
+        parts.append(Part(section, position, num_cells, tensors, cells_at))
     if not reader.is_at_end:
         raise UnknownForm("it has further parts")
     return parts
@@ -230,7 +289,12 @@ def block_state(form: StateForm, position: int, rows: Sequence[Sequence[Bytes]],
     parts = [_header(form, sequence)]
     # A memory may have no layers.
     num_cells = next(len(tensors[0]) for tensors in rows if tensors)
-    for section, tensors in zip(form.attention, rows, strict=True):
+    of_attention = iter(rows)
+    for section in form.sections:
+        if section.is_recurrent:
+            parts.append(_packed("III", 0, 0, section.num_layers))
+            parts += [tensor.header() for tensor in section.tensors]
+            continue
         cells = np.zeros(num_cells, section.cell)
         cells["position"] = np.arange(position, position + num_cells)
         cells["num_sequences"], cells["sequence"] = 1, sequence
@@ -240,11 +304,8 @@ def block_state(form: StateForm, position: int, rows: Sequence[Sequence[Bytes]],
             cells["token"] = _NO_TOKEN
         parts += [_packed("II", 1, num_cells), cells.view(np.uint8)]
         parts.append(_packed("II", section.is_transposed, section.num_layers))
-        for tensor, of_tensor in zip(section.tensors, tensors, strict=True):
+        for tensor, of_tensor in zip(section.tensors, next(of_attention), strict=True):
             parts += [tensor.header(), tensor.stored(of_tensor)]
-    if (section_of_states := form.recurrent) is not None:
-        parts.append(_packed("III", 0, 0, section_of_states.num_layers))
-        parts += [tensor.header() for tensor in section_of_states.tensors]
     return np.concatenate(parts)
 
 
@@ -262,17 +323,11 @@ def checkpoint_state(form: StateForm, position: int, states: Sequence[Bytes], se
 def without_tokens(state: Bytes, form: StateForm) -> Bytes:
     """Returns a copy of a state whose cells name no tokens: for text they change no number, and pages do not keep
     them."""
-    copy, reader = state.copy(), _StateReader(state)
-    reader.take("ii")
-    for section in form.attention:
-        _, num_cells = reader.take("II")
-        start, size = reader.at, section.cell.itemsize
-        if section.has_2d:
-            copy[start : start + num_cells * size].view(section.cell)["token"] = _NO_TOKEN
-        reader.rows(num_cells, size)
-        reader.take("II")
-        for tensor in section.tensors:
-            reader.tensor_rows(tensor, num_cells)
+    copy = state.copy()
+    for part in rows_of(state, form):
+        if part.section.has_2d:
+            cells = copy[part.cells_at : part.cells_at + part.num_cells * part.section.cell.itemsize]
+            cells.view(part.section.cell)["token"] = _NO_TOKEN
     return copy
 
 

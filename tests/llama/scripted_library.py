@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,35 +38,46 @@ _SHIFT = np.uint64(56)
 class Kind(Struct, frozen=True):
     """The memories of a model. `windows`: of each memory for attention, None without a window. `num_layers` are those
     of each memory. `states`: the float32 numbers of the states of a convolution and a recurrence, for each of two
-    layers. `has_2d`: cells have positions in the plane, as for M-RoPE. `is_transposed`: values are, as without flash
-    attention."""
+    layers; in a state, they follow on the first `states_behind` memories. The memories `in_plane` have cells with
+    positions in the plane, as for M-RoPE; those in `keys_alone` have no values. `is_transposed`: values are, as without
+    flash attention."""
 
     windows: tuple[int | None, ...] = (None,)
-    num_layers: tuple[int, ...] = (2, 1)
+    num_layers: tuple[int, ...] = (2, 1, 2)
     states: tuple[int, int] | None = None
-    has_2d: bool = False
-    has_values: bool = True
+    states_behind: int = 3
+    in_plane: tuple[int, ...] = ()
+    keys_alone: tuple[int, ...] = ()
     q8: bool = False
     is_transposed: bool = False
+
+    def num_tensors(self, memory: int) -> int:
+        return self.num_layers[memory] * (1 if memory in self.keys_alone else 2)
 
 
 KINDS = {
     "dense": Kind(),
     "q8": Kind(q8=True),
-    "latent": Kind(has_values=False),
-    "plane": Kind(has_2d=True),
+    "latent": Kind(keys_alone=(0,)),
+    "plane": Kind(in_plane=(0,)),
     "short window": Kind(windows=(None, 12)),
     "long window": Kind(windows=(None, 80)),
     "windows alone": Kind(windows=(None, 12), num_layers=(0, 2)),
     "hybrid": Kind(states=(6, 10)),
-    "hybrid in a plane": Kind(states=(6, 10), has_2d=True),
+    "hybrid in a plane": Kind(states=(6, 10), in_plane=(0,)),
     "hybrid with a window": Kind(windows=(None, 12), states=(6, 10)),
     "convolutions": Kind(states=(6, 0)),
     "recurrent": Kind(windows=(), states=(6, 10)),
     "transposed": Kind(is_transposed=True),
-    "transposed latent": Kind(has_values=False, is_transposed=True),
+    "transposed latent": Kind(keys_alone=(0,), is_transposed=True),
     "transposed window": Kind(windows=(None, 12), is_transposed=True),
     "transposed hybrid": Kind(states=(6, 10), is_transposed=True),
+    # The keys that choose tokens are a memory of their own.
+    "sparse": Kind(windows=(None, None), keys_alone=(0, 1)),
+    "sparse with values": Kind(windows=(None, None), keys_alone=(1,), is_transposed=True),
+    "sparse in a plane": Kind(windows=(None, None), keys_alone=(0, 1), in_plane=(0,)),
+    "sparse with a window": Kind(windows=(None, None, 12), keys_alone=(0, 1, 2)),
+    "sparse hybrid": Kind(windows=(None, None), keys_alone=(0, 1), states=(6, 10), states_behind=1),
 }
 
 
@@ -89,14 +100,13 @@ class Cells:
     """A memory for attention, of which all sequences share the cells."""
 
     def __init__(self, kind: Kind, number: int, num_cells: int, type_k: int) -> None:
-        self.window, self.has_2d, self.ggml_type = kind.windows[number], kind.has_2d, type_k
+        self.window, self.has_2d, self.ggml_type = kind.windows[number], number in kind.in_plane, type_k
         self.num_layers, self.is_transposed = kind.num_layers[number], kind.is_transposed
         self.skips_cell = False
         self.position = np.full(num_cells, -1)
         self.owned = np.zeros((num_cells, 2), np.bool_)
         self.plane = np.zeros((num_cells, 3), np.int32)
-        count = self.num_layers * (2 if kind.has_values else 1)
-        self.rows = np.zeros((count, num_cells, ROW_BYTES[type_k]), np.uint8)
+        self.rows = np.zeros((kind.num_tensors(number), num_cells, ROW_BYTES[type_k]), np.uint8)
         self.head = 0
 
     def place(self, count: int) -> npt.NDArray[np.int64]:
@@ -263,14 +273,20 @@ class _State:
 
 
 class Context:
-    """The memories of a context. Attention before states."""
+    """The memories of a context. `in_state` are those of a state, in its order."""
 
     def __init__(self, model: Any, num_cells: int, ggml_type: int) -> None:
         kind = model.kind
         self.model = model
         self.attention = [Cells(kind, number, num_cells, ggml_type) for number in range(len(kind.windows))]
         self.states = [] if kind.states is None else [States(kind)]
+        behind = kind.states_behind
+        self.in_state: list[Cells | States] = [*self.attention[:behind], *self.states, *self.attention[behind:]]
         self.logits: list[npt.NDArray[np.float32]] = []
+
+    def memories(self, flags: int) -> Sequence[Cells | States]:
+        """Returns those that a state with these flags has."""
+        return self.states if flags else self.in_state
 
     def clear(self) -> None:
         for cells in self.attention:
@@ -279,8 +295,7 @@ class Context:
             states.of.clear()
 
     def last(self, sequence: int) -> int:
-        memories: list[Cells | States] = [*self.attention, *self.states]
-        return min(memory.last(sequence) for memory in memories)
+        return min(memory.last(sequence) for memory in self.in_state)
 
     def decode(self, batch: Any, noise: Callable[[], int]) -> None:
         count, sequence = batch.n_tokens, batch.seq_id[0][0]
@@ -482,7 +497,7 @@ class ScriptedLlama:
         try:
             if state.take("Ii")[0] != MAGIC:
                 raise ValueError("wrong sequence state magic")
-            for memory in (*(() if flags else context.attention), *context.states):
+            for memory in context.memories(flags):
                 memory.read(state, sequence)
         except (ValueError, struct.error) as error:
             self.say(f"state_seq_set_data: error loading state: {error}")
@@ -492,7 +507,7 @@ class ScriptedLlama:
 
 
 def _written(context: Context, sequence: int, flags: int) -> bytes:
-    memories = [*(() if flags else context.attention), *context.states]
+    memories = context.memories(flags)
     return struct.pack("<Ii", MAGIC, sequence) + b"".join(memory.write(sequence) for memory in memories)
 
 

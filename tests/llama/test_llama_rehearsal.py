@@ -71,8 +71,11 @@ def test_a_restore_to_other_cells_is_found(name: str) -> None:
     assert layout.unsupported == (result.reason,)
 
 
-def test_states_of_another_form_are_not_cached() -> None:
-    result = found(ScriptedLlama(further=bytes(12)))
+def test_states_of_another_form_are_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    api = ScriptedLlama(further=bytes(12))
+    # Memories that cannot be cut end the process when a range is asked for.
+    monkeypatch.setattr(api, "llama_memory_seq_cp", lambda *_: pytest.fail("a range was asked for"))
+    result = found(api)
     assert result.reason.startswith("its state in llama.cpp is not known: ")
     assert result.golden != found(ScriptedLlama(seed=1, further=bytes(12))).golden
 

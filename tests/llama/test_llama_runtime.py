@@ -24,6 +24,7 @@ from tests.llama.scripted_library import KINDS, VOCAB, ScriptedLlama, model_of, 
 BLOCK, ROOM = 32, 400
 STEPS = (BLOCK, BLOCK, BLOCK, 7, 1, 1, 1)
 SOME = ["dense", "q8", "short window", "long window", "hybrid", "recurrent", "transposed", "transposed hybrid"]
+SOME += ["sparse", "sparse with a window", "sparse hybrid"]
 
 
 @cache

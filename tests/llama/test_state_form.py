@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,10 @@ from diskprefix.llama.state_form import (
     checkpoint_state,
     form_of,
     rows_of,
+    states_of,
     without_tokens,
 )
-from tests.llama.scripted_library import FLOAT32, KINDS, ROW_BYTES, ScriptedLlama, model_of
+from tests.llama.scripted_library import FLOAT32, KINDS, MAGIC, ROW_BYTES, ScriptedLlama, model_of
 
 COUNT = 7
 ROWS_ALONE = [name for name, kind in KINDS.items() if not kind.states]
@@ -41,11 +43,8 @@ def computed(model: LlamaModel, count: int = COUNT) -> LlamaContext:
 
 def state_of(name: str) -> tuple[Bytes, StateForm]:
     """Returns the state of some tokens and its form."""
-    model = model_of(ScriptedLlama(name))
-    context = computed(model)
-    state = context.take(0, COUNT) if model.has_attention else context.take_states()
-    kind = KINDS[name]
-    return state, form_of(state, num_memories=len(kind.windows), is_recurrent=kind.states is not None)
+    state = computed(model_of(ScriptedLlama(name))).take_all()
+    return state, form_of(state, has_states=KINDS[name].states is not None)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -55,12 +54,15 @@ def test_the_form_has_every_tensor_of_the_model(name: str) -> None:
     value = TensorForm(row.kind, row.row_bytes, 2 if kind.is_transposed else 0)
     of_attention = [
         Section(
-            *(False, layers, layers, (row,) * layers + (value,) * (layers if kind.has_values else 0)),
-            *(kind.has_2d, kind.is_transposed),
+            *(False, layers, layers, (row,) * layers + (value,) * (kind.num_tensors(number) - layers)),
+            *(number in kind.in_plane, kind.is_transposed),
         )
-        for layers in kind.num_layers[: len(kind.windows)]
+        for number, layers in enumerate(kind.num_layers[: len(kind.windows)])
     ]
     assert form.attention == of_attention
+    assert [section.is_recurrent for section in form.sections[: kind.states_behind]].count(True) == (
+        kind.states is not None and len(kind.windows) < kind.states_behind
+    )
     if kind.states is None:
         assert form.recurrent is None
     else:
@@ -73,10 +75,10 @@ def test_the_form_has_every_tensor_of_the_model(name: str) -> None:
 def test_rows_that_are_taken_apart_make_the_same_state_again(name: str) -> None:
     state, form = state_of(name)
     parts = rows_of(state, form)
-    assert [(position, count) for position, count, _ in parts] == [(0, COUNT)] * len(form.sections)
-    again = block_state(form, 0, [tensors for _, _, tensors in parts], 1)
+    assert [(part.position, part.num_cells) for part in parts] == [(0, COUNT)] * len(form.sections)
+    again = block_state(form, 0, [part.tensors for part in parts], 0)
     assert again.tobytes() == without_tokens(state, form).tobytes()
-    assert (again.tobytes() == state.tobytes()) is (not KINDS[name].has_2d)
+    assert (again.tobytes() == state.tobytes()) is (not KINDS[name].in_plane)
 
 
 @pytest.mark.parametrize("name", WITH_STATES)
@@ -84,9 +86,7 @@ def test_states_that_are_taken_apart_make_the_same_state_again(name: str) -> Non
     context = computed(model_of(ScriptedLlama(name)))
     _, form = state_of(name)
     state = context.take_states()
-    ((position, count, states),) = rows_of(state, form.states_alone)
-    assert (position, count) == (COUNT - 1, 1)
-    assert checkpoint_state(form, position, [row[0] for row in states], 0).tobytes() == state.tobytes()
+    assert checkpoint_state(form, COUNT - 1, states_of(state, form), 0).tobytes() == state.tobytes()
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -96,13 +96,12 @@ def test_a_state_that_is_put_into_another_context_has_the_same_bytes_there(name:
     (_, form), one, other = state_of(name), computed(model), LlamaContext(model, 256)
     for start, stop in ((0, 3), (3, 4), (4, COUNT)) if form.attention else ():
         parts = rows_of(one.take(start, stop), form)
-        assert {part[:2] for part in parts[: len(form.attention)]} == {(start, stop - start)}
-        other.put(block_state(form, start, [part[2] for part in parts[: len(form.attention)]], 1))
+        assert {(part.position, part.num_cells) for part in parts} == {(start, stop - start)}
+        other.put(block_state(form, start, [part.tensors for part in parts], 1))
     if form.recurrent is not None:
         # Until then, the state is not whole.
         assert other.end == 0
-        ((_, _, states),) = rows_of(one.take_states(), form.states_alone)
-        other.put_states(checkpoint_state(form, COUNT - 1, states, 0))
+        other.put_states(checkpoint_state(form, COUNT - 1, states_of(one.take_states(), form), 0))
         assert other.take_states().tobytes() == one.take_states().tobytes()
     assert other.end == COUNT
     if form.attention:
@@ -110,11 +109,13 @@ def test_a_state_that_is_put_into_another_context_has_the_same_bytes_there(name:
         assert states_of_both[0] == states_of_both[1]
 
 
-def test_a_windowed_section_has_only_the_tokens_that_the_last_one_sees() -> None:
+@pytest.mark.parametrize(("name", "num_whole"), [("short window", 1), ("sparse with a window", 2)])
+def test_a_windowed_section_has_only_the_tokens_that_the_last_one_sees(name: str, num_whole: int) -> None:
     """So the runtime takes no more of them at once."""
-    context = computed(model_of(ScriptedLlama("short window")), 20)
-    form = form_of(context.take(0, 5), num_memories=2, is_recurrent=False)
-    assert [part[:2] for part in rows_of(context.take(0, 20), form)] == [(0, 20), (8, 12)]
+    context = computed(model_of(ScriptedLlama(name)), 20)
+    form = form_of(context.take(0, 5), has_states=False)
+    found = [(part.position, part.num_cells) for part in rows_of(context.take(0, 20), form)]
+    assert found == [*[(0, 20)] * num_whole, (8, 12)]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -127,7 +128,7 @@ def test_a_cut_state_is_refused(name: str) -> None:
         rows_of(np.append(state, np.uint8(0)), form)
 
 
-@pytest.mark.parametrize("name", ["dense", "plane", "short window"])
+@pytest.mark.parametrize("name", ["dense", "plane", "short window", "sparse hybrid"])
 def test_no_changed_byte_of_a_state_is_an_error_of_another_kind(name: str) -> None:
     """Rows may have any bytes. A number of a header that is not possible is named."""
     state, form = state_of(name)
@@ -136,7 +137,7 @@ def test_no_changed_byte_of_a_state_is_an_error_of_another_kind(name: str) -> No
         damaged = state.copy()
         damaged[at] ^= 0xFF
         try:
-            assert form_of(damaged, num_memories=len(form.sections), is_recurrent=False)
+            assert form_of(damaged, has_states=KINDS[name].states is not None)
             rows_of(damaged, form)
         except UnknownForm:
             num_refused += 1
@@ -144,27 +145,44 @@ def test_no_changed_byte_of_a_state_is_an_error_of_another_kind(name: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("faulty", "num_memories", "reason"),
+    ("faulty", "reason"),
     [
-        (ScriptedLlama(further=bytes(12)), 1, "further parts"),
-        (ScriptedLlama("short window"), 1, "further parts"),
-        (ScriptedLlama(), 2, "ends too early"),
+        (ScriptedLlama(further=bytes(12)), "no cells, or several streams"),
+        (ScriptedLlama(further=bytes(3)), "ends too early"),
+        (ScriptedLlama("sparse with a window", further=bytes(12)), "further parts"),
+        # A recurrent section is not expected.
+        (ScriptedLlama("hybrid"), "not those of consecutive tokens"),
     ],
 )
-def test_a_state_of_another_form_is_refused_with_a_reason(faulty: Any, num_memories: int, reason: str) -> None:
-    state = computed(model_of(faulty)).take(0, COUNT)
+def test_a_state_of_another_form_is_refused_with_a_reason(faulty: Any, reason: str) -> None:
+    state = computed(model_of(faulty)).take_all()
     with pytest.raises(UnknownForm, match=reason):
-        form_of(state, num_memories=num_memories, is_recurrent=False)
+        form_of(state, has_states=False)
+
+
+def test_a_state_without_the_recurrent_section_of_its_model_is_refused() -> None:
+    state, _ = state_of("dense")
+    with pytest.raises(UnknownForm, match="ends too early"):
+        form_of(state, has_states=True)
+
+
+def test_a_state_that_can_be_read_in_two_ways_is_refused() -> None:
+    """Behind keys, a section with rows of 3 bytes for 16 cells looks like the values of the section before."""
+    cells = b"".join(struct.pack("<iIi", position, 1, 0) for position in range(16))
+    section = struct.pack("<II", 1, 16) + cells + struct.pack("<IIiQ", 0, 1, 1, 3) + bytes(16 * 3)
+    state = np.frombuffer(struct.pack("<Ii", MAGIC, 0) + 2 * section, np.uint8)
+    with pytest.raises(UnknownForm, match="in several ways"):
+        form_of(state, has_states=False)
 
 
 def test_cells_that_are_not_of_consecutive_tokens_are_refused() -> None:
     context = computed(model_of(ScriptedLlama()))
     context._memory.attention[0].position[2] = 9
     with pytest.raises(UnknownForm, match="consecutive tokens"):
-        form_of(context.take(0, 10), num_memories=1, is_recurrent=False)
+        form_of(context.take_all(), has_states=False)
     context.clear()
     with pytest.raises(UnknownForm, match="no cells"):
-        form_of(context.take(0, COUNT), num_memories=1, is_recurrent=False)
+        form_of(context.take_all(), has_states=False)
 
 
 def test_a_state_of_the_model_before_is_refused() -> None:

@@ -1,8 +1,8 @@
 """The exactness matrix of the engine `llama`: each architecture of `.gguf` files, restored against cold, bit for bit.
 
-The files are those of `tools/bench files`. For each, a process does what the daemon does before it serves the file, the
-rehearsal. Then, with another prompt, one process computes it and a reply and saves pages, and further processes go on
-from the pages. Logits of all rows and the state at the end must have the same bits.
+The models are those of `tools/bench files`, and some more. For each, a process does what the daemon does before it
+serves the file, the rehearsal. Then, with another prompt, one process computes it and a reply and saves pages, and
+further processes go on from the pages. Logits of all rows and the state at the end must have the same bits.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import click
 import msgspec
@@ -27,32 +26,19 @@ from rich.console import Console
 
 from diskprefix.errors import DiskPrefixError
 from diskprefix.llama.llama_context import KV_KINDS, LlamaOptions
-from diskprefix.llama.llama_layout import layout_of
 from diskprefix.llama.llama_rehearsal import Rehearsed
 from diskprefix.llama.load_llama import cells_of
 from diskprefix.model.gguf.metadata import Metadata
 from diskprefix.model.load.gguf_file import read_tensors
-from tools.benchmarks.file_models import CASES, Case
+from tools.benchmarks.file_models import Case
 from tools.benchmarks.files import LIMIT_S, converter, isolated, load_converter, make
 from tools.llama_engine.llama_environment import BACKEND, environment_of, variables_of
-from tools.llama_engine.restored_run import RESTORES, RunTask
+from tools.llama_engine.llama_models import LLAMA_CASES
+from tools.llama_engine.restored_run import CACHED, RESTORES, RunTask
 from tools.measuring.options import JSON
 from tools.measuring.report import new_table, print_report
 from tools.models.real import print_report as tell
 
-_LONG_ROPE = CASES["phi3/longrope"].sizes
-_LONG_POSITIONS: Any = {"original_max_position_embeddings": 4096, "max_position_embeddings": 131_072}
-LLAMA_CASES = CASES | {
-    # As Phi-3 with 131,072 positions: the library uses other factors once the memory has more than 4,096 cells.
-    "phi3/longrope-128k": replace(
-        CASES["phi3/longrope"],
-        sizes=_LONG_ROPE
-        | _LONG_POSITIONS
-        | {"rope_parameters": _LONG_ROPE["rope_parameters"] | {"original_max_position_embeddings": 4096}},
-    )
-}
-"""The cases of `tools/bench files`, and those that this engine needs."""
-CACHED = ("exact by block", "exact, windows", "exact with checkpoints")
 _DEVICE = """
 from diskprefix.llama.devices import device_named
 from diskprefix.llama.llama_library import open_library
@@ -125,14 +111,13 @@ def row_of(name: str, file: Path, options: LlamaOptions, python: Path, variables
         return row("refused", rehearsal)
     if rehearsal.form is None:
         return row("not cached", rehearsal.reason)
-    layout = layout_of(rehearsal.form, 1, 1).layout
-    result = CACHED[2] if layout.states else CACHED[1] if len(rehearsal.form.attention) > 1 else CACHED[0]
+    result = ""
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         cold, *restored = _runs(file, options, rehearsal, folder)
         for run in (cold, *restored):
             try:
                 task = msgspec.json.encode(run).decode()
-                run_child(python, variables, "-m", "tools.llama_engine.restored_run", task)
+                result = run_child(python, variables, "-m", "tools.llama_engine.restored_run", task)
             except ChildFailedError as error:
                 return row(*_parts(error, run.name))
         different = [f"{run.name}: {text}" for run in restored if (text := _difference(cold.results, run.results))]

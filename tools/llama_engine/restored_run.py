@@ -3,7 +3,8 @@
     python -P -m tools.llama_engine.restored_run TASK
 
 `TASK` is a `RunTask` as JSON. A cold run saves the pages at the ends of blocks, as a store has them: without the rows
-that a window has passed. A restored run fills all other memory with NaN. Both save the logits and the state at the end.
+that a window has passed. A restored run fills all other memory with NaN. Both save the logits and the state at the end,
+and print the result for a model without a difference.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from diskprefix.model.runtime import Rows
 from diskprefix.model.self_check import sequence_with_room
 
 PROMPT, REPLY = 600, 8
+CACHED = ("exact by block", "exact, windows", "exact with checkpoints")
+"""The result for a model without a difference, by how it is cached."""
 RESTORES = (256, 512)
 """The numbers of tokens at which a cold run saves its pages."""
 _OTHER = 200
@@ -62,8 +65,8 @@ class RunTask(Struct, frozen=True):
         return Path(self.folder) / f"{self.name.replace(' ', '-')}.npz"
 
 
-def run(task: RunTask) -> None:
-    """Computes the run, and writes its pages and results."""
+def run(task: RunTask) -> str:
+    """Computes the run, and writes its pages and results. Returns one of `CACHED`."""
     library = open_library()
     device = next((device for device in library.devices() if device.name == task.options.device), None)
     model = LlamaModel(library, Path(task.path), task.options, None if task.options.device == "CPU" else device)
@@ -93,6 +96,8 @@ def run(task: RunTask) -> None:
     np.savez(task.results, **results, **_state(sequence))
     runtime.close()
     model.close()
+    has_window = any(group.window is not None for group in runtime.layout.groups)
+    return CACHED[2 if runtime.layout.states else has_window]
 
 
 def _pages(sequence: KVSequence) -> dict[str, Any]:
@@ -137,4 +142,4 @@ def _restore(sequence: KVSequence, num_tokens: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    run(msgspec.json.decode(sys.argv[1], type=RunTask))
+    print(run(msgspec.json.decode(sys.argv[1], type=RunTask)))
