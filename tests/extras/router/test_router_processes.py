@@ -28,7 +28,7 @@ from diskprefix.server.process import router_line
 from diskprefix.server.process.router_line import Order, RouterLine
 from diskprefix.settings import Settings
 from diskprefix.user_key import user_key
-from tests.server.chat_model import POSITIONS, write_chat_model
+from tests.server.chat_model import POSITIONS, weights_of, write_chat_model
 from tests.server.daemon_process import CHAT, DaemonProcess, clean_environment, family, serve_flags, wait_until
 from tests.server.process.test_process import Notifications, next_data
 from tests.server.test_auth import write_keys
@@ -184,7 +184,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("several")
     for seed, name in enumerate(("ash", "birch", "damaged"), start=7):
         write_chat_model(folder / name, seed=seed)
-    (weights,) = (folder / "damaged").glob("*.safetensors")
+    weights = weights_of(folder / "damaged")
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
     return folder
 
