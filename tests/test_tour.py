@@ -74,7 +74,8 @@ AT_BLOCKS: Values = {
         ": diskprefix",
         'data: … {"delta": {"content": "therpar"}}',
         'data: … {"finish_reason": "length"}',
-        'data: … {"prefix_cache": {"scope": "auto:30", "restored": 512, "source": "disk", "boundary": 512, "boundary_reason":',
+        'data: … {"prefix_cache": {"scope": "auto:30", "restored": 512, "source": "disk", "boundary": 512, '
+        '"boundary_reason":',
         '"continues", "saved": "stored", "replayed": 1}}',
         "data: [DONE]",
     ],
