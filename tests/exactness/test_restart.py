@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from diskprefix.cli import cli
 from diskprefix.tokens import TokenIds, as_token_ids, common_prefix_length
-from tests.engines import ENGINE
+from tests.engines import restorable
 from tests.server.chat_model import write_chat_model
 from tests.server.daemon_process import DaemonProcess, cache_states, clean_environment, serve_flags
 
@@ -172,7 +172,7 @@ class Conversing:
 
     def __init__(self, model: Path, cache: Path, block_size: int) -> None:
         self._flags = serve_flags(model, cache, block_size=block_size, kv_cache_min_tokens=block_size)
-        self.exact_at = block_size if ENGINE == "llama" else 1
+        self.block_size = block_size
         self._tokenizer = AutoTokenizer.from_pretrained(model)
         self.daemon = DaemonProcess(*self._flags).wait_ready()
         self.sent: list[TokenIds] = []
@@ -212,7 +212,7 @@ def replay(chat: Conversing, conversations: list[Messages]) -> None:
                 chat.kill_and_restart()
             with chat.daemon.client() as client:
                 reply, common = chat.turn(client, messages)
-            restored = common - common % chat.exact_at
+            restored = restorable(common, chat.block_size)
             assert reply["prefix_cache"]["restored"] == restored
             assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == restored
 

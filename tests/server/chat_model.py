@@ -60,9 +60,14 @@ def write_tokenizer(
 
 
 def write_chat_model(
-    folder: Path, *, chat_template: str | None = CHAT_TEMPLATE, seed: int = 7, positions: int = POSITIONS
+    folder: Path,
+    *,
+    chat_template: str | None = CHAT_TEMPLATE,
+    seed: int = 7,
+    positions: int = POSITIONS,
+    engine: str = ENGINE,
 ) -> Path:
-    """Two layers in float32. The weights are in the form that the engine of the tests reads."""
+    """Two layers in float32. The weights are in a form that `engine` reads."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -80,7 +85,7 @@ def write_chat_model(
     )
     model = LlamaForCausalLM(config)
     write_tokenizer(folder, chat_template=chat_template)
-    if ENGINE == "llama":
+    if engine == "llama":
         from tests.model.llama_file import write_llama_file
 
         config.save_pretrained(folder)
