@@ -36,6 +36,7 @@ from diskprefix.store.store import Publication
 from diskprefix.store.writer import Writer
 from diskprefix.tokens import Logits
 from diskprefix.values import Selection
+from tests.engines import ENGINE
 from tests.server.chat_model import write_chat_model
 from tests.server.daemon_process import reply_to, text_of, wait_until
 from tests.server.scripted import started_app
@@ -58,6 +59,29 @@ TOLERANCE = 0.05
 
 Values = dict[str, list[str]]
 """By file: the lines that are shown for it."""
+
+AT_BLOCKS: Values = {
+    "cache/restore.py": [
+        "3819804c: 256 tokens",
+        "174d5b86: 256 tokens",
+        "512 tokens from the tier disk, 131072 bytes",
+        "3 pages of the group: (4, 1, 256, 32), float16",
+    ],
+    "cache/policy/select.py": ["common 665, recent 1, reason continues", "kept 512 of 692, saves_reply True"],
+    "engine/scheduler.py": ["tokens 512 to 692", *(f"tokens {start} to {start + 1}" for start in (692, 693, 694))],
+    "store/writer.py": ["entry: True, prompt: True"],
+    "server/streaming.py": [
+        ": diskprefix",
+        'data: … {"delta": {"content": "therpar"}}',
+        'data: … {"finish_reason": "length"}',
+        'data: … {"prefix_cache": {"scope": "auto:30", "restored": 512, "source": "disk", "boundary": 512, '
+        '"boundary_reason":',
+        '"continues", "saved": "stored", "replayed": 1}}',
+        "data: [DONE]",
+    ],
+}
+"""What is not as on the page if the same model is exact at multiples of the block size alone, and its rows are
+float16. The reply is computed again in idle time, which is off."""
 
 
 def listed(numbers: Any) -> str:
@@ -116,12 +140,12 @@ def restored(result: RestoreResult | None, restore: Restore) -> list[str]:
         # It was matched, and is to be loaded.
         return []
     part = result.partial_match
-    assert part is not None
+    tail = [] if part is None else [(part.node, part.end - part.node.position)]
     (table,), (page, *_others) = restore.sequence.tables, restore.sequence.pages()
     assert page is not None
     return [
         *(f"{short(node.name)}: {node.num_tokens} tokens" for node in result.blocks),
-        f"{short(part.node.name)}: {part.end - part.node.position} of its {part.node.num_tokens} tokens",
+        *(f"{short(node.name)}: {count} of its {node.num_tokens} tokens" for node, count in tail),
         f"{result.num_tokens} tokens from the tier {result.source}, {result.num_bytes} bytes",
         f"{len(table.pages)} pages of the group: {tuple(page.tensor.shape)}, {table.group.dtype}",
     ]
@@ -238,8 +262,9 @@ def values(tmp_path_factory: pytest.TempPathFactory) -> Values:
     found["server/answer.py"] = wrapped(shortened(json.dumps(body)))
     with running() as client, tapped(found):
         response = client.post("/v1/chat/completions", json=body).raise_for_status()
-        # One for the prompt, one for the reply.
-        wait_until(lambda: len(found["store/writer.py"]) == 4, "the state is written")
+        # With the reply there is a publication of its own.
+        num_lines = 1 if ENGINE == "llama" else 4
+        wait_until(lambda: len(found["store/writer.py"]) == num_lines, "the state is written")
     found["server/streaming.py"] = events(response.text)
     return found
 
@@ -258,6 +283,7 @@ def same(text: str) -> tuple[str, list[float]]:
 def test_the_page_shows_the_values_of_a_real_request(values: Values) -> None:
     page = shown_on(PAGE.read_text(encoding="utf-8"))
     assert len(page) == 12
+    page |= AT_BLOCKS if ENGINE == "llama" else {}
     shown, real = ("\n".join(f"{file}\n" + "\n".join(of[file]) for file in page) for of in (page, values))
     assert same(shown)[0] == same(real)[0], f"the values of now:\n{real}"
     assert same(shown)[1] == pytest.approx(same(real)[1], abs=TOLERANCE)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.engines import ENGINE
+
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 VOCAB_SIZE = 512
 POSITIONS = 2048
@@ -57,8 +59,15 @@ def write_tokenizer(
     tokenizer.save_pretrained(folder)
 
 
-def write_chat_model(folder: Path, *, chat_template: str | None = CHAT_TEMPLATE, seed: int = 7) -> Path:
-    """Two layers in float32, 2 048 positions."""
+def write_chat_model(
+    folder: Path,
+    *,
+    chat_template: str | None = CHAT_TEMPLATE,
+    seed: int = 7,
+    positions: int = POSITIONS,
+    engine: str = ENGINE,
+) -> Path:
+    """Two layers in float32. The weights are in a form that `engine` reads."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -70,10 +79,23 @@ def write_chat_model(folder: Path, *, chat_template: str | None = CHAT_TEMPLATE,
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=VOCAB_SIZE,
-        max_position_embeddings=POSITIONS,
+        max_position_embeddings=positions,
         bos_token_id=1,
         eos_token_id=2,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    model = LlamaForCausalLM(config)
     write_tokenizer(folder, chat_template=chat_template)
+    if engine == "llama":
+        from tests.model.llama_file import write_llama_file
+
+        config.save_pretrained(folder)
+        write_llama_file(model, folder)
+    else:
+        model.save_pretrained(folder)
     return folder
+
+
+def weights_of(folder: Path) -> Path:
+    """The file with the weights of a model that `write_chat_model` wrote."""
+    (file,) = (file for file in folder.iterdir() if file.suffix in (".gguf", ".safetensors"))
+    return file

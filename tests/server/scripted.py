@@ -50,6 +50,7 @@ from diskprefix.store.reads import Patience
 from diskprefix.tokens import TokenIds
 from diskprefix.values import CacheReport, Scope, Selection, Tenant
 from tests.engine.driving import Cancelled, serve_one_at_a_time
+from tests.engines import ENGINE
 from tests.server.chat_model import POSITIONS, VOCAB_SIZE
 from tests.server.daemon_process import wait_until
 
@@ -345,7 +346,7 @@ def scripted_app(model: Path, engine: ScriptedEngine | None = None, **changes: A
 
 @contextmanager
 def started_app(model: Path, load_engine: Any, **changes: Any) -> Iterator[AppServer]:
-    usual: dict[str, Any] = {"max_sequences": 1, "ahead": "off"}
+    usual: dict[str, Any] = {"max_sequences": 1, "ahead": "off", "engine": ENGINE}
     server = AppServer(Settings(model=str(model), port=0, **usual | changes), load_engine)
     server.start()
     try:

@@ -23,8 +23,8 @@ RIVERS: list[Any] = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Name three rivers and tell me where each of them begins."},
 ]
-NO_END = {"2": -100}
-"""Keeps the end-of-reply token away, so that a random model speaks as long as it may."""
+NO_END = {"0": -100, "2": -100}
+"""Keeps the tokens that end a reply away, so that a random model speaks as long as it may."""
 
 
 @pytest.fixture

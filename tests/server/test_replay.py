@@ -12,6 +12,7 @@ import pytest
 
 from diskprefix.chat.encoder import Encoder
 from diskprefix.chat.known_parts import Encoding
+from tests.engines import REPLIES_LATER, not_by_llama
 from tests.server.chat_model import write_chat_model
 from tests.server.daemon_process import reply_to
 from tests.server.scripted import AppServer, real_app
@@ -57,6 +58,7 @@ def computed(reply: dict[str, Any]) -> int:
     return int(reply["usage"]["total_tokens"] - 1)
 
 
+@not_by_llama(REPLIES_LATER)
 def test_the_next_turn_restores_up_to_the_end_of_the_reply(talk: Talk) -> None:
     first = talk.say()
     talk.hear(content_of(first))
@@ -166,6 +168,7 @@ def answered(path: str, reply: dict[str, Any]) -> list[Any]:
     return [said, {"role": "tool", "tool_call_id": call["id"], "content": "rain"}]
 
 
+@not_by_llama(REPLIES_LATER)
 @pytest.mark.parametrize("path", APIS)
 def test_a_call_is_restored_in_another_formatting_and_lost_without_replay(calling: AppServer, path: str) -> None:
     fields, forced = APIS[path]

@@ -12,7 +12,20 @@ import click
 from tools.llama_engine.llama_environment import BACKEND, environment_of, installed, variables_of
 from tools.models.real import print_report
 
-SUITES = ("tests/llama",)
+ENGINE_TESTS = ("tests/llama",)
+SUITES = (
+    "tests/exactness/test_restart.py",
+    "tests/exactness/test_exactness.py::test_models_that_are_swapped_unloaded_and_killed_answer_and_save_what_they_do_alone",
+    "tests/extras/router/test_router_processes.py",
+    "tests/extras/ollama/test_ollama.py",
+    "tests/server/process",
+    "tests/server/test_anthropic_client.py",
+    "tests/server/test_openai_client.py",
+    "tests/server/test_replay.py",
+    "tests/server/test_responses.py",
+    "tests/test_tour.py",
+)
+"""Suites of every engine, whose daemons get `--engine llama` here (`tests/engines.py`)."""
 _ROOT = Path(__file__).parents[2]
 
 
@@ -30,12 +43,15 @@ def install(backend: str | None) -> None:
 @BACKEND
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def tests(backend: str | None, arguments: tuple[str, ...]) -> None:
-    """Run the tests of the engine with the library of a backend. ARGUMENTS go to pytest; a path replaces the suites.
-    Ends as pytest does."""
+    """Run the tests of the engine, and suites of every engine with it. ARGUMENTS go to pytest; a path replaces the
+    suites. Ends as pytest does."""
     python = environment_of(backend, print_report)
     named = any(argument.startswith("tests/") for argument in arguments)
     command = [str(python), "-P", "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", *arguments]
     ended = subprocess.run(
-        [*command, *(() if named else SUITES)], cwd=_ROOT, env=os.environ | variables_of(backend), check=False
+        [*command, *(() if named else (*ENGINE_TESTS, *SUITES))],
+        cwd=_ROOT,
+        env=os.environ | variables_of(backend) | {"DISKPREFIX_TEST_ENGINE": "llama"},
+        check=False,
     )
     sys.exit(ended.returncode)

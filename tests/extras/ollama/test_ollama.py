@@ -18,8 +18,9 @@ from diskprefix.extras.ollama.ollama_dialect import Ollama, OllamaChatRequest, O
 from diskprefix.extras.ollama.ollama_models import INSTEAD, facts_of
 from diskprefix.server import streaming
 from diskprefix.server.body import parse_json
+from tests.engines import not_by_llama
 from tests.server.agent_model import call, saying, thought
-from tests.server.chat_model import POSITIONS, write_chat_model, write_tokenizer
+from tests.server.chat_model import POSITIONS, weights_of, write_chat_model, write_tokenizer
 from tests.server.daemon_process import DaemonProcess, wait_until
 from tests.server.scripted import AppServer, ScriptedEngine, real_app
 
@@ -247,7 +248,7 @@ def test_a_request_without_a_prompt_has_the_model_loaded(real: Client) -> None:
 def test_models_are_listed_as_ollamas_clients_read_them(real: Client, daemon: DaemonProcess, chat_model: Path) -> None:
     [listed] = real.list().models
     assert listed.model == MODEL
-    assert (listed.size or 0) >= (chat_model / "model.safetensors").stat().st_size
+    assert (listed.size or 0) >= weights_of(chat_model).stat().st_size
     assert (listed.details and listed.details.family) == "llama"
     shown = real.show(MODEL)
     assert shown.modelinfo is not None
@@ -273,6 +274,7 @@ def test_facts_of_files_that_cannot_be_read_are_empty(tmp_path: Path) -> None:
         assert (facts["size"], facts["details"]["family"]) == (0, "")
 
 
+@not_by_llama("it gives no hidden states")
 def test_a_text_with_a_suffix_fills_the_gap_and_embeddings_are_those_of_openais_api(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
@@ -291,6 +293,7 @@ def test_a_text_with_a_suffix_fills_the_gap_and_embeddings_are_those_of_openais_
         assert len(client.embed("coder", "rivers").embeddings) == 1
 
 
+@not_by_llama("it gives no hidden states")
 def test_a_text_to_embed_above_the_positions_is_cut_and_said_unless_the_request_forbids_it(
     tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -28,7 +28,8 @@ from diskprefix.server.process import router_line
 from diskprefix.server.process.router_line import Order, RouterLine
 from diskprefix.settings import Settings
 from diskprefix.user_key import user_key
-from tests.server.chat_model import POSITIONS, write_chat_model
+from tests.engines import ENGINE, not_by_llama
+from tests.server.chat_model import POSITIONS, weights_of, write_chat_model
 from tests.server.daemon_process import CHAT, DaemonProcess, clean_environment, family, serve_flags, wait_until
 from tests.server.process.test_process import Notifications, next_data
 from tests.server.test_auth import write_keys
@@ -36,6 +37,10 @@ from tests.server.test_auth import write_keys
 KEY = "k" * 24
 ONE_OF_TWO = ("--memory-limit", "1GiB")
 """Room to compute is most of what a tiny model needs."""
+REPLY = 6
+COMPUTED_AGAIN = 16 - 1 + REPLY - 1 if ENGINE == "llama" else 0
+"""How many of the tokens that a turn has computed the next one may compute again: a part of a block and the reply, for
+a model that is exact at blocks."""
 
 
 def small(action: str, **environment: str) -> DaemonProcess:
@@ -184,7 +189,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("several")
     for seed, name in enumerate(("ash", "birch", "damaged"), start=7):
         write_chat_model(folder / name, seed=seed)
-    (weights,) = (folder / "damaged").glob("*.safetensors")
+    weights = weights_of(folder / "damaged")
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
     return folder
 
@@ -232,7 +237,7 @@ def conversation(client: httpx.Client, model: str, turns: int = 3) -> Iterator[t
     known = 0
     for number in range(turns):
         messages.append({"role": "user", "content": f"Say more about river number {number}, please. " * 4})
-        asked = {"model": model, "messages": messages, "max_tokens": 6, "temperature": 0, "cache_salt": "mine"}
+        asked = {"model": model, "messages": messages, "max_tokens": REPLY, "temperature": 0, "cache_salt": "mine"}
         reply = client.post(CHAT, json=asked).raise_for_status().json()
         message, usage = reply["choices"][0]["message"], reply["usage"]
         yield message["content"], max(0, known - reply["prefix_cache"]["restored"])
@@ -256,7 +261,7 @@ def test_two_models_that_do_not_fit_together_take_turns_and_compute_nothing_twic
         with swapping.client() as client:
             both = [conversation(client, name, turns) for name in names]
             taken = [[next(one) for one in both] for _ in range(turns)]
-        assert [again for turn in taken for _, again in turn] == [0] * turns * len(names)
+        assert max(again for turn in taken for _, again in turn) <= COMPUTED_AGAIN
         assert len([line for line in swapping.lines if "is being unloaded" in line]) == turns * len(names) - 1
         assert swapping.stop() == 0
     for index, name in enumerate(names):
@@ -311,7 +316,16 @@ def test_a_name_that_no_model_can_have_is_a_404_wherever_it_stands_and_a_body_wi
         assert "x" * 20 not in error["message"]
 
 
-def test_the_models_are_listed_embed_by_name_and_metrics_are_by_model(daemon: DaemonProcess) -> None:
+@not_by_llama("it gives no hidden states")
+def test_the_models_embed_by_name(daemon: DaemonProcess) -> None:
+    asked = [{"model": name, "input": "Oslo"} for name in ("ash", "birch")]
+    with daemon.client() as client:
+        made = [client.post("/v1/embeddings", json=one).raise_for_status().json() for one in asked]
+    assert [one["model"] for one in made] == ["ash", "birch"]
+    assert made[0]["data"] != made[1]["data"]
+
+
+def test_the_models_are_listed_and_metrics_are_by_model(daemon: DaemonProcess) -> None:
     ask(daemon, "ash").raise_for_status()
     with daemon.client() as client:
         wait_until(lambda: "problem" in client.get("/v1/models/damaged").json(), "all headers are read")
@@ -320,10 +334,6 @@ def test_the_models_are_listed_embed_by_name_and_metrics_are_by_model(daemon: Da
         assert [card["id"] for card in listed] == ["ash", "birch", "damaged"]
         assert [card.get("capabilities") for card in listed] == [["completion", "chat", "tool_use"]] * 2 + [None]
         assert all(card["created"] > 1e9 for card in listed[:2])
-        asked = [{"model": name, "input": "Oslo"} for name in ("ash", "birch")]
-        made = [client.post("/v1/embeddings", json=one).raise_for_status().json() for one in asked]
-        assert [one["model"] for one in made] == ["ash", "birch"]
-        assert made[0]["data"] != made[1]["data"]
         assert client.get("/v1/models/birch").json()["id"] == "birch"
         named = client.get("/v1/models", headers={"anthropic-version": "2023-06-01"}).json()
         assert (named["first_id"], named["last_id"]) == ("ash", "damaged")
@@ -407,7 +417,7 @@ def test_a_model_that_cannot_be_loaded_fails_its_requests_with_the_reason_and_no
     for _ in range(2):
         answer = ask(daemon, "damaged")
         assert answer.status_code in (500, 503)
-        assert "damaged or cut short" in answer.json()["error"]["message"]
+        assert "cut short" in answer.json()["error"]["message"]
     ask(daemon, "ash").raise_for_status()
 
 
