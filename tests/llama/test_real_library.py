@@ -44,7 +44,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def options_of(kv_type: str) -> LlamaOptions:
     """Returns the options with the GPU that the library has, or else with the CPU."""
     device = device_named(open_library(), "auto")
-    placed = {} if device is None else {"device": device.name, "num_layers": ALL_LAYERS}
+    placed: dict[str, Any] = {} if device is None else {"device": device.name, "num_layers": ALL_LAYERS}
     return LlamaOptions(step=BLOCK, kv_type=kv_type, **placed)
 
 
