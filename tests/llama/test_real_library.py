@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -132,3 +133,28 @@ def test_a_daemon_that_was_killed_restores_from_disk_and_gives_the_same_reply(tm
     cached = [reply["usage"]["prompt_tokens_details"]["cached_tokens"] for reply in replies]
     assert cached[0] == 0
     assert cached[1] >= 2 * BLOCK
+
+
+@pytest.mark.slow
+def test_daemons_of_the_library_and_of_the_plan_share_a_store_and_lose_nothing(tmp_path: Path) -> None:
+    model = tiny.write_gguf(tmp_path / "tiny.gguf")
+    body = {"messages": [{"role": "user", "content": "hello there " * 3}], "max_tokens": 6, "temperature": 0}
+    texts, restored = [list[str]() for _ in range(2)], [list[int]() for _ in range(2)]
+    for _ in range(2):
+        with ExitStack() as running:
+            daemons = [
+                running.enter_context(DaemonProcess(*serve_flags(model, tmp_path / "kv", engine=engine)))
+                for engine in ("llama", "plan")
+            ]
+            for number, daemon in enumerate(daemons):
+                daemon.wait_ready()
+                with daemon.client() as client:
+                    reply = reply_to(client, body)
+                texts[number].append(text_of(reply))
+                restored[number].append(reply["prefix_cache"]["restored"])
+                daemon.wait_saved()
+            for daemon in daemons:
+                daemon.stop(signal.SIGKILL)
+    assert [first == again for first, again in texts] == [True, True]
+    assert [first for first, _ in restored] == [0, 0]
+    assert min(again for _, again in restored) >= 2 * BLOCK
