@@ -13,6 +13,7 @@ import httpx
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.schema import DATABASES
 from diskprefix.store.store import Store
+from tests.engines import ENGINE
 from tests.server.daemon_process import (
     DaemonProcess,
     command,
@@ -108,9 +109,12 @@ def test_after_a_delete_no_record_of_a_conversation_is_found(chat_model: Path, t
         second = ask(client, "And then?", previous_response_id=first["id"])
         wait_shared(daemon, client)
         assert objects_in(bucket) > objects_of_kept
-        [entry] = entries_with(client, "vixen 2 ")
-        deleted = client.delete(f"/dashboard/entries/{entry['id']}").json()
-        assert (deleted["remote_error"], deleted["remote_objects"] > 0) == (None, True)
+        # A turn replaces the entry of the turn before, unless the state is exact at blocks alone.
+        entries = entries_with(client, "vixen 2 ")
+        assert len(entries) == (2 if ENGINE == "llama" else 1)
+        deleted = [client.delete(f"/dashboard/entries/{entry['id']}").json() for entry in entries]
+        assert {report["remote_error"] for report in deleted} == {None}
+        assert sum(report["remote_objects"] for report in deleted) > 0
         assert not {(database, key) for database, key, _ in records(folder) - before}
         assert objects_in(bucket) == objects_of_kept
         wait_until(lambda: kv_memory(client)["kept_tokens"] == 0, "no sequence stays in memory")

@@ -20,6 +20,7 @@ SUITES = (
     "tests/extras/ollama/test_ollama.py",
     "tests/server/process",
     "tests/server/test_anthropic_client.py",
+    "tests/server/test_deleted_prompts.py",
     "tests/server/test_openai_client.py",
     "tests/server/test_replay.py",
     "tests/server/test_responses.py",
