@@ -39,6 +39,8 @@ from diskprefix.units import format_size
 log = logging.getLogger("diskprefix")
 
 _LONG_FACTORS = "rope_factors_long.weight"
+_DENSE_HERE = frozenset({"minimax-m3"})
+"""Architectures whose indexer the library does not use in contexts as ours."""
 _ENVIRONMENT = re.compile("(GGML|LLAMA)_[A-Z0-9_]+")
 _HARMLESS = frozenset({"GGML_NO_BACKTRACE", "LLAMA_CPP_LIB_PATH"})
 _KEPT_FREE_BYTES = 768 << 20
@@ -207,6 +209,8 @@ def _read_file(settings: Settings, progress: Report) -> _File:
     parts = part_paths(path)
     metadata = Metadata(*read_tensors(parts))
     metadata.require_texts()
+    if metadata.architecture in _DENSE_HERE:
+        log.warning("[llama] the model attends to all tokens: the library chooses none in contexts for two sequences")
     return _File(path, name, parts, metadata, _Shape.of(metadata, settings.kv_type))
 
 

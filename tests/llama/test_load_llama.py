@@ -243,3 +243,12 @@ def test_all_contexts_of_a_file_with_factors_for_long_texts_take_the_same_factor
     ]
     assert cells_of(Metadata(header, tensors), context) == cells
     assert cells_of(Metadata(header, tensors[1:]), context) == (0, 0)
+
+
+def test_a_model_whose_indexer_the_library_does_not_use_is_loaded_with_a_warning(
+    load: Loading, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    load()
+    assert "attends to all tokens" not in caplog.text
+    load(model=str(write_gguf(tmp_path / "sparse.gguf", architecture="minimax-m3")))
+    assert [record.levelname for record in caplog.records if "attends to all tokens" in record.message] == ["WARNING"]
