@@ -211,6 +211,13 @@ class Settings:
         "The operators on a CPU: auto (the best compiled variant for it), a variant such as avx2, or torch.",
         metavar="auto|torch|VARIANT",
     )
+    rows: str = _model(
+        "8",
+        "What the rows before a product with quantized weights become on a CPU: integers of 8 bits or 15 bits (closer, "
+        "half as fast), with the same bits on every CPU; or bf16 (fast prompts, slower replies), which needs AMX and "
+        "shares saved prefixes with such CPUs only.",
+        choices=("8", "15", "bf16"),
+    )
     served_model_name: str | None = _model(
         None, "The model's name in the API.", is_common=True, metavar="NAME", unset="the model's own"
     )
@@ -533,6 +540,7 @@ PER_MODEL = frozenset(
             "weights",
             "kv_type",
             "kernels",
+            "rows",
             "chat_template",
             "speculative",
             "draft_model",

@@ -239,6 +239,7 @@ def _require_possible(settings: Settings) -> None:
         "--dtype": settings.dtype != "auto",
         "--weights": settings.weights != "auto",
         "--kernels": settings.kernels != "auto",
+        "--rows": settings.rows != "8",
         "--speculative": settings.speculative in ("mtp", "ngram"),
     }
     for flag, is_set in wrong.items():

@@ -51,7 +51,7 @@ _measured = Memo("bits", version=1, max_records=64)
 
 def build_of(operators: Operators) -> str:
     """Returns the digest of a build, 16 hex digits: the library, our own code, and the kind of CPU."""
-    library = remembered_digest(LIBRARY), operators.variant
+    library = remembered_digest(LIBRARY), operators.variant, operators.rows
     return _digest(f"{library} {code_digest()} {np.__version__} {processor()}".encode())
 
 

@@ -15,16 +15,13 @@ from diskprefix.native import build
 
 log = logging.getLogger("diskprefix")
 
-VARIANTS = (
-    *("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2"),
-    *("neon_bf16", "neon_dot", "baseline"),
-)
-"""Kinds of CPU for which there may be operators, the best one first. `source/library.cpp` says what each needs."""
-_BEST_OF_MAKER: dict[str, tuple[str, ...]] = {
-    "GenuineIntel": ("amx", "avx512_vnni", "avx512"),
-}
-"""The best variants on CPUs of makers for which the order of `VARIANTS` was measured to be wrong. The others follow in
-that order."""
+VARIANTS = ("amx", "avx512_vnni", "avx512", "avx2_vnni", "avx2", "neon_i8mm", "neon_dot", "baseline")
+"""Kinds of CPU for which there may be operators, the best one first. `source/library.cpp` says what each needs. All
+compute the same bits."""
+ROWS = ("8", "15", "bf16")
+"""The rows that quantised weights are multiplied with: integers of 8 or 15 bits, or bfloat16."""
+_OF_BFLOAT16 = {"auto": "amx_bf16", "amx": "amx_bf16"}
+"""The variants with products of bfloat16 rows, by the value of `--kernels`. Their bits are their own."""
 
 _NUM_ARGUMENTS = {
     "require_matrix": 2,
@@ -35,7 +32,8 @@ _NUM_ARGUMENTS = {
 }
 """The operators that compute a step, in the order of `source/interface.h`."""
 
-_chosen = "auto"
+_chosen = "auto", "8"
+"""The kernels and the rows."""
 
 
 class Unavailable(Exception):
@@ -43,9 +41,10 @@ class Unavailable(Exception):
 
 
 class Operators(Struct, frozen=True, eq=False):
-    """The operators of one variant."""
+    """The operators of one variant. `rows` is one of `ROWS`."""
 
     variant: str
+    rows: str
     compiler: str
     source: str
     require_matrix: Any
@@ -55,9 +54,14 @@ class Operators(Struct, frozen=True, eq=False):
     run: Any
 
     @property
+    def row_bits(self) -> int:
+        """The bits of the rows that quantised weights are multiplied with. `amx_bf16` rounds no rows."""
+        return 15 if self.rows == "15" else 8
+
+    @property
     def identity(self) -> str:
         """The variant, the compiler and a digest of the sources, which decide about the bits."""
-        return f"{self.variant}, {self.compiler}, {self.source}"
+        return f"{self.variant}, rows {self.rows}, {self.compiler}, {self.source}"
 
 
 class PlanesCall(ctypes.Structure):
@@ -84,49 +88,48 @@ class _Table(ctypes.Structure):
     )
 
 
-def variants(maker: str | None = None) -> tuple[str, ...]:
-    """Returns the available `VARIANTS` for this CPU, best first for its `maker` (such as `GenuineIntel`). Imports no
-    torch."""
+def variants() -> tuple[str, ...]:
+    """Returns the available `VARIANTS` for this CPU, the best one first. Imports no torch."""
     try:
         library = _opened()
     except Unavailable:
         return ()
-    return _there(library, _maker(library) if maker is None else maker)
+    return tuple(name for name in VARIANTS if library.diskprefix_operators(name.encode()))
 
 
-def _there(library: ctypes.CDLL, maker: str) -> tuple[str, ...]:
-    return tuple(name for name in ordered(maker) if library.diskprefix_operators(name.encode()))
+def has_bfloat16_rows() -> bool:
+    """Returns whether this CPU has operators for rows of bfloat16."""
+    try:
+        return bool(_opened().diskprefix_operators(_OF_BFLOAT16["auto"].encode()))
+    except Unavailable:
+        return False
 
 
-def ordered(maker: str) -> tuple[str, ...]:
-    """Returns `VARIANTS`, with the best ones for CPUs of a maker first."""
-    return tuple(dict.fromkeys((*_BEST_OF_MAKER.get(maker, ()), *VARIANTS)))
-
-
-def _maker(library: ctypes.CDLL) -> str:
-    maker = ctypes.create_string_buffer(13)
-    library.diskprefix_maker(maker)
-    return maker.value.decode("ascii", "replace")
-
-
-def require_kernels(kernels: str) -> None:
-    """Raises `SettingsError` if `--kernels` is neither `auto`, `torch` nor a variant for this CPU. Imports no torch."""
+def require_kernels(kernels: str, rows: str = "8") -> None:
+    """Raises `SettingsError` if `--kernels` is neither `auto`, `torch` nor a variant for this CPU, or if there are none
+    for `--rows`. Imports no torch."""
     if kernels not in ("auto", "torch") and kernels not in (there := variants()):
-        why = "" if there else f": {_loaded('auto')[1]}"
+        why = "" if there else f": {_loaded('auto', '8')[1]}"
         raise SettingsError(f"--kernels: {kernels!r} is not one of {', '.join(('auto', 'torch', *there))}{why}")
+    if rows != "bf16" or kernels == "torch":
+        return
+    if kernels not in _OF_BFLOAT16:
+        raise SettingsError(f"--rows bf16 needs --kernels amx, not {kernels}")
+    if not has_bfloat16_rows():
+        raise SettingsError("--rows bf16 needs a CPU with AMX, which this one is not; leave --rows out")
 
 
-def choose(kernels: str) -> None:
-    """Sets the kernels that this process uses: `auto` (the best available), `torch` (no compiled ones), or a variant.
-    Call it before a model is loaded. Raises `SettingsError`."""
+def choose(kernels: str, rows: str = "8") -> None:
+    """Sets the kernels that this process uses: `auto` (the best available), `torch` (no compiled ones), or a variant;
+    and the rows that quantised weights are multiplied with. Call it before a model is loaded. Raises `SettingsError`."""
     global _chosen
-    require_kernels(kernels)
-    _chosen = kernels
+    require_kernels(kernels, rows)
+    _chosen = kernels, rows
 
 
 def operators() -> Operators | None:
     """Returns the chosen operators, None if there are none."""
-    return _loaded(_chosen)[0]
+    return _loaded(*_chosen)[0]
 
 
 @lru_cache
@@ -143,13 +146,13 @@ def planes(variant: str | None = None) -> PlanesOperators | None:
 
 def described() -> str:
     """Returns a text that says which kernels are used, and if they are not the compiled ones, why."""
-    chosen, why = _loaded(_chosen)
+    chosen, why = _loaded(*_chosen)
     return f"native ({chosen.variant})" if chosen else f"torch ({why})"
 
 
 def are_missing() -> bool:
     """Returns whether compiled operators are missing, although `--kernels torch` was not chosen."""
-    return _chosen != "torch" and operators() is None
+    return _chosen[0] != "torch" and operators() is None
 
 
 REMEDY = (
@@ -161,23 +164,25 @@ REMEDY = (
 
 
 @lru_cache
-def _loaded(kernels: str) -> tuple[Operators | None, str]:
+def _loaded(kernels: str, rows: str) -> tuple[Operators | None, str]:
     try:
-        return _load(kernels), ""
+        return _load(kernels, rows), ""
     except Unavailable as reason:
         return None, str(reason)
 
 
-def _load(kernels: str) -> Operators:
+def _load(kernels: str, rows: str) -> Operators:
     if kernels == "torch":
         raise Unavailable("as it was chosen")
-    library, table = _table(None if kernels == "auto" else kernels)
+    variant = _OF_BFLOAT16[kernels] if rows == "bf16" else None if kernels == "auto" else kernels
+    library, table = _table(variant)
     functions = {
         name: ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_char_p] * count)(getattr(table, name))
         for name, count in _NUM_ARGUMENTS.items()
     }
     return Operators(
         variant=table.name.decode(),
+        rows=rows,
         compiler=library.diskprefix_compiler().decode(),
         source=build.digest(),
         **functions,
@@ -187,7 +192,7 @@ def _load(kernels: str) -> Operators:
 def _table(variant: str | None) -> tuple[ctypes.CDLL, _Table]:
     """Returns the library, and the table of `variant`, or of the best variant."""
     library = _opened()
-    table = library.diskprefix_operators((variant or _there(library, _maker(library))[0]).encode())
+    table = library.diskprefix_operators((variant or variants()[0]).encode())
     if not table:
         raise Unavailable(f"there are no operators {variant!r} for this CPU")
     return library, table.contents
@@ -205,5 +210,4 @@ def _opened() -> ctypes.CDLL:
     library.diskprefix_operators.argtypes = (ctypes.c_char_p,)
     library.diskprefix_operators.restype = ctypes.POINTER(_Table)
     library.diskprefix_compiler.restype = ctypes.c_char_p
-    library.diskprefix_maker.restype = None
     return library

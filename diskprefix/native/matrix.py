@@ -12,7 +12,7 @@ import numpy as np
 from diskprefix.native import COLUMNS, ROWS, address_of, require
 from diskprefix.native.library import operators
 
-_MATRIX = struct.Struct("@7q 3P")
+_MATRIX = struct.Struct("@8q 3P")
 """`Matrix` of `source/interface.h`."""
 
 _SCALES = {"float16": 0, "exponents": 1, "bytes": 2, "nibbles": 3, "shared": 4, "float8": 5}
@@ -54,13 +54,14 @@ class Matrix:
         table = np.array([*numbers] * (_TABLE // len(numbers)), np.float32) if has_numbers else None
         self._kept = weights, table, bias
         self.bias = bias
+        compiled, num_bytes = operators(), struct.pack("@q", weights.nbytes)
+        require(compiled is not None, weights)
         packed = _MATRIX.pack(
-            *(*size, bits, group, int(has_zeros), _SCALES[scales], int(has_table)),
+            *(*size, bits, group, int(has_zeros), _SCALES[scales], int(has_table), compiled.row_bits),
             *map(address_of, self._kept),
         )
         self._describe(packed)
-        compiled, num_bytes = operators(), struct.pack("@q", weights.nbytes)
-        require(compiled is not None and not compiled.require_matrix(self._described, num_bytes), weights)
+        require(not compiled.require_matrix(self._described, num_bytes), weights)
 
     def _describe(self, packed: bytes) -> None:
         self._described = ctypes.create_string_buffer(packed, len(packed))

@@ -236,7 +236,7 @@ def begin_load(settings: Settings, progress: Report, flag: str = "--model") -> L
     """Finds, fetches and checks the model that `settings` name, and begins to read its weights.
 
     `progress` takes lines of text for people, `flag` is what named the model. Raises `ModelError` if it cannot be
-    found, fetched or read, or does not fit in memory, and `SettingsError` for --device, --kernels and --chat-template,
+    found, fetched or read, or does not fit in memory, and `SettingsError` for --device, --kernels, --rows and --chat-template,
     each with a message of one line.
     """
     timings: dict[str, float] = {}
@@ -357,7 +357,7 @@ def _source(
     # Wrong settings are reported before anything slow happens.
     if not _DEVICE.fullmatch(settings.device):
         raise SettingsError(f"--device: {settings.device!r} is not one of auto, cpu, cuda, cuda:N, xpu, mps")
-    choose(settings.kernels)
+    choose(settings.kernels, settings.rows)
     with clock("source"):
 
         def before_fetch(listing: HubListing) -> None:

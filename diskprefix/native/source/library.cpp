@@ -1,5 +1,5 @@
 // The functions that Python calls, compiled for the oldest CPU. VARIANTS lists the compiled variants: V(amx)
-// V(avx512_bf16) ... SOURCE is the digest of the sources and the names of the requested variants, COMPILER the compiler.
+// V(avx512_vnni) ... SOURCE is the digest of the sources and the names of the requested variants, COMPILER the compiler.
 
 #include <cstring>
 
@@ -26,7 +26,7 @@ namespace {
 
 // From the oldest to the newest of each kind of CPU.
 #define LEVELS(L)                                                                                     \
-  L(baseline) L(avx2) L(avx2_vnni) L(avx512) L(avx512_vnni) L(avx512_bf16) L(amx) L(neon_dot) L(neon_bf16)
+  L(baseline) L(avx2) L(avx2_vnni) L(avx512) L(avx512_vnni) L(amx) L(amx_bf16) L(neon_dot) L(neon_i8mm)
 
 #define L(name) name##_level,
 enum Level { LEVELS(L) };
@@ -74,18 +74,19 @@ Level level_of_cpu() {
   const uint32_t wide = bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ;
   if ((saved & ZMM) != ZMM || (b7 & wide) != wide) return has_avx_vnni() ? avx2_vnni_level : avx2_level;
   if (last >= 1) __get_cpuid_count(7, 1, &a71, &b, &c, &d);
-  const uint32_t HAS_BFLOAT16 = 1 << 5, HAS_TILES = 1 << 24, HAS_TILES_OF_BFLOAT16 = 1 << 22;
-  if (!(a71 & HAS_BFLOAT16)) return has_avx512_vnni() ? avx512_vnni_level : avx512_level;
-  const bool has_amx = (c7 & bit_AVX512VBMI) && (d7 & HAS_TILES) && (d7 & HAS_TILES_OF_BFLOAT16) && (saved & TILES) == TILES;
-  return has_amx && may_use_tiles() ? amx_level : avx512_bf16_level;
+  const uint32_t HAS_BFLOAT16 = 1 << 5, HAS_TILES = 1 << 24, OF_INTEGERS = 1 << 25, OF_BFLOAT16 = 1 << 22;
+  const uint32_t tiles = HAS_TILES | OF_INTEGERS | OF_BFLOAT16;
+  if (!has_avx512_vnni()) return avx512_level;
+  const bool has_amx = a71 & HAS_BFLOAT16 && c7 & bit_AVX512VBMI && (d7 & tiles) == tiles && (saved & TILES) == TILES;
+  return has_amx && may_use_tiles() ? amx_bf16_level : avx512_vnni_level;
 }
 
 #elif defined(__aarch64__) && defined(__linux__)
 
 Level level_of_cpu() {
-  const unsigned long HAS_DOTS = 1 << 20, HAS_SQUARES_AND_BFLOAT16 = 3 << 13;
+  const unsigned long HAS_DOTS = 1 << 20, HAS_SQUARES = 1 << 13;
   if (!(getauxval(AT_HWCAP) & HAS_DOTS)) return baseline_level;
-  return (~getauxval(AT_HWCAP2) & HAS_SQUARES_AND_BFLOAT16) ? neon_dot_level : neon_bf16_level;
+  return getauxval(AT_HWCAP2) & HAS_SQUARES ? neon_i8mm_level : neon_dot_level;
 }
 
 #elif defined(__aarch64__) && defined(__APPLE__)
@@ -98,7 +99,7 @@ bool has(const char* name) {
 
 Level level_of_cpu() {
   if (!has("hw.optional.arm.FEAT_DotProd")) return baseline_level;
-  return has("hw.optional.arm.FEAT_I8MM") && has("hw.optional.arm.FEAT_BF16") ? neon_bf16_level : neon_dot_level;
+  return has("hw.optional.arm.FEAT_I8MM") ? neon_i8mm_level : neon_dot_level;
 }
 
 #else
@@ -110,7 +111,6 @@ Level level_of_cpu() { return baseline_level; }
 bool can_run(Level wanted) {
 #if defined(__x86_64__)
   if (wanted == avx2_vnni_level && !has_avx_vnni()) return false;
-  if (wanted == avx512_vnni_level && !has_avx512_vnni()) return false;
 #endif
   return level_of_cpu() >= wanted;
 }
@@ -125,15 +125,6 @@ extern "C" {
 EXPORTED const char* diskprefix_source() { return SOURCE; }
 
 EXPORTED const char* diskprefix_compiler() { return COMPILER; }
-
-// Writes the maker of the CPU as the CPU names it ("GenuineIntel", "AuthenticAMD"), or "" if the CPU has no such name.
-EXPORTED void diskprefix_maker(char (*to)[13]) {
-  memset(to, 0, sizeof *to);
-#if defined(__x86_64__)
-  uint32_t a, parts[3];
-  if (__get_cpuid(0, &a, &parts[0], &parts[2], &parts[1])) memcpy(to, parts, sizeof parts);
-#endif
-}
 
 // Returns whether this CPU can compute a variant of its kind, compiled or not.
 EXPORTED int diskprefix_can_run(const char* name) {

@@ -43,6 +43,7 @@ struct Row {
 typedef uint8_t BytesOfHalf __attribute__((vector_size(INNER / 2)));
 typedef uint8_t BytesOfLine __attribute__((vector_size(INNER)));
 typedef uint16_t WordsOfLine __attribute__((vector_size(2 * INNER)));
+typedef uint8_t BytesOfStep __attribute__((vector_size(4 * STRIP)));
 
 template <class Bytes>
 INLINE void halves_of(const uint8_t* from, int count, uint8_t* codes) {
@@ -396,61 +397,36 @@ struct TQ1_0 : Kept<2, 32, false, SHARED> {
   }
 };
 
-typedef uint16_t Pairs __attribute__((vector_size(32)));
-
-// Interleave the first or the last four elements of each half of `a` and `b`.
-inline Pairs interleave_first(Pairs a, Pairs b) {
-  return __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 8, 24, 9, 25, 10, 26, 11, 27);
-}
-inline Pairs interleave_last(Pairs a, Pairs b) {
-  return __builtin_shufflevector(a, b, 4, 20, 5, 21, 6, 22, 7, 23, 12, 28, 13, 29, 14, 30, 15, 31);
-}
-
-// Writes a 16 × 16 square transposed.
-inline void put_transposed(Pairs (&rows)[16], uint8_t (*to)[INNER]) {
-  // For eight rows each, three rounds transpose squares of eight by eight.
-  for (int round = 0; round < 3; ++round) {
-    Pairs next[16];
-    for (int half = 0; half < 16; half += 8)
-      for (int i = 0; i < 4; ++i) {
-        next[half + 2 * i] = interleave_first(rows[half + i], rows[half + i + 4]);
-        next[half + 2 * i + 1] = interleave_last(rows[half + i], rows[half + i + 4]);
-      }
-    memcpy(rows, next, sizeof next);
-  }
-  for (int i = 0; i < 8; ++i) {
-    store(to[i], __builtin_shufflevector(rows[i], rows[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23));
-    store(to[i + 8], __builtin_shufflevector(rows[i], rows[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31));
-  }
-}
-
 // Writes the planes of 32 columns from `first` on.
 template <class Form>
 inline void put_codes(const Decoded& decoded, int64_t first, uint8_t* to) {
+#if defined(HAS_ROWS)
+  typedef WordsOfLine Plane;
   uint8_t lines[16][INNER];
-  if (HAS_ROWS) {
-    for (int row = 0; row < STRIP; ++row) {
-      const uint8_t* codes = decoded.codes[row] + first;
-      if (Form::GROUPS == 1) memcpy(lines[row], codes, INNER);
-      else
-        for (int i = 0; i < 16; ++i) lines[row][2 * i] = codes[i], lines[row][2 * i + 1] = codes[16 + i];
-    }
-  } else {
-    Pairs rows[STRIP];
-    for (int row = 0; row < STRIP; ++row) rows[row] = loaded<Pairs>(decoded.codes[row] + first);
-    put_transposed(rows, lines);
+  for (int row = 0; row < STRIP; ++row) {
+    const uint8_t* codes = decoded.codes[row] + first;
+    if (Form::GROUPS == 1) memcpy(lines[row], codes, INNER);
+    else
+      for (int i = 0; i < 16; ++i) lines[row][2 * i] = codes[i], lines[row][2 * i + 1] = codes[16 + i];
   }
+  const auto line = [&](int number) { return __builtin_convertvector(loaded<BytesOfLine>(lines[number]), WordsOfLine); };
+#else
+  typedef BytesOfStep Plane;
+  uint32_t lines[STEPS][STRIP];
+  for (int row = 0; row < STRIP; ++row)
+    for (int step = 0; step < STEPS; ++step) memcpy(&lines[step][row], decoded.codes[row] + first + 4 * step, 4);
+  const auto line = [&](int number) { return loaded<BytesOfStep>(lines[number]); };
+#endif
   if constexpr (Form::CODES == sizeof lines) {
     memcpy(to, lines, sizeof lines);
   } else {
-    WordsOfLine words[Form::LOW + Form::HIGH] = {};
-    for (int line = 0; line < 16; ++line) {
-      const WordsOfLine codes = __builtin_convertvector(loaded<BytesOfLine>(lines[line]), WordsOfLine);
-      words[line / Form::OF_LOW] |= (codes & (uint16_t)Form::LOW_MASK) << (uint16_t)(Form::LOW * (line % Form::OF_LOW));
-      if (Form::HIGH)
-        words[Form::LOW + line / Form::OF_HIGH] |= codes >> (uint16_t)Form::LOW << (uint16_t)(Form::HIGH * (line % Form::OF_HIGH));
+    Plane planes[Form::LOW + Form::HIGH] = {};
+    for (int number = 0; number < (int)(sizeof lines / sizeof lines[0]); ++number) {
+      const Plane codes = line(number);
+      planes[number / Form::OF_LOW] |= (codes & Form::LOW_MASK) << Form::LOW * (number % Form::OF_LOW);
+      if (Form::HIGH) planes[Form::LOW + number / Form::OF_HIGH] |= codes >> Form::LOW << Form::HIGH * (number % Form::OF_HIGH);
     }
-    memcpy(to, words, sizeof words);
+    memcpy(to, planes, sizeof planes);
   }
 }
 

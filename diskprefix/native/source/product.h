@@ -220,7 +220,7 @@ struct VectorProduct {
   static Floats add(Floats sum, Floats left, Floats right) { return fma(left, right, sum); }
 };
 
-#if defined(HAS_PAIRS)
+#if defined(__AMX_BF16__)
 
 // Factors in bfloat16. A packed matrix consists of panels, one for each vector of columns; a panel has the columns' pairs of
 // consecutive inner numbers.
@@ -235,11 +235,7 @@ struct Pairs {
   }
 
   static void put_factors(uint16_t* to, Floats low, Floats high) {
-#if defined(__AVX512BF16__)
     store(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
-#else
-    store(to, vcvtq_high_bf16_f32(vcvtq_low_bf16_f32((float32x4_t)low), (float32x4_t)high));
-#endif
   }
 
   static void pack_transposed(const uint16_t* from, int64_t stride, int64_t present, int64_t num_tokens, int64_t dim,
@@ -274,7 +270,6 @@ struct Pairs {
     }
   }
 
-#if defined(__AVX512BF16__)
   // A mask of the numbers of a vector that exist.
   typedef __mmask32 Width;
 
@@ -295,124 +290,7 @@ struct Pairs {
       higher = (Floats)_mm512_permutex2var_epi16((__m512i)first, high, (__m512i)second);
     }
   };
-#else
-  typedef int64_t Width;
-
-  static Width width_of(int64_t width) { return width; }
-
-  static Floats numbers_at(const uint16_t* from, Width width) {
-    if (width >= INNER) return loaded<Floats>(from);
-    uint16_t padded[INNER] = {};
-    for (int64_t i = 0; i < width; ++i) padded[i] = from[i];
-    return loaded<Floats>(padded);
-  }
-
-  struct Pairing {
-    void of(Floats first, Floats second, Floats& lower, Floats& higher) const {
-      lower = (Floats)vzip1q_u16((uint16x8_t)first, (uint16x8_t)second);
-      higher = (Floats)vzip2q_u16((uint16x8_t)first, (uint16x8_t)second);
-    }
-  };
-#endif
 };
-
-// Products of bfloat16 by vectors: a number is one chain of additions, in the order of the inner index. Each pair adds its
-// two products, in the order of the instruction.
-struct PairProduct : Pairs {
-  typedef NoScope Scope;
-  static constexpr int WHOLE_ROWS = 1;
-  static constexpr int FEW_ROWS = 8;  // at most this number use tokens and values as they lie in memory
-  static constexpr int VALUES = 1;
-  static constexpr int STEP = 2;
-
-  static void multiply(const uint16_t* left, int64_t left_stride, const uint16_t* matrix, int64_t all_inner, int64_t,
-                       float* out, int64_t out_stride, int64_t num_rows, int64_t inner, int64_t columns, int64_t begin = 0) {
-    blocks<PairProduct, 6, 4>(left + begin, left_stride, matrix + begin * COLUMNS, all_inner * COLUMNS, INNER, out, out_stride,
-                              num_rows, inner - begin, columns, begin > 0);
-  }
-
-  static Floats each(const uint16_t* left) {
-    int32_t pair;
-    memcpy(&pair, left, 4);
-    return (Floats)all_ints(pair);
-  }
-
-  static Floats add(Floats sum, Floats left, Floats right) {
-#if defined(__AVX512BF16__)
-    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)left, (__m512bh)right);
-#else
-    return (Floats)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)left, (bfloat16x8_t)right);
-#endif
-  }
-
-  static void transpose_rows(const uint16_t* rows, int64_t stride, int64_t num_rows, int64_t inner, uint16_t* to) {
-    copy_rows(rows, stride, num_rows, inner, to);
-  }
-
-  static void multiply_tokens(const uint16_t* rows, int64_t num_rows, int64_t inner, const uint16_t* tokens,
-                              int64_t stride, int64_t num_tokens, float* out, int64_t out_stride) {
-    rows_by_tokens<PairProduct, FEW_ROWS>(rows, num_rows, inner, tokens, stride, num_tokens, out, out_stride);
-  }
-
-  static Floats numbers_of(const uint16_t* from) { return loaded<Floats>(from); }
-
-  // out [rows, columns] = weights [rows, tokens] × values [tokens, dim], with values as they lie in memory, for at most
-  // `FEW_ROWS` rows. The bits are those of `multiply`.
-  static void multiply_values(const uint16_t* weights, int64_t weights_stride, int64_t num_rows, const uint16_t* values,
-                              int64_t stride, int64_t num_tokens, int64_t dim, float* out, int64_t columns, bool adds) {
-    rows_by_values<FEW_ROWS>(weights, weights_stride, num_rows, values, stride, num_tokens, dim, out, columns, adds);
-  }
-
-  template <int R>
-  static void rows_by_values(const uint16_t* weights, int64_t weights_stride, int64_t num_rows, const uint16_t* values,
-                             int64_t stride, int64_t num_tokens, int64_t dim, float* out, int64_t columns, bool adds) {
-    if constexpr (R > 1)
-      if (num_rows < R)
-        return rows_by_values<R - 1>(weights, weights_stride, num_rows, values, stride, num_tokens, dim, out, columns, adds);
-    constexpr int MAX_VECTORS = R == 1 ? 16 : R <= 3 ? 8 : R <= 6 ? 4 : 2;  // the largest number of vectors whose sums fit in registers
-    for (int64_t first = 0; first < columns;) {
-      const bool is_wide = dim - first >= MAX_VECTORS * LANES;
-      if (is_wide)
-        values_block<R, MAX_VECTORS>(weights, weights_stride, values + first, stride, num_tokens, width_of(INNER), out + first, columns,
-                                     MAX_VECTORS, adds);
-      else
-        values_block<R, 2>(weights, weights_stride, values + first, stride, num_tokens, width_of(dim - first), out + first, columns,
-                           least(2, (columns - first) / LANES), adds);
-      first += is_wide ? MAX_VECTORS * LANES : INNER;
-    }
-  }
-
-  // Stores the first `present` vectors.
-  template <int R, int C>
-  static void values_block(const uint16_t* weights, int64_t weights_stride, const uint16_t* values, int64_t stride,
-                           int64_t num_tokens, Width width, float* out, int64_t out_stride, int64_t present, bool adds) {
-    const Pairing pairing;
-    Floats sums[R][C] = {};
-    for (int row = 0; adds && row < R; ++row)
-      for (int column = 0; column < present; ++column) sums[row][column] = loaded<Floats>(out + row * out_stride + LANES * column);
-    for (int64_t token = 0; token < num_tokens; token += 2) {
-      const uint16_t *even = values + token * stride, *odd = even + stride;
-      const Width others = token + 1 < num_tokens ? width : 0;
-      Floats right[C];
-      for (int column = 0; column < C; column += 2) {
-        __builtin_prefetch((const char*)(even + LANES * column) + PREFETCH_BYTES, 0, 2);
-        __builtin_prefetch((const char*)(odd + LANES * column) + PREFETCH_BYTES, 0, 2);
-        pairing.of(numbers_at(even + LANES * column, width), numbers_at(odd + LANES * column, others), right[column],
-                   right[column + 1]);
-      }
-      for (int row = 0; row < R; ++row) {
-        const Floats factor = each(weights + row * weights_stride + token);
-        for (int column = 0; column < C; ++column) sums[row][column] = add(sums[row][column], factor, right[column]);
-      }
-    }
-    for (int row = 0; row < R; ++row)
-      for (int column = 0; column < present; ++column) store(out + row * out_stride + LANES * column, sums[row][column]);
-  }
-};
-
-#endif
-
-#if defined(__AMX_BF16__)
 
 // Configures the tiles of AMX, and releases them at the end of the scope, because another library may use them after us.
 // Tiles 0 to 3 hold sums, 4 and 5 left factors, 6 and 7 right factors. `first` is the number of rows of tiles 0, 1 and 4,
@@ -557,8 +435,6 @@ struct TileProduct : Pairs {
 
 #if defined(__AMX_BF16__)
 typedef TileProduct ProductOfBFloat16;
-#elif defined(HAS_PAIRS)
-typedef PairProduct ProductOfBFloat16;
 #else
 typedef VectorProduct<BFloat16> ProductOfBFloat16;
 #endif

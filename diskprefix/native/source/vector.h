@@ -31,15 +31,10 @@ typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
 typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
 typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
 
-// Products of pairs of bfloat16 numbers are one instruction.
-#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-#define HAS_PAIRS
-#endif
-
 constexpr float LOG2_E = 1.4426950408889634f;
 
-inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+constexpr int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+constexpr int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int64_t up_to(int64_t number, int64_t multiple) { return (number + multiple - 1) / multiple * multiple; }
 
 template <class Vector>

@@ -1,0 +1,418 @@
+// Products of quantised weights with rows of integers.
+//
+// The sum of a group of a block is an exact integer. The result is a sum from the first block to the last: each group adds
+// its sum × scale of the weights × scale of the row, and then its zero × the sum of the row's numbers.
+
+#pragma once
+
+#include "part.h"
+
+namespace diskprefix {
+namespace {
+namespace matrices {
+
+// A block of unpacked weights: its steps, the scales of one or two groups, and then their zeros.
+constexpr int64_t SCALES_AT = 64 * STEPS, BLOCK_BYTES = SCALES_AT + 4 * 64;
+
+// How the weights of a form are integers.
+template <class Weights>
+struct Integral {
+  static constexpr int BITS = Weights::BITS;
+#if defined(HAS_VNNI)
+  static constexpr bool IS_SIGNED = false;
+  static constexpr int ABOVE_BITS = Weights::HAS_TABLE || BITS == 8 ? 7 : Weights::ZEROS ? 0 : BITS - 1, MOST = 255;
+#elif defined(__AVX2__)
+  // Bytes beyond 127 would overflow in sums of 16 bits. Tables of 4 bits have numbers up to 12 (MXFP4, NVFP4), or up to 127.
+  static constexpr bool IS_SMALL = Weights::SCALES == IN_EXPONENTS || Weights::SCALES == IN_FLOAT8;
+  static constexpr bool IS_SIGNED = BITS == 8 || (BITS == 4 && Weights::HAS_TABLE && !IS_SMALL);
+  static constexpr int OF_TABLE = BITS <= 2 ? 2 : BITS == 4 ? 4 : 6;
+  static constexpr int ABOVE_BITS = IS_SIGNED || Weights::ZEROS ? 0 : Weights::HAS_TABLE ? OF_TABLE : BITS - 1;
+  static constexpr int MOST = IS_SIGNED ? 128 : Weights::HAS_TABLE ? 2 << OF_TABLE : (1 << BITS) - 1;
+#else
+  static constexpr bool IS_SIGNED = !Weights::ZEROS;
+  static constexpr int ABOVE_BITS = 0, MOST = 128;
+#endif
+  typedef matrices::IntegerForm<Weights::GROUPS, Weights::ZEROS, IS_SIGNED, ABOVE_BITS, MOST> Form;
+  static constexpr int ABOVE = ABOVE_BITS ? 1 << ABOVE_BITS : 0;
+};
+
+// Reads the codes of a part of a strip as integers.
+template <class Weights>
+class Codes {
+  typedef Integral<Weights> Integers;
+  static constexpr int BITS = Weights::BITS, LOW = Weights::LOW, HIGH = Weights::HIGH;
+
+ public:
+  // The table ÷ `unit`, a power of 2 with which all numbers are integers.
+  struct Table {
+    float unit = 1.0f;
+    alignas(64) uint8_t entries[64];
+
+    INLINE explicit Table(const float* table) {
+      if (!Weights::HAS_TABLE) return;
+      for (int i = 0; i < 64; ++i)
+        while ((float)(int)(table[i] / unit) != table[i] / unit && unit > 0x1p-9f) unit *= 0.5f;
+      for (int i = 0; i < 64; ++i) entries[i] = (int)(table[i] / unit) + Integers::ABOVE;
+    }
+  };
+
+  INLINE Codes(const uint8_t* codes, int part, const Table& table) : codes_(codes + part * sizeof(Bytes)) {
+    if (BITS < 8)
+      for (int i = 0; i < BITS; ++i) planes_[i] = loaded<Lanes>(codes_ + 64 * i);
+    if (Weights::HAS_TABLE) entries_ = loaded<Bytes>(table.entries);
+  }
+
+  // Returns the integers of a step.
+  INLINE Bytes step(int step) const {
+    if constexpr (BITS == 8) {
+      const Bytes bytes = loaded<Bytes>(codes_ + 64 * step);
+      return Integers::ABOVE ? bytes ^ (uint8_t)Integers::ABOVE : bytes;
+    }
+    const Bytes codes = codes_of(step);
+    if constexpr (Weights::HAS_TABLE) return looked_up(codes);
+    return Integers::IS_SIGNED && !Weights::ZEROS ? codes - (uint8_t)(1 << BITS - 1) : codes;
+  }
+
+ private:
+  const uint8_t* codes_;
+  Lanes planes_[BITS];
+  Bytes entries_;
+
+  INLINE Bytes codes_of(int step) const {
+    const int of_low = step % Weights::OF_LOW;
+    const Bytes low = (Bytes)(of_low ? planes_[step / Weights::OF_LOW] >> (uint16_t)(LOW * of_low) : planes_[step / Weights::OF_LOW]);
+    if constexpr (!HIGH) return low & (uint8_t)Weights::LOW_MASK;
+    const int by = HIGH * (step % Weights::OF_HIGH) - LOW;
+    const Lanes plane = planes_[LOW + step / Weights::OF_HIGH];
+    const Bytes high = (Bytes)(by < 0 ? plane << (uint16_t)-by : plane >> (uint16_t)by);
+#if defined(__AVX512F__)
+    const __m512i mask = _mm512_set1_epi8(Weights::LOW_MASK);
+    const __m512i both = _mm512_ternarylogic_epi32(mask, (__m512i)low, (__m512i)high, 0xca);
+    return (Bytes)both & (uint8_t)(Weights::LOW_MASK | Weights::HIGH_MASK);
+#else
+    return low & (uint8_t)Weights::LOW_MASK | high & (uint8_t)Weights::HIGH_MASK;
+#endif
+  }
+
+  INLINE Bytes looked_up(Bytes codes) const {
+#if defined(__AVX512BW__)
+    return (Bytes)_mm512_shuffle_epi8((__m512i)entries_, (__m512i)codes);
+#elif defined(__AVX2__)
+    return (Bytes)_mm256_shuffle_epi8((__m256i)entries_, (__m256i)codes);
+#elif defined(__aarch64__)
+    return (Bytes)vqtbl1q_u8((uint8x16_t)entries_, (uint8x16_t)codes);
+#else
+    for (uint8_t* code = (uint8_t*)&codes; code < (uint8_t*)(&codes + 1); ++code) *code = ((const uint8_t*)&entries_)[*code];
+    return codes;
+#endif
+  }
+};
+
+template <class Weights>
+void unpack(const uint8_t* strip, int64_t begin, int64_t end, const float* table, uint8_t* to) {
+  const typename Codes<Weights>::Table integers(table);
+  for (int64_t block = begin; block < end; ++block, to += BLOCK_BYTES) {
+    const uint8_t* unit = strip + block / Weights::BLOCKS * Weights::BYTES;
+    const uint8_t* codes = unit + Weights::Numbers::BYTES + block % Weights::BLOCKS * Weights::CODES;
+    for (int part = 0; part < PARTS; ++part) {
+      const Codes<Weights> of_part(codes, part, integers);
+#pragma GCC unroll 8
+      for (int step = 0; step < STEPS; ++step) store(to + 64 * step + part * sizeof(Bytes), of_part.step(step));
+    }
+    const typename Weights::Numbers numbers(unit);
+    uint8_t* at = to + SCALES_AT;
+    for (int kind = 0; kind < 1 + Weights::ZEROS; ++kind)
+      for (int group = 0; group < Weights::GROUPS; ++group)
+        for (int part = 0; part < PARTS; ++part, at += sizeof(Floats)) {
+          const int64_t number = block % Weights::BLOCKS * Weights::GROUPS + group;
+          store(at, kind ? numbers.zero(number, part) : numbers.scale(number, part) * all(integers.unit));
+        }
+  }
+}
+
+// Adds the product of a group of a block.
+template <class Row>
+INLINE Floats with_group(Floats sum, Ints total, Floats scales, const Row& row) {
+  return fma(__builtin_convertvector(total, Floats), scales * all(row.scale), sum);
+}
+
+// Adds the products of a group of a block, for a part of a strip.
+template <class Weights, int GROUP, int COUNT>
+INLINE void add_group(const Codes<Weights>& codes, int part, const typename Weights::Numbers& numbers, int64_t block, float unit,
+                      const Row8* rows, Floats (&kept)[PARTS][COUNT]) {
+  typedef typename Integral<Weights>::Form Form;
+  constexpr int STEPS_OF_GROUP = Form::STEPS_OF_GROUP, PLACE = place_of(GROUP, Form::GROUPS);
+  Sums<Row8, Form> sums[COUNT];
+  for (int row = 0; row < COUNT; ++row) sums[row].start(rows[row], GROUP);
+#pragma GCC unroll 8
+  for (int step = GROUP * STEPS_OF_GROUP; step < (GROUP + 1) * STEPS_OF_GROUP; ++step) {
+    const Bytes weights = codes.step(step);
+    for (int row = 0; row < COUNT; ++row) sums[row].add(weights, rows[row], step);
+  }
+  const int64_t at = block * Weights::GROUPS + GROUP;
+  const Floats scales = numbers.scale(at, part) * all(unit);
+  for (int row = 0; row < COUNT; ++row) kept[part][row] = with_group(kept[part][row], sums[row].total(), scales, rows[row]);
+  if (!Weights::ZEROS) return;
+  const Floats zeros = numbers.zero(at, part);
+  for (int row = 0; row < COUNT; ++row) kept[part][row] = fma(zeros, all(rows[row].totals[PLACE]), kept[part][row]);
+}
+
+// Rows of 15 bits, which are seldom chosen, have no code of their own for few rows.
+template <class Weights, int COUNT>
+void multiply_few(const uint8_t* strip, int64_t blocks, const float* table, const Row8* rows, Floats* out) {
+  const typename Codes<Weights>::Table integers(table);
+  Floats kept[PARTS][COUNT] = {};
+  for (int64_t block = 0; block < blocks; block += Weights::BLOCKS) {
+    const typename Weights::Numbers numbers(strip);
+    for (int64_t line = 0; line < Weights::Numbers::BYTES; line += 64) __builtin_prefetch(strip + AHEAD + line);
+    strip += Weights::Numbers::BYTES;
+    for (int64_t i = 0; i < Weights::BLOCKS; ++i, strip += Weights::CODES, rows += FEW) {
+      for (int64_t line = 0; line < Weights::CODES; line += 64) __builtin_prefetch(strip + AHEAD + line);
+#pragma GCC unroll 4
+      for (int part = 0; part < PARTS; ++part) {
+        const Codes<Weights> codes(strip, part, integers);
+        add_group<Weights, 0>(codes, part, numbers, i, integers.unit, rows, kept);
+        if constexpr (Weights::GROUPS > 1) add_group<Weights, 1>(codes, part, numbers, i, integers.unit, rows, kept);
+      }
+    }
+  }
+  for (int row = 0; row < COUNT; ++row)
+    for (int part = 0; part < PARTS; ++part) out[row * PARTS + part] = kept[part][row];
+}
+
+// Adds the products of `count` unpacked blocks with COUNT rows, for VECTORS parts or strips whose weights are `across` bytes
+// and whose sums `sums_across` numbers apart.
+template <class Form, class Row, int COUNT, int VECTORS>
+INLINE void add_blocks(const Row* rows, const uint8_t* weights, int64_t across, int64_t count, float* sums, int64_t sums_across) {
+  constexpr int GROUPS = Form::GROUPS, STEPS_OF_GROUP = Form::STEPS_OF_GROUP;
+  Floats kept[COUNT][VECTORS];
+  for (int row = 0; row < COUNT; ++row)
+    for (int at = 0; at < VECTORS; ++at) kept[row][at] = loaded<Floats>(sums + row * STRIP + at * sums_across);
+  for (int64_t block = 0; block < count; ++block, rows += TOGETHER, weights += BLOCK_BYTES)
+#pragma GCC unroll 2
+    for (int group = 0; group < GROUPS; ++group) {
+      Sums<Row, Form> products[COUNT][VECTORS];
+      for (int row = 0; row < COUNT; ++row)
+        for (int at = 0; at < VECTORS; ++at) products[row][at].start(rows[row], group);
+#pragma GCC unroll 8
+      for (int step = 0; step < STEPS_OF_GROUP; ++step) {
+        Bytes some[VECTORS];
+        for (int at = 0; at < VECTORS; ++at)
+          some[at] = loaded<Bytes>(weights + 64 * (group * STEPS_OF_GROUP + step) + at * across);
+        for (int row = 0; row < COUNT; ++row)
+          for (int at = 0; at < VECTORS; ++at) products[row][at].add(some[at], rows[row], group * STEPS_OF_GROUP + step);
+      }
+      for (int at = 0; at < VECTORS; ++at) {
+        const uint8_t* numbers = weights + SCALES_AT + at * across;
+        const Floats scales = loaded<Floats>(numbers + 64 * group), zeros = loaded<Floats>(numbers + 64 * (GROUPS + group));
+        for (int row = 0; row < COUNT; ++row) {
+          Floats& sum = kept[row][at];
+          sum = with_group(sum, products[row][at].total(), scales, rows[row]);
+          if (Form::ZEROS) sum = fma(zeros, all(rows[row].totals[place_of(group, GROUPS)]), sum);
+        }
+      }
+    }
+  for (int row = 0; row < COUNT; ++row)
+    for (int at = 0; at < VECTORS; ++at) store(sums + row * STRIP + at * sums_across, kept[row][at]);
+}
+
+// STRIPS strips, each with its sums [num_rows, STRIP].
+template <class Form, class Row, int STRIPS, int COUNT = ROWS_AT_ONCE>
+void add_rows(const Row* rows, int64_t num_rows, const uint8_t* weights, int64_t count, float* sums, int64_t sums_across) {
+  if constexpr (COUNT > 1)
+    if (num_rows < COUNT) return add_rows<Form, Row, STRIPS, COUNT - 1>(rows, num_rows, weights, count, sums, sums_across);
+  if (PARTS == 1) return add_blocks<Form, Row, COUNT, STRIPS>(rows, weights, count * BLOCK_BYTES, count, sums, sums_across);
+  for (int strip = 0; strip < STRIPS; ++strip, weights += count * BLOCK_BYTES, sums += sums_across)
+    for (int part = 0; part < PARTS; part += WIDE)
+      add_blocks<Form, Row, COUNT, PARTS == 1 ? 1 : WIDE>(rows, weights + part * sizeof(Bytes), sizeof(Bytes), count, sums + part * LANES, LANES);
+}
+
+template <class Form, class Row, int STRIPS>
+void multiply_many(const Row* rows, int64_t num_rows, int64_t row_blocks, const uint8_t* weights, int64_t count, float* sums) {
+  for (int64_t group = 0; group < num_rows; group += TOGETHER, rows += TOGETHER * row_blocks)
+    for (int64_t i = 0, present = least(TOGETHER, num_rows - group); i < present; i += ROWS_AT_ONCE)
+      add_rows<Form, Row, STRIPS>(rows + i, present - i, weights, count, sums + (group + i) * STRIP, num_rows * STRIP);
+}
+
+#if defined(__AMX_INT8__)
+
+// Configures the tiles of AMX for groups of a block, and releases them, because another library may use them after us.
+// Tiles 0 to 3 hold sums of TOGETHER rows and 16 columns, 4 and 5 rows, 6 and 7 weights.
+struct IntegerTiles {
+  explicit IntegerTiles(int64_t groups) {
+    struct {
+      uint8_t palette = 1, start = 0, reserved[14] = {};
+      uint16_t row_bytes[16] = {};
+      uint8_t rows[16] = {};
+    } tiles;
+    for (int tile = 0; tile < 8; ++tile) {
+      tiles.row_bytes[tile] = tile == 4 || tile == 5 ? INNER / groups : 64;
+      tiles.rows[tile] = tile < 6 ? TOGETHER : STEPS / groups;
+    }
+    written();
+    _tile_loadconfig(&tiles);
+  }
+  ~IntegerTiles() { _tile_release(); }
+};
+
+template <class Form, int STRIPS>
+INLINE void scale_group(const Row8* rows, const int32_t (*products)[TOGETHER][STRIP], const uint8_t* weights, int64_t across,
+                        int64_t number, int64_t present, float* sums, int64_t sums_across) {
+  constexpr int GROUPS = Form::GROUPS;
+  const int64_t block = number / GROUPS, group = number % GROUPS;
+  Floats scales[STRIPS], zeros[STRIPS];
+  for (int strip = 0; strip < STRIPS; ++strip) {
+    const uint8_t* numbers = weights + strip * across + block * BLOCK_BYTES + SCALES_AT;
+    scales[strip] = loaded<Floats>(numbers + 64 * group), zeros[strip] = loaded<Floats>(numbers + 64 * (GROUPS + group));
+  }
+  for (int64_t i = 0; i < present; ++i) {
+    const Row8& row = rows[block * TOGETHER + i];
+    const int32_t above = Form::ABOVE_BITS ? row.sums[place_of(group, GROUPS)] << Form::ABOVE_BITS : 0;
+    for (int strip = 0; strip < STRIPS; ++strip) {
+      float* to = sums + strip * sums_across + i * STRIP;
+      Floats sum = loaded<Floats>(to);
+      sum = with_group(sum, loaded<Ints>(products[strip][i]) - all_ints(above), scales[strip], row);
+      if (Form::ZEROS) sum = fma(zeros[strip], all(row.totals[place_of(group, GROUPS)]), sum);
+      store(to, sum);
+    }
+  }
+}
+
+// As `multiply_many`, with the tiles of AMX: two groups of rows × STRIPS strips at a time. While they multiply a group, the sums of the
+// previous group are scaled.
+template <class Form, int STRIPS>
+void multiply_tiles(const Row8* rows, int64_t num_rows, int64_t row_blocks, const uint8_t* weights, int64_t count, float* sums) {
+  constexpr int GROUPS = Form::GROUPS;
+  alignas(64) int32_t products[2][2][STRIPS][TOGETHER][STRIP];
+  const int64_t across = count * BLOCK_BYTES, sums_across = num_rows * STRIP, groups = count * GROUPS;
+  for (int64_t row = 0; row < num_rows; row += 2 * TOGETHER, rows += 2 * TOGETHER * row_blocks) {
+    const bool is_tall = row + TOGETHER < num_rows;
+    for (int64_t number = 0; number <= groups; ++number) {
+      if (number < groups) {
+        const int64_t block = number / GROUPS, group = number % GROUPS;
+        const uint8_t* codes = weights + block * BLOCK_BYTES + 64 * Form::STEPS_OF_GROUP * group;
+        const int8_t* of_rows = rows[block * TOGETHER].planes[0] + INNER / GROUPS * group;
+        auto& to = products[number % 2];
+        written();
+        _tile_zero(0);
+        _tile_loadd(4, of_rows, sizeof(Row8));
+        _tile_loadd(6, codes, 64);
+        _tile_dpbsud(0, 4, 6);
+        if (STRIPS == 2) {
+          _tile_zero(1);
+          _tile_loadd(7, codes + across, 64);
+          _tile_dpbsud(1, 4, 7);
+        }
+        if (is_tall) {
+          _tile_zero(2);
+          _tile_loadd(5, of_rows + TOGETHER * row_blocks * sizeof(Row8), sizeof(Row8));
+          _tile_dpbsud(2, 5, 6);
+          if (STRIPS == 2) {
+            _tile_zero(3);
+            _tile_dpbsud(3, 5, 7);
+          }
+        }
+        _tile_stored(0, to[0][0], 64);
+        if (STRIPS == 2) _tile_stored(1, to[0][STRIPS - 1], 64);
+        if (is_tall) {
+          _tile_stored(2, to[1][0], 64);
+          if (STRIPS == 2) _tile_stored(3, to[1][STRIPS - 1], 64);
+        }
+        written();
+      }
+      if (!number) continue;
+      const auto& from = products[(number - 1) % 2];
+      for (int64_t half = 0; half <= is_tall; ++half)
+        scale_group<Form, STRIPS>(rows + half * TOGETHER * row_blocks, from[half], weights, across, number - 1,
+                                  least(TOGETHER, num_rows - row - TOGETHER * half), sums + (row + TOGETHER * half) * STRIP, sums_across);
+    }
+  }
+}
+
+#endif
+
+template <class Weights>
+Form form_with(int64_t strip_bytes) {
+  typedef typename Integral<Weights>::Form Integers;
+  Form form = {unpack<Weights>, Weights::look_up, strip_bytes, Weights::GROUPS,
+               {multiply_few<Weights, 1>, multiply_few<Weights, 2>, multiply_few<Weights, 3>, multiply_few<Weights, 4>},
+               {multiply_many<Integers, Row8, 1>, multiply_many<Integers, Row8, 2>},
+               {multiply_many<Integers, Row15, 1>, multiply_many<Integers, Row15, 2>}};
+#if defined(__AMX_INT8__)
+  // With two groups in a block there is twice as much to scale, and the CPU is faster without tiles.
+  if (Weights::GROUPS == 1) form.many_8[0] = multiply_tiles<Integers, 1>, form.many_8[1] = multiply_tiles<Integers, 2>;
+#endif
+  return form;
+}
+
+struct Multiply {
+  static constexpr int64_t PACKED_TOGETHER = 1;
+  static constexpr int64_t MANY_BLOCKS = 8, UNPACKED_BYTES = 2 * MANY_BLOCKS * BLOCK_BYTES;
+
+#if defined(__AMX_INT8__)
+  static IntegerTiles scope_of(const Part& part) { return IntegerTiles(part.form.groups); }
+#else
+  static NoScope scope_of(const Part& part) { return NoScope(part.num_rows); }
+#endif
+
+  static bool is_few(const Part& part) { return part.num_rows <= FEW && part.matrix->row_bits == 8; }
+
+  static bool takes_packed(const Part&) { return true; }
+
+  static int64_t packed_bytes(int64_t num_rows, int64_t columns) {
+    return up_to(num_rows, TOGETHER) * (columns / INNER) * most(sizeof(Row8), sizeof(Row15));
+  }
+
+  static void pack(const Part& part, int64_t begin, int64_t end) {
+    part.matrix->row_bits == 8 ? pack_rows<Row8>(part, begin, end) : pack_rows<Row15>(part, begin, end);
+  }
+
+  static void few(const Part& part, int64_t strip, int64_t last, uint8_t*) {
+    for (; strip < last; ++strip) {
+      Floats sums[FEW][PARTS];
+      part.form.few[part.num_rows - 1](part.strip(strip), part.blocks, part.matrix->table, (const Row8*)part.packed, sums[0]);
+      for (int64_t row = 0; row < part.num_rows; ++row) part.put(sums[row], row, strip);
+    }
+  }
+
+  // The bytes of the sums of two strips, and of what is prefetched.
+  static int64_t pair_bytes(const Part& part) { return 2 * (part.num_rows * STRIP * sizeof(float) + AHEAD); }
+
+  static void many(const Part& part, int64_t first, int64_t last, uint8_t* panel) {
+    part.matrix->row_bits == 8 ? many(part, part.form.many_8, first, last, panel) : many(part, part.form.many_15, first, last, panel);
+  }
+
+ private:
+  template <class Row>
+  static void pack_rows(const Part& part, int64_t begin, int64_t end) {
+    const int64_t together = is_few(part) ? FEW : TOGETHER;
+    for (int64_t row = begin; row < end; ++row) {
+      Row* to = (Row*)part.packed + row / together * together * part.blocks + row % together;
+      const uint16_t* from = part.rows + row * part.matrix->columns;
+      for (int64_t block = 0; block < part.blocks; ++block) pack_block(from + block * INNER, to[block * together]);
+    }
+  }
+
+  // Unpacks a few blocks of two strips at a time for all rows; meanwhile the sums are in memory.
+  template <class Row>
+  static void many(const Part& part, const MultiplyMany<Row> (&multiply)[2], int64_t first, int64_t last, uint8_t* panel) {
+    float* sums = (float*)(panel + UNPACKED_BYTES);
+    const int64_t of_strip = part.num_rows * STRIP;
+    memset(sums, 0, (last - first) * of_strip * sizeof *sums);
+    for (int64_t block = 0; block < part.blocks; block += MANY_BLOCKS) {
+      const int64_t count = least(MANY_BLOCKS, part.blocks - block);
+      const Row* rows = (const Row*)part.packed + block * TOGETHER;
+      for (int64_t strip = first; strip < last; strip += 2) {
+        const int64_t strips = least(2, last - strip);
+        for (int64_t i = 0; i < strips; ++i) part.unpack(strip + i, block, block + count, panel + i * count * BLOCK_BYTES);
+        multiply[strips - 1](rows, part.num_rows, part.blocks, panel, count, sums + (strip - first) * of_strip);
+      }
+    }
+    for (int64_t strip = first; strip < last; ++strip)
+      for (int64_t row = 0; row < part.num_rows; ++row, sums += STRIP) part.put(sums, row, strip);
+  }
+};
+
+}  // namespace matrices
+}  // namespace
+}  // namespace diskprefix
