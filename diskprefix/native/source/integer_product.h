@@ -180,34 +180,92 @@ void multiply_few(const uint8_t* strip, int64_t blocks, const float* table, cons
     for (int part = 0; part < PARTS; ++part) out[row * PARTS + part] = kept[part][row];
 }
 
+// The sums of a group of an unpacked block with COUNT rows, for VECTORS parts of strips that are `across` bytes apart.
+template <class Form, class Row, int COUNT, int VECTORS>
+struct GroupSums {
+  Sums<Row, Form> sums[COUNT][VECTORS];
+
+  INLINE GroupSums(const Row* rows, const uint8_t* weights, int64_t across, int group) {
+    constexpr int STEPS_OF_GROUP = Form::STEPS_OF_GROUP;
+    for (int row = 0; row < COUNT; ++row)
+      for (int at = 0; at < VECTORS; ++at) sums[row][at].start(rows[row], group);
+#pragma GCC unroll 8
+    for (int i = 0; i < STEPS_OF_GROUP; ++i) {
+      const int step = group * STEPS_OF_GROUP + i;
+      Bytes some[VECTORS];
+      for (int at = 0; at < VECTORS; ++at) some[at] = loaded<Bytes>(weights + 64 * step + at * across);
+      for (int row = 0; row < COUNT; ++row)
+        for (int at = 0; at < VECTORS; ++at) sums[row][at].add(some[at], rows[row], step);
+    }
+  }
+
+  INLINE Ints total(int row, int at) const { return sums[row][at].total(); }
+};
+
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+
+// Squares of two rows of the strip and two rows of the step. If COUNT is odd, the last row is there twice.
+template <class Form, class Row, int COUNT>
+struct Squares {
+  int32x4_t sums[Row::NUM_PLANES][(COUNT + 1) / 2][2] = {};
+
+  INLINE void add(const uint8_t* weights, const Row* rows, int step) {
+    // Eight columns of two rows at a time.
+    const int32x4_t low = loaded<int32x4_t>(weights + 64 * step), high = loaded<int32x4_t>(weights + 64 * (step + 1));
+    const int8x16_t first = (int8x16_t)vzip1q_s32(low, high), second = (int8x16_t)vzip2q_s32(low, high);
+    for (int row = 0; row < COUNT; row += 2)
+      for (int plane = 0; plane < Row::NUM_PLANES; ++plane) {
+        const Row &upper = rows[row], &lower = rows[row + 1 < COUNT ? row + 1 : row];
+        const int8x16_t numbers = vcombine_s8(vld1_s8(upper.planes[plane] + 4 * step), vld1_s8(lower.planes[plane] + 4 * step));
+        int32x4_t* to = sums[plane][row / 2];
+        to[0] = vmmlaq_s32(to[0], first, numbers);
+        to[1] = vmmlaq_s32(to[1], second, numbers);
+      }
+  }
+
+  INLINE Ints total(int row) const {
+    const auto line = [=](int plane) {
+      const int32x4_t* from = sums[plane][row / 2];
+      return row % 2 ? vuzp2q_s32(from[0], from[1]) : vuzp1q_s32(from[0], from[1]);
+    };
+    if constexpr (Row::NUM_PLANES == 1) return (Ints)line(0);
+    else return (Ints)vaddq_s32(vshlq_n_s32(line(0), 8), line(1));
+  }
+};
+
+template <class Form, class Row, int COUNT>
+struct GroupSums<Form, Row, COUNT, WIDE> {
+  Squares<Form, Row, COUNT> squares[WIDE];
+
+  INLINE GroupSums(const Row* rows, const uint8_t* weights, int64_t across, int group) {
+    for (int at = 0; at < WIDE; ++at)
+#pragma GCC unroll 4
+      for (int i = 0; i < Form::STEPS_OF_GROUP; i += 2) squares[at].add(weights + at * across, rows, group * Form::STEPS_OF_GROUP + i);
+  }
+
+  INLINE Ints total(int row, int at) const { return squares[at].total(row); }
+};
+
+#endif
+
 // Adds the products of `count` unpacked blocks with COUNT rows, for VECTORS parts or strips whose weights are `across` bytes
 // and whose sums `sums_across` numbers apart.
 template <class Form, class Row, int COUNT, int VECTORS>
 INLINE void add_blocks(const Row* rows, const uint8_t* weights, int64_t across, int64_t count, float* sums, int64_t sums_across) {
-  constexpr int GROUPS = Form::GROUPS, STEPS_OF_GROUP = Form::STEPS_OF_GROUP;
+  constexpr int GROUPS = Form::GROUPS;
   Floats kept[COUNT][VECTORS];
   for (int row = 0; row < COUNT; ++row)
     for (int at = 0; at < VECTORS; ++at) kept[row][at] = loaded<Floats>(sums + row * STRIP + at * sums_across);
   for (int64_t block = 0; block < count; ++block, rows += TOGETHER, weights += BLOCK_BYTES)
 #pragma GCC unroll 2
     for (int group = 0; group < GROUPS; ++group) {
-      Sums<Row, Form> products[COUNT][VECTORS];
-      for (int row = 0; row < COUNT; ++row)
-        for (int at = 0; at < VECTORS; ++at) products[row][at].start(rows[row], group);
-#pragma GCC unroll 8
-      for (int step = 0; step < STEPS_OF_GROUP; ++step) {
-        Bytes some[VECTORS];
-        for (int at = 0; at < VECTORS; ++at)
-          some[at] = loaded<Bytes>(weights + 64 * (group * STEPS_OF_GROUP + step) + at * across);
-        for (int row = 0; row < COUNT; ++row)
-          for (int at = 0; at < VECTORS; ++at) products[row][at].add(some[at], rows[row], group * STEPS_OF_GROUP + step);
-      }
+      const GroupSums<Form, Row, COUNT, VECTORS> products(rows, weights, across, group);
       for (int at = 0; at < VECTORS; ++at) {
         const uint8_t* numbers = weights + SCALES_AT + at * across;
         const Floats scales = loaded<Floats>(numbers + 64 * group), zeros = loaded<Floats>(numbers + 64 * (GROUPS + group));
         for (int row = 0; row < COUNT; ++row) {
           Floats& sum = kept[row][at];
-          sum = with_group(sum, products[row][at].total(), scales, rows[row]);
+          sum = with_group(sum, products.total(row, at), scales, rows[row]);
           if (Form::ZEROS) sum = fma(zeros, all(rows[row].totals[place_of(group, GROUPS)]), sum);
         }
       }
