@@ -246,3 +246,27 @@ def state_space(
     )  # fmt: skip
     run(operators, calls.STATE_SPACE, calls.PlannedStateSpaceCall(call), num_rows, runs)
     return out
+
+
+def gate(operators: Operators, numbers: torch.Tensor, function: str) -> torch.Tensor:
+    """A function of float32 numbers [count]."""
+    out = torch.empty_like(numbers)
+    call = calls.GateCall(
+        dtype=calls.FLOAT32, width=len(numbers), each=1, function=calls.FUNCTIONS[function], factor=1.0,
+        gate=numbers.data_ptr(), out=out.data_ptr(),
+    )  # fmt: skip
+    run(operators, calls.GATE, call, 1)
+    return out
+
+
+def angles(
+    operators: Operators, positions: torch.Tensor, frequencies: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines, float32 [positions, frequencies]."""
+    cosines, sines = (torch.empty(len(positions), len(frequencies)) for _ in range(2))
+    call = calls.AnglesCall(
+        dtype=calls.FLOAT32, half=len(frequencies), axis_stride=len(positions), positions=positions.data_ptr(),
+        frequencies=frequencies.data_ptr(), factor=1.0, cosines=cosines.data_ptr(), sines=sines.data_ptr(),
+    )  # fmt: skip
+    run(operators, calls.ANGLES, call, len(positions))
+    return cosines, sines

@@ -14,10 +14,10 @@ from diskprefix.native.library import Operators
 VARIANTS = library.VARIANTS
 WITH_PAIRS = ("amx", "avx512_bf16")
 """Variants with products in bfloat16 of their own."""
-SAME_BITS = {"avx512_vnni": "avx512", "avx2_vnni": "avx2"}
-"""Variants that add the same exact integers with one instruction that the other one adds with two."""
 OF_INTEGERS = tuple(name for name in VARIANTS if name not in WITH_PAIRS)
-"""Variants with products of integers. All but `baseline`, which may not fuse multiply and add, have the same bits."""
+"""Variants with products of integers, which all give the same bits."""
+SAME_BITS = tuple(name for name in OF_INTEGERS if name != "neon_bf16")
+"""Variants that have the same bits in everything they compute."""
 
 
 def of_this_cpu(among: Sequence[str] = VARIANTS) -> list[Any]:

@@ -102,8 +102,8 @@ def minus_one(_: Any, numbers: Array) -> Array:
 
 
 def log_of_negative(_: Any, numbers: Array) -> Array:
-    """Returns `A_log` from the rates of a state."""
-    return np.log(-numbers)
+    """Returns `A_log` from the rates of a state, rounded once: numpy's logarithm of float32 differs between CPUs."""
+    return np.log(-numbers.astype(np.float64)).astype(numbers.dtype)
 
 
 def _grouped(rows: Array, config: Any, width: int) -> Array:

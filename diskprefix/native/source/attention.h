@@ -430,14 +430,14 @@ class Computation {
     Factor* weights = (Factor*)scores;
     // Subtract first: the largest score then gives exactly 0, however large it is.
     const Floats scale = all(scale_), offset = all(top > HIDDEN ? top : 0.0f);
-    Floats sums[2] = {};
+    Total<2> total;
     for (int64_t i = 0; i < count; i += 2 * LANES) {
       const Floats low = exp2((loaded<Floats>(scores + i) - offset) * scale);
       const Floats high = exp2((loaded<Floats>(scores + i + LANES) - offset) * scale);
-      sums[0] += low, sums[1] += high;
+      total.from(i) += low, total.from(i + LANES) += high;
       Product::put_factors(weights + i, low, high);
     }
-    return top == top ? sum_of(sums[0] + sums[1]) : NO_NUMBER;
+    return top == top ? total.sum() : NO_NUMBER;
   }
 
   void cap(float* scores, int64_t count) const {

@@ -49,16 +49,16 @@ inline void weigh(typename Type::Stored* row, float weight, int64_t width) {
 template <class Type>
 inline void layer_norm_row(const typename Type::Stored* row, const typename Type::Stored* weight, int64_t width, float epsilon,
                            typename Type::Stored* to) {
-  Floats sum = {}, squares = {};
-  for (int64_t i = 0; i < width; i += LANES) sum += some_of<Type>(row + i, width - i);
-  const Floats mean = all(sum_of(sum) / (float)width);
+  Total<1> total, squares;
+  for (int64_t i = 0; i < width; i += LANES) total.from(i) += some_of<Type>(row + i, width - i);
+  const Floats mean = all(total.sum() / (float)width);
   const auto centred = [&](int64_t i) {
     float numbers[LANES] = {};
     put_some<Float32>(numbers, some_of<Type>(row + i, width - i) - mean, width - i);
     return loaded<Floats>(numbers);
   };
-  for (int64_t i = 0; i < width; i += LANES) squares = fma(centred(i), centred(i), squares);
-  const Floats factor = all(1.0f / __builtin_sqrtf(sum_of(squares) / (float)width + epsilon));
+  for (int64_t i = 0; i < width; i += LANES) squares.from(i) = fma(centred(i), centred(i), squares.from(i));
+  const Floats factor = all(1.0f / __builtin_sqrtf(squares.sum() / (float)width + epsilon));
   for (int64_t i = 0; i < width; i += LANES) {
     const Floats weights = some_of<Type>(weight + i, width - i), biases = some_of<Type>(weight + width + i, width - i);
     put_some<Type>(to + i, centred(i) * factor * weights + biases, width - i);
@@ -69,14 +69,12 @@ template <class Type>
 inline void norm_row(const typename Type::Stored* row, const typename Type::Stored* weight, int64_t kind, int64_t width,
                      float epsilon, typename Type::Stored* to) {
   if (kind == LAYER) return layer_norm_row<Type>(row, weight, width, epsilon, to);
-  Floats sums[4] = {};
+  Total<4> squares;
   for (int64_t i = 0; i < width; i += LANES) {
     const Floats numbers = some_of<Type>(row + i, width - i);
-    Floats& sum = sums[i / LANES % 4];
-    sum = fma(numbers, numbers, sum);
+    squares.from(i) = fma(numbers, numbers, squares.from(i));
   }
-  const float mean = sum_of((sums[0] + sums[1]) + (sums[2] + sums[3])) / (float)width;
-  const Floats factor = all(1.0f / __builtin_sqrtf(mean + epsilon));
+  const Floats factor = all(1.0f / __builtin_sqrtf(squares.sum() / (float)width + epsilon));
   for (int64_t i = 0; i < width; i += LANES) {
     Floats numbers = some_of<Type>(row + i, width - i) * factor, weights = some_of<Type>(weight + i, width - i);
     if (kind == ROUNDED) numbers = rounded_to<Type>(numbers);

@@ -121,12 +121,12 @@ inline void to_floats(const void* from, int64_t count, float* to) {
 inline void to_length(float* numbers, int64_t count, float epsilon, float scale) {
   Floats factor = all(scale);
   if (epsilon) {
-    Floats squares = {};
+    Total<1> squares;
     for (int64_t i = 0; i < count; i += LANES) {
       const Floats some = some_of<Float32>(numbers + i, count - i);
-      squares = fma(some, some, squares);
+      squares.from(i) = fma(some, some, squares.from(i));
     }
-    factor = all(1.0f / __builtin_sqrtf(sum_of(squares) + epsilon) * scale);
+    factor = all(1.0f / __builtin_sqrtf(squares.sum() + epsilon) * scale);
   }
   for (int64_t i = 0; i < count; i += LANES)
     put_some<Float32>(numbers + i, some_of<Float32>(numbers + i, count - i) * factor, count - i);
@@ -292,15 +292,14 @@ class StateSpaceHead {
     for (int64_t row = first; row < end; ++row) {
       const float input = inputs[row];
       const Floats added = all(input * call_.steps[of_row]);
-      Floats sums[4] = {};
+      Total<4> total;
       for (int64_t i = 0; i < width; i += LANES) {
         const int64_t left = width - i;
         const Floats next = fma(added, some_of<Float32>(into + i, left), decay * some_of<Float32>(before + row * width + i, left));
         put_some<Float32>(state + row * width + i, next, left);
-        Floats& sum = sums[i / LANES % 4];
-        sum = fma(next, some_of<Float32>(from + i, left), sum);
+        total.from(i) = fma(next, some_of<Float32>(from + i, left), total.from(i));
       }
-      const float output = sum_of((sums[0] + sums[1]) + (sums[2] + sums[3]));
+      const float output = total.sum();
       ((float*)call_.out)[of_row * call_.dim + row] = call_.skip ? output + input * call_.skip[head_] : output;
     }
   }

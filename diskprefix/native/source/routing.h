@@ -26,7 +26,7 @@ inline void take_largest(const float* numbers, int64_t num_numbers, bool* is_lef
 inline void softmax(float* numbers, int64_t count) {
   float largest = numbers[0], sum = 0.0f;
   for (int64_t i = 1; i < count; ++i) largest = numbers[i] > largest ? numbers[i] : largest;
-  for (int64_t i = 0; i < count; ++i) sum += numbers[i] = expf(numbers[i] - largest);
+  for (int64_t i = 0; i < count; ++i) sum += numbers[i] = (float)functions::exp(numbers[i] - largest);
   for (int64_t i = 0; i < count; ++i) numbers[i] /= sum;
 }
 
@@ -38,8 +38,8 @@ inline void sigmoids(float* numbers, int64_t count) {
 inline float part_of_near(const float* numbers, int64_t count, const bool* is_left, float best, float threshold) {
   float sum = 1.0f;
   for (int64_t i = 0; i < count; ++i) {
-    const float size = fabsf(numbers[i]), distance = (best - numbers[i]) / (size > best ? size : best);
-    if (is_left[i] && !(distance > threshold)) sum += expf(numbers[i] - best);
+    const float size = __builtin_fabsf(numbers[i]), distance = (best - numbers[i]) / (size > best ? size : best);
+    if (is_left[i] && !(distance > threshold)) sum += (float)functions::exp(numbers[i] - best);
   }
   return 1.0f / sum;
 }
@@ -52,7 +52,7 @@ inline void route_row(const Router& call, int64_t row, float* scores, float* cho
   const float softcap = call.softcap;
   for (int64_t i = 0; i < count; ++i) {
     scores[i] = Type::one(logits[i]);
-    if (softcap) scores[i] = softcap * tanhf(scores[i] / softcap);
+    if (softcap) scores[i] = softcap * (float)functions::tanh(scores[i] / softcap);
   }
   if (call.scores == SOFTMAX) softmax(scores, count);
   if (call.scores == OF_SIGMOID) sigmoids(scores, count);

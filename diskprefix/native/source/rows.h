@@ -3,9 +3,8 @@
 
 #pragma once
 
-#include <cmath>
-
 #include "attention.h"
+#include "functions.h"
 #include "parts.h"
 #include "recurrence.h"
 
@@ -22,9 +21,8 @@ inline void put_angles(const Angles& call, int64_t row) {
     const int64_t left = least(LANES, call.half - i);
     for (int64_t lane = 0; lane < left; ++lane) {
       const int64_t axis = call.axes ? call.axes[i + lane] : 0;
-      // In double precision, so that the float32 is the same with every C library.
-      const double angle = (double)((float)call.positions[axis * call.axis_stride + row] * call.frequencies[i + lane]);
-      cosine[lane] = (float)cos(angle), sine[lane] = (float)sin(angle);
+      const functions::Rotation rotation((float)call.positions[axis * call.axis_stride + row] * call.frequencies[i + lane]);
+      cosine[lane] = (float)rotation.cosine, sine[lane] = (float)rotation.sine;
     }
     const Floats factor = all((float)call.factor);
     put_some<Type>(cosines + i, loaded<Floats>(cosine) * factor, left);
@@ -90,25 +88,25 @@ inline float activated(float x, int64_t function, float slope = 1.0f, float limi
   const float limited = x > limit ? limit : x;
   switch (function) {
     case SILU:
-      return x / (1.0f + expf(-x));
+      return x / (1.0f + (float)functions::exp(-x));
     case GELU:
-      return 0.5f * x * (1.0f + erff(x * 0.70710678f));
+      return 0.5f * x * (1.0f + (float)functions::erf(x * 0.70710678f));
     case GELU_TANH:
-      return 0.5f * x * (1.0f + tanhf(0.79788456f * (x + 0.044715f * x * x * x)));
+      return 0.5f * x * (1.0f + (float)functions::tanh(0.79788456f * (x + 0.044715f * x * x * x)));
     case RELU:
       return x > 0.0f || x != x ? x : 0.0f;
     case SQUARED_RELU:
       return x > 0.0f || x != x ? x * x : 0.0f;
     case SIGMOID:
-      return 1.0f / (1.0f + expf(-x));
+      return 1.0f / (1.0f + (float)functions::exp(-x));
     case TANH:
-      return tanhf(x);
+      return (float)functions::tanh(x);
     case EXPM1_EXCESS:
-      return x > 0.0f ? 0.0f : expm1f(x > -1e-6f ? -1e-6f : x) - x;
+      return x > 0.0f ? 0.0f : (float)functions::expm1(x > -1e-6f ? -1e-6f : x) - x;
     case SOFTPLUS:
-      return x > 20.0f ? x : log1pf(expf(x));
+      return x > 20.0f ? x : (float)functions::log1p((float)functions::exp(x));
     case LIMITED_SILU:
-      return limited / (1.0f + expf(-slope * limited));
+      return limited / (1.0f + (float)functions::exp(-slope * limited));
     case LIMITED_AND_ONE:
       return (limited < -limit ? -limit : limited) + 1.0f;
     default:
@@ -183,8 +181,9 @@ inline void gate_and_norm(const GatedNorm& call, int64_t row) {
 
 template <class Type>
 inline void scale_row_by_position(const PositionScaling& call, int64_t row) {
-  const float part = floorf(((float)call.positions[row] + (float)call.offset) / (float)call.period);
-  weigh<Type>((typename Type::Stored*)call.rows + row * call.width, 1.0f + log1pf(part) * (float)call.factor, call.width);
+  const float part = __builtin_floorf(((float)call.positions[row] + (float)call.offset) / (float)call.period);
+  const float scale = 1.0f + (float)functions::log1p(part) * (float)call.factor;
+  weigh<Type>((typename Type::Stored*)call.rows + row * call.width, scale, call.width);
 }
 
 }  // namespace

@@ -27,12 +27,12 @@ inline void mix_row(const Mix& call, int64_t row) {
 
 template <class Type>
 inline float mean_square(const typename Type::Stored* row, int64_t width) {
-  Floats sum = {};
+  Total<1> squares;
   for (int64_t i = 0; i < width; i += LANES) {
     const Floats numbers = some_of<Type>(row + i, width - i);
-    sum = fma(numbers, numbers, sum);
+    squares.from(i) = fma(numbers, numbers, squares.from(i));
   }
-  return sum_of(sum) / (float)width;
+  return squares.sum() / (float)width;
 }
 
 template <class Type>

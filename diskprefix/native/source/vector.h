@@ -57,6 +57,42 @@ inline Floats all(float number) { return number - Floats{}; }
 inline Ints all_ints(int32_t number) { return number - Ints{}; }
 
 // Multiply-and-add is written out (-ffp-contract=off): otherwise the surrounding code would decide where it is used.
+// All variants have its bits.
+#if defined(__SSE2__) && !defined(__FMA__)
+
+// The sum of numbers in double precision, rounded so that a second rounding, to float32, gives the bits of one: of the two
+// nearest numbers it is the one whose last bit is 1, unless it is exact (Boldo and Melquiond).
+inline __m128d sum_to_odd(__m128d a, __m128d b) {
+  const __m128d sum = _mm_add_pd(a, b), part = _mm_sub_pd(sum, a), none = _mm_setzero_pd();
+  const __m128d error = _mm_add_pd(_mm_sub_pd(a, _mm_sub_pd(sum, part)), _mm_sub_pd(b, part));
+  // Compared twice, because the error of an infinite sum is NaN.
+  const __m128i is_off = (__m128i)_mm_or_pd(_mm_cmplt_pd(error, none), _mm_cmpgt_pd(error, none));
+  const __m128i is_above = _mm_srli_epi64(_mm_and_si128(is_off, (__m128i)_mm_xor_pd(sum, error)), 63);
+  return (__m128d)_mm_or_si128(_mm_sub_epi64((__m128i)sum, is_above), _mm_srli_epi64(is_off, 63));
+}
+
+inline __m128 joined(__m128d low, __m128d high) { return _mm_movelh_ps(_mm_cvtpd_ps(low), _mm_cvtpd_ps(high)); }
+
+__attribute__((noinline, cold)) Floats sums_to_odd(__m128d a, __m128d b, __m128d c, __m128d d) {
+  return (Floats)joined(sum_to_odd(a, c), sum_to_odd(b, d));
+}
+
+// A product is exact in double precision. A sum that is rounded there and again to float32 has other bits only if the first
+// rounding gave a number halfway between two of float32, or if float32 has fewer bits for it, which it has near 0.
+inline Floats fma(Floats a, Floats b, Floats c) {
+  const auto low = [](Floats numbers) { return _mm_cvtps_pd((__m128)numbers); };
+  const auto high = [](Floats numbers) { return _mm_cvtps_pd(_mm_movehl_ps((__m128)numbers, (__m128)numbers)); };
+  const __m128d first = _mm_mul_pd(low(a), low(b)), second = _mm_mul_pd(high(a), high(b));
+  const __m128d sums[2] = {_mm_add_pd(first, low(c)), _mm_add_pd(second, high(c))};
+  const Floats rounded = (Floats)joined(sums[0], sums[1]);
+  const Ints dropped = (Ints)_mm_shuffle_ps((__m128)sums[0], (__m128)sums[1], 0x88) << 3, size = (Ints)rounded & 0x7fffffff;
+  const Ints may_differ = (dropped == INT32_MIN) | (size > 0) & (size <= 0x00800000);
+  if (__builtin_expect(_mm_movemask_epi8((__m128i)may_differ), 0)) return sums_to_odd(first, second, low(c), high(c));
+  return rounded;
+}
+
+#else
+
 inline Floats fma(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -65,9 +101,13 @@ inline Floats fma(Floats a, Floats b, Floats c) {
 #elif defined(__aarch64__)
   return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
-  return a * b + c;
+  Floats sums;
+  for (int lane = 0; lane < LANES; ++lane) sums[lane] = __builtin_fmaf(a[lane], b[lane], c[lane]);
+  return sums;
 #endif
 }
+
+#endif
 
 inline Floats larger(Floats a, Floats b) {
 #if defined(__AVX512F__)
@@ -134,6 +174,33 @@ inline float folded(Floats vector, const Combine& combine) {
 
 inline float sum_of(Floats vector) { return folded(vector, [](Floats a, Floats b) { return a + b; }); }
 
+// A sum whose order does not depend on the size of a vector, with 16 lanes in each of CHAINS chains: number i is added in lane
+// i % 16 of chain i / 16 % CHAINS. Then the chains are added in pairs, and the halves of the lanes, again and again.
+template <int CHAINS>
+class Total {
+ public:
+  // Returns where LANES numbers are added, of which the first is number `first`.
+  Floats& from(int64_t first) { return sums_[first / LANES % COUNT]; }
+
+  float sum() const {
+    Floats sums[COUNT];
+    memcpy(sums, sums_, sizeof sums);
+    for (int chains = CHAINS; chains > 1; chains /= 2)
+      for (int i = 0; i < chains / 2 * OF_CHAIN; ++i) {
+        const int at = i / OF_CHAIN * 2 * OF_CHAIN + i % OF_CHAIN;
+        sums[i] = sums[at] + sums[at + OF_CHAIN];
+      }
+    for (int half = OF_CHAIN / 2; half > 0; half /= 2)
+      for (int i = 0; i < half; ++i) sums[i] += sums[i + half];
+    return sum_of(sums[0]);
+  }
+
+ private:
+  static constexpr int OF_CHAIN = 16 / LANES, COUNT = CHAINS * OF_CHAIN;  // vectors
+  Floats sums_[COUNT] = {};
+};
+
+// Of 0 and -0 it may be either.
 inline float largest_of(Floats vector) { return folded(vector, larger); }
 
 // 2^x for x up to 126, with an error of 2 units in the last place. Exactly 1 for 0; 0 below -126 and for NaN.

@@ -44,9 +44,10 @@ def test_the_form_of_the_weights_and_the_kernels_are_part_of_the_identity(file: 
         return found.fingerprint.identity(16, 1, "layout")
 
     forms = [("native", "auto"), ("auto", "auto")]
-    # Integers are summed up without rounding, with these instructions and with others.
-    own = [("native", kernels, "strict") for kernels in ("torch", *of_this_cpu()) if kernels not in SAME_BITS]
-    assert len({root(*one) for one in [*forms, *own]}) == len(forms) + len(own)
+    same, own = of_this_cpu(SAME_BITS), [one for one in of_this_cpu() if one not in SAME_BITS]
+    of_bits = [("native", kernels, "strict") for kernels in ("torch", *own, same[0])]
+    assert len({root(*one) for one in [*forms, *of_bits]}) == len(forms) + len(of_bits)
+    assert len({root("native", kernels, "strict") for kernels in same}) == 1
     assert root("auto", of_this_cpu()[-1]) == root("auto", "auto")
 
 
