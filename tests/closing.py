@@ -106,7 +106,7 @@ class ClosingLines:
             # It imports torch.
             from tests.native.variants import VARIANTS, of_this_cpu
 
-            tested = ", ".join(f"{name} ({self._tested[name]} tests)" for name in of_this_cpu())
+            tested = ", ".join(f"{name} ({count} tests)" for name, count in sorted(self._tested.items()))
             absent = ", ".join(name for name in VARIANTS if name not in of_this_cpu())
             rest = f"; not on this CPU: {absent}" if absent else ""
             terminalreporter.write_line(f"operators tested: {tested}{rest}")

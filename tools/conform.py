@@ -40,6 +40,7 @@ COLUMNS = {
     "draft": "cold, from a server with a draft (--draft)",
     "restart": "after kill -9 and a start (--restart)",
     "upgrade": "after kill -9 and a start of another version (--upgrade)",
+    "another CPU": "after kill -9 and a start with another CPU's kernels (--other-cpu)",
 }
 _TEXT = (
     "the of and in to with for from over under river mountain harbor ship captain market village garden forest bridge "
@@ -300,8 +301,8 @@ def judged(server: Server, options: argparse.Namespace) -> tuple[dict[str, Cell]
             together = beside(way, prompt, others)
             assert together is not None
             cells["company"].compare(cold, together)
-    for name in ("restart", "draft", "upgrade"):
-        if (command := getattr(options, name)) is None:
+    for name in ("restart", "draft", "upgrade", "another CPU"):
+        if (command := getattr(options, name.replace("another CPU", "other_cpu"))) is None:
             cells[name].why_not = "not tried"
             continue
         note(name)
@@ -361,7 +362,7 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def arguments() -> argparse.Namespace:
-    columns = "\n".join(f"  {name:10} {meaning}" for name, meaning in COLUMNS.items())
+    columns = "\n".join(f"  {name:12} {meaning}" for name, meaning in COLUMNS.items())
     parser = argparse.ArgumentParser(
         prog="conform",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -374,6 +375,7 @@ def arguments() -> argparse.Namespace:
     add("--restart", metavar="COMMAND", help="starts the server, which stays in the foreground; it is killed here")
     add("--draft", metavar="COMMAND", help="starts the server with a draft")
     add("--upgrade", metavar="COMMAND", help="starts another version of the server")
+    add("--other-cpu", metavar="COMMAND", help="starts the server with the kernels of another CPU, or on one")
     add("--cold", metavar="JSON", type=json.loads, help=f"fields for a cold answer; {NONCE} is a new number each time")
     add("--fields", metavar="JSON", type=json.loads, default={}, help="fields for every request")
     add("--model", help="the model's name; the first that the server lists, unless given")

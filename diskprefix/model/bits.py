@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain
 
 import numpy as np
@@ -65,12 +65,12 @@ def bits_of_build(operators: Operators) -> str:
     return bits
 
 
-def measured_bits(operators: Operators) -> dict[str, str]:
+def measured_bits(operators: Operators, forms: Iterable[str] = FORMS) -> dict[str, str]:
     """Returns digests of what each tiny model gives in each form, by both."""
     return {
         f"{name} in {form}": _digest(*chain(*computed(operators, model, form)))
         for name, model in MODELS.items()
-        for form in FORMS
+        for form in forms
     }
 
 

@@ -47,6 +47,7 @@ CHECKS = {
     "port",
     "torch",
     "kernels",
+    "rows",
     "llama.cpp",
     "model",
     "tokenizer",

@@ -91,6 +91,7 @@ def test_every_setting_has_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch
         "weights": "native",
         "kv_type": "q8",
         "kernels": "torch",
+        "rows": "15",
         "router": "on",
         "memory_limit": "6GiB",
         "idle_unload": "30m",

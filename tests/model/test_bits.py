@@ -24,9 +24,8 @@ from diskprefix.native.build import LIBRARY
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix
 from tests.model.test_plan_fingerprint import leaves_of
-from tests.native.variants import SAME_BITS, of_this_cpu, print_kept
+from tests.native.variants import ROWS_OF_ALL, chosen, of_this_cpu
 
-KEPT = "avx512_bf16", "baseline"
 GOLDEN = {
     "dense in float32": "c4d7344856e468d4 c4d7344856e468d4",
     "dense in bfloat16": "de46144c926e2ee9 a25c87c0053ab42f",
@@ -69,22 +68,29 @@ GOLDEN = {
     "late gemma in quants": "9661cc4a7f35ac29 838ad2bed90365c5",
     "late gemma in q8": "84795304eab33528 8fe3c28e6671541f",
 }
-"""Digests, for each of the variants in `KEPT`. Those in `SAME_BITS`, on any CPU, have the bits of `baseline`."""
+"""Digests, the same on every CPU."""
+OF_15 = ", --rows 15"
 
 
 @pytest.fixture
-def operators(request: pytest.FixtureRequest) -> Operators:
-    library.choose(getattr(request, "param", "auto"))
-    found = library.operators()
-    assert found is not None
-    return found
+def operators() -> Operators:
+    return chosen("auto")
 
 
-@pytest.mark.parametrize("operators", of_this_cpu((*KEPT, *SAME_BITS)), indirect=True)
-def test_each_family_computes_its_golden_bits(operators: Operators) -> None:
-    column = KEPT.index("baseline" if operators.variant in SAME_BITS else operators.variant)
-    kept = {name: of_variants.split()[column] for name, of_variants in GOLDEN.items()}
-    assert measured_bits(operators) == kept
+@pytest.mark.parametrize("rows", ROWS_OF_ALL)
+@pytest.mark.parametrize("variant", of_this_cpu())
+def test_each_family_computes_its_golden_bits(variant: str, rows: str) -> None:
+    assert kept(chosen(variant, rows)) == {name: bits for name, bits in GOLDEN.items() if is_of(name, rows)}
+
+
+def kept(operators: Operators) -> dict[str, str]:
+    """Returns the digests of a kind of rows by the names in `GOLDEN`. Rows make a difference with quants alone."""
+    forms = [form for form in FORMS if operators.rows == "8" or form == "quants"]
+    return {f"{name}{OF_15 if operators.rows == '15' else ''}": bits for name, bits in measured_bits(operators, forms).items()}
+
+
+def is_of(name: str, rows: str) -> bool:
+    return name.endswith(OF_15) == (rows == "15")
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -144,4 +150,6 @@ def test_bits_are_measured_once_for_a_library_and_our_code(
 
 
 if __name__ == "__main__":
-    print_kept(measured_bits, KEPT)
+    for rows in ROWS_OF_ALL:
+        for name, bits in kept(chosen("auto", rows)).items():
+            print(f'    "{name}": "{bits}",')

@@ -1,4 +1,4 @@
-"""The compiled operators, of each variant that this CPU has."""
+"""The compiled operators: the best variant that this CPU has, which stands for all, and that for rows of bfloat16."""
 
 from __future__ import annotations
 
@@ -6,20 +6,17 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from diskprefix.native import library
 from diskprefix.native.compute_threads import use_threads
 from diskprefix.native.library import Operators
 from tests.closing import TESTED
-from tests.native.variants import of_this_cpu
+from tests.native.variants import chosen, in_depth, name_of
 
 
-@pytest.fixture(params=of_this_cpu())
+@pytest.fixture(params=in_depth("8", "bf16"))
 def operators(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> Operators:
-    library.choose(request.param)
-    record_property(TESTED, request.param)
-    found = library.operators()
-    assert found is not None
-    return found
+    operators = chosen(*request.param)
+    record_property(TESTED, name_of(operators))
+    return operators
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from diskprefix.native.library import Operators
 from tests.arrays import array_of, tensor_of
 from tests.native.one_operation import attention, in_q8
 from tests.native.pages import Pages
-from tests.native.variants import WITH_PAIRS, of_this_cpu
+from tests.native.variants import in_depth
 
 PAGE = 256
 LENGTH = 2 * PAGE + 44
@@ -142,7 +142,6 @@ CASES = {
     "keys of three vectors and values of two and a half": replace(SMALL, heads=6, key_dim=96, value_dim=80),
     "no groups, and values of another size, which fill no vector": replace(SMALL, kv_heads=4, key_dim=27, value_dim=18),
 }
-OF_ALL_VARIANTS = tuple(CASES)[::3]
 
 
 @pytest.fixture(autouse=True)
@@ -160,19 +159,18 @@ def bits(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.contiguous().view(torch.uint8).numpy())
 
 
-def names_for(variant: str, dtype: torch.dtype) -> tuple[str, ...]:
-    """Returns the layers that a variant is tested with: fewer where its code is that of a variant before it."""
-    has_own_code = variant in (*WITH_PAIRS, "neon_bf16") and dtype == torch.bfloat16
-    return tuple(CASES) if has_own_code or variant == of_this_cpu()[0] else OF_ALL_VARIANTS
+def has_tiles(operators: Operators, dtype: torch.dtype) -> bool:
+    """Returns whether these operators have code of their own: products of bfloat16 by the tiles of AMX."""
+    return operators.rows == "bf16" and dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
     ("operators", "dtype", "name"),
     [
-        pytest.param(variant, dtype, name, id=f"{variant}-{dtype}-{name}")
-        for variant in of_this_cpu()
+        pytest.param(*choice.values, dtype, name, id=f"{choice.id}-{dtype}-{name}")
+        for choice in in_depth("8", "bf16")
         for dtype in ERRORS
-        for name in names_for(variant, dtype)
+        for name in CASES
     ],
     indirect=["operators"],
 )
@@ -267,7 +265,7 @@ def test_a_nan_score_makes_a_nan_row_in_any_batch(softcap: float) -> None:
 @pytest.mark.parametrize("page_tokens", [256, 512, 64, 48, 500])
 def test_scattered_pages_give_the_bits_of_one_memory(operators: Operators, page_tokens: int) -> None:
     for dtype in (torch.bfloat16, torch.float32):
-        for name in names_for(operators.variant, dtype):
+        for name in CASES:
             layer, _ = layers(name, dtype)
             other = replace(layer, queries=layer.queries.flip(0), keys=layer.keys.flip(1), values=layer.values.flip(1))
             runs = [(layer, Run(400, 20)), (other, Run(40, 1)), (layer, Run(LENGTH - 1, 1)), (other, Run(255, 130))]
@@ -328,7 +326,7 @@ def test_attention_reads_numbers_in_8_bits_as_their_products(operators: Operator
         for key_dim, value_dim in ((64, 96), (80, 16)):
             layer = Layer.of(replace(SMALL, key_dim=key_dim, value_dim=value_dim, dtype=dtype))
             in_8_bits = [in_q8(operators, one.transpose(0, 1).contiguous()) for one in (layer.keys, layer.values)]
-            factors = dtype if operators.variant in (*WITH_PAIRS, "neon_bf16") else torch.float32
+            factors = dtype if has_tiles(operators, dtype) else torch.float32
             memory = [torch.mul(*scales_and_codes(one)).flatten(-2).to(factors) for one in in_8_bits]
             of_factors = replace(
                 layer,

@@ -15,19 +15,20 @@ import pytest
 
 from diskprefix.errors import SettingsError
 from diskprefix.native import build, compute_threads, library
-from tests.native.variants import of_this_cpu
+from tests.native.variants import chosen, of_this_cpu
 from tools.releasing.release import GLIBC
 
 _AVX2 = {"avx2", "fma", "f16c"}
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
+_AMX = _AVX512 | {"avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8"}
 NEEDED_FLAGS: dict[str, set[str]] = {
-    "amx": _AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"},
-    "avx512_bf16": _AVX512 | {"avx512_bf16"},
+    "amx_bf16": _AMX,
+    "amx": _AMX,
     "avx512_vnni": _AVX512 | {"avx512_vnni"},
     "avx512": _AVX512,
     "avx2_vnni": _AVX2 | {"avx_vnni"},
     "avx2": _AVX2,
-    "neon_bf16": {"asimddp", "i8mm", "bf16"},
+    "neon_i8mm": {"asimddp", "i8mm"},
     "neon_dot": {"asimddp"},
     "baseline": set(),
 }
@@ -47,45 +48,28 @@ def test_the_best_variant_of_this_cpu_is_taken() -> None:
     assert found.variant == library.variants()[0]
 
 
-MAKERS = {
-    "GenuineIntel": "amx avx512_vnni avx512 avx512_bf16 avx2_vnni avx2",
-    "AuthenticAMD": "amx avx512_bf16 avx512_vnni avx512 avx2_vnni avx2",
-    "": "amx avx512_bf16 avx512_vnni avx512 avx2_vnni avx2",
-}
-"""The order of the variants of x86-64 by the maker of the CPU."""
+def test_a_variant_that_is_named_is_taken() -> None:
+    last = of_this_cpu()[-1]
+    library.choose(last)
+    assert library.described() == f"native ({last})"
 
 
-@pytest.mark.parametrize("maker", [*MAKERS, "Made up by us"])
-def test_the_maker_of_the_cpu_decides_which_variant_is_best(maker: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    order = (*MAKERS.get(maker, MAKERS[""]).split(), "neon_bf16", "neon_dot", "baseline")
-    assert library.ordered(maker) == order
-    assert set(order) == set(library.VARIANTS)
-    there = [name for name in order if name in of_this_cpu()]
-    assert list(library.variants(maker)) == there
-    monkeypatch.setattr(library, "_maker", lambda _: maker)
-    library.choose("auto")
-    found = library.operators()
-    assert found is not None
-    assert found.variant == library.variants()[0] == there[0]
-    # A variant that is named is taken all the same.
-    library.choose(there[-1])
-    assert library.described() == f"native ({there[-1]})"
+def test_rows_of_bfloat16_need_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SettingsError, match=r"^--rows bf16 needs --kernels amx, not baseline$"):
+        library.choose("baseline", "bf16")
+    monkeypatch.setattr(library, "has_bfloat16_rows", lambda: False)
+    with pytest.raises(SettingsError, match=r"^--rows bf16 needs a CPU with AMX, .*leave --rows out$"):
+        library.choose("auto", "bf16")
+    library.choose("torch", "bf16")
+    assert library.operators() is None
 
 
-def test_a_made_up_maker_may_have_an_order_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(library._BEST_OF_MAKER, "Made up by us", ("baseline",))
-    monkeypatch.setattr(library, "_maker", lambda _: "Made up by us")
-    library.choose("auto")
-    assert library.described() == "native (baseline)"
-    assert library.variants()[0] == "baseline"
-
-
-def test_the_maker_is_the_one_that_the_kernel_names() -> None:
-    cpus = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    named = re.search(r"^vendor_id\s*:\s*(.*)$", cpus, re.MULTILINE)
-    if platform.machine() == "x86_64" and named is None:
-        pytest.skip("the kernel does not tell")
-    assert library._maker(library._opened()) == (named[1] if named else "")
+def test_rows_choose_the_operators() -> None:
+    for rows in ("8", "15"):
+        assert (chosen("auto", rows).rows, chosen("auto", rows).variant) == (rows, of_this_cpu()[0])
+    if library.has_bfloat16_rows():
+        assert library.variants()[0] == "amx"
+        assert chosen("auto", "bf16").variant == chosen("amx", "bf16").variant == "amx_bf16"
 
 
 def test_each_variant_that_the_cpu_has_is_there() -> None:
@@ -95,14 +79,15 @@ def test_each_variant_that_the_cpu_has_is_there() -> None:
     if not (line := re.search(rf"^{name}\s*:(.*)$", cpus, re.MULTILINE)):
         pytest.skip("the kernel does not tell, or qemu shows another CPU's")
     flags = set(line[1].split())
-    assert set(of_this_cpu()) == {name for name, needed in NEEDED_FLAGS.items() if needed <= flags}
+    there = {*of_this_cpu(), *(["amx_bf16"] if library.has_bfloat16_rows() else [])}
+    assert there == {name for name, needed in NEEDED_FLAGS.items() if needed <= flags}
 
 
 def test_the_oldest_variant_is_there_on_every_cpu() -> None:
     library.choose("baseline")
     found = library.operators()
     assert found is not None
-    assert found.identity == f"baseline, {found.compiler}, {build.digest()}"
+    assert found.identity == f"baseline, rows 8, {found.compiler}, {build.digest()}"
     assert re.search(r"\d+\.\d+", found.compiler)
 
 
@@ -180,7 +165,7 @@ def use_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, refused: str, cp
 def test_a_variant_that_the_compiler_is_too_old_for_is_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = use_compiler(folder, monkeypatch, refused="-mamx-tile")
     build.build()
-    left = "V(avx512_bf16) V(avx512_vnni) V(avx512) V(avx2_vnni) V(avx2) V(baseline)"
+    left = "V(avx512_vnni) V(avx512) V(avx2_vnni) V(avx2) V(baseline)"
     expected = f'-DVARIANTS={left} -DCOMPILER="an odd compiler 1.0"'
     assert expected in calls.read_text()
     assert build.LIBRARY.exists()
@@ -188,7 +173,7 @@ def test_a_variant_that_the_compiler_is_too_old_for_is_left_out(folder: Path, mo
 
 
 @pytest.mark.parametrize(
-    ("cpu", "variants"), [("riscv64", "V(baseline)"), ("arm64", "V(neon_bf16) V(neon_dot) V(baseline)")]
+    ("cpu", "variants"), [("riscv64", "V(baseline)"), ("arm64", "V(neon_i8mm) V(neon_dot) V(baseline)")]
 )
 def test_the_compiler_says_for_which_cpu_it_compiles(
     folder: Path, monkeypatch: pytest.MonkeyPatch, cpu: str, variants: str
@@ -234,7 +219,7 @@ def test_a_clone_compiles_exactly_the_variants_that_this_cpu_can_run(tmp_path: P
     assert known == [name for name in NEEDED_FLAGS if not name.startswith("neon")]
     expected = [name for name in known if NEEDED_FLAGS[name] <= flags]
     assert build._wanted(build._compiler(), tmp_path, for_every_cpu=False) == expected
-    assert sorted(of_this_cpu()) == sorted(expected)
+    assert sorted(of_this_cpu()) == sorted(set(expected) - {"amx_bf16"})
     assert build.is_complete()
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from diskprefix.model.quants.quant_form import FILE_FORMS
-from diskprefix.native import library
 from diskprefix.native import packing as native_packing
 from diskprefix.native.compute_threads import use_threads
 from diskprefix.native.library import Operators
@@ -28,13 +27,18 @@ from tests.native.one_operation import (
     rows_of,
 )
 from tests.native.one_operation import matrix as plain_matrix
-from tests.native.variants import OF_INTEGERS, of_this_cpu
+from tests.native.variants import chosen, in_depth
 
 ROWS, COLUMNS = 48, 352
 """An odd number of strips, and more blocks than are taken at once."""
 MOST = 70
 KINDS = ("Q4_1", "Q8_0")
 """Of which much is shown; with one of each form it takes long."""
+
+
+@pytest.fixture(params=in_depth("8", "15", "bf16"))
+def operators(request: pytest.FixtureRequest) -> Operators:
+    return chosen(*request.param)
 
 
 def product_of(operators: Operators, bias: torch.Tensor | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -261,17 +265,6 @@ def test_other_rows_change_no_bit_of_a_product_with_a_file(operators: Operators,
     assert whole.any()
     for count in (1, 2, 5, 6, 7, 17, 64):
         assert torch.equal(product(operators, rows[1 : count + 1], matrix), whole[1 : count + 1])
-
-
-@pytest.mark.parametrize("kind", ONE_OF_EACH_FORM)
-def test_variants_that_compute_in_the_same_way_give_the_same_bits(kind: str) -> None:
-    content, found = repeated(kind), []
-    for variant in set(of_this_cpu()) & set(OF_INTEGERS):
-        library.choose(variant)
-        operators = library.operators()
-        assert operators is not None
-        found.append(product(operators, cancelling(wide_rows(7)), packed(operators, kind, content)))
-    assert all(torch.equal(one, found[0]) for one in found)
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q6_K"])

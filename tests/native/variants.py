@@ -1,8 +1,12 @@
-"""The variants of the compiled operators that the tests run: all that this CPU has."""
+"""The variants of the compiled operators that the tests run.
+
+All variants compute the same bits, so one of them stands for all: its operators are tested in depth, and each other
+variant is compared with it (`test_variants.py`, `model/test_bits.py`). Rows of bfloat16 have code and bits of their own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -12,31 +16,38 @@ from diskprefix.native import build, library
 from diskprefix.native.library import Operators
 
 VARIANTS = library.VARIANTS
-WITH_PAIRS = ("amx", "avx512_bf16")
-"""Variants with products in bfloat16 of their own."""
-OF_INTEGERS = tuple(name for name in VARIANTS if name not in WITH_PAIRS)
-"""Variants with products of integers, which all give the same bits."""
-SAME_BITS = tuple(name for name in OF_INTEGERS if name != "neon_bf16")
-"""Variants that have the same bits in everything they compute."""
+ROWS_OF_ALL = ("8", "15")
+"""The rows that every variant has."""
 
 
 def of_this_cpu(among: Sequence[str] = VARIANTS) -> list[Any]:
-    """Returns those of the variants that the tests run, the best one first; a skipped test's parameter if there are
+    """Returns those of the variants that this CPU has, the best one first; a skipped test's parameter if there are
     none."""
-    found = [name for name in _of_this_cpu() if name in among]
-    return found or [pytest.param("", marks=pytest.mark.skip(reason="no operators of this CPU"))]
+    there = [name for name in _of_this_cpu() if name in among]
+    return there or [pytest.param("", marks=pytest.mark.skip(reason="no operators of this CPU"))]
 
 
-def print_kept(measure: Callable[[Operators], Mapping[str, str]], variants: Sequence[str]) -> None:
-    """Prints the lines of a table of bits that are kept, with a column for each variant."""
-    columns = []
-    for variant in variants:
-        library.choose(variant)
-        operators = library.operators()
-        assert operators is not None
-        columns.append(measure(operators))
-    for name in columns[0]:
-        print(f'    "{name}": "{" ".join(column[name] for column in columns)}",')
+def in_depth(*rows: str) -> list[Any]:
+    """Returns parameters for `chosen`: the best variant with each kind of `rows`, `bf16` where this CPU has it."""
+    best = _of_this_cpu()[0]
+    return [pytest.param((best, kind), id=f"{best}-{kind}") for kind in rows if kind != "bf16" or _has_bfloat16_rows()]
+
+
+def chosen(variant: str, rows: str = "8") -> Operators:
+    """Returns operators, which are those of this process from now on."""
+    library.choose(variant, rows)
+    operators = library.operators()
+    assert operators is not None
+    return operators
+
+
+def name_of(operators: Operators) -> str:
+    """Returns the name of a variant, with rows that are not the usual ones."""
+    return operators.variant if operators.rows == "8" else f"{operators.variant} with --rows {operators.rows}"
+
+
+def _has_bfloat16_rows() -> bool:
+    return bool(_of_this_cpu()) and library.has_bfloat16_rows()
 
 
 @cache

@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CONFORM = ROOT / "tools" / "conform.py"
-NOT_TRIED = {"draft", "restart", "upgrade"}
+NOT_TRIED = {"draft", "restart", "upgrade", "another CPU"}
 DIGITS = "-0.12345678901234567"
 
 
@@ -130,7 +130,7 @@ def test_a_server_that_forgets_is_restarted_for_cold_answers(tmp_path: Path) -> 
 
     port = free_port()
     command = f"cd {ROOT} && exec {sys.executable} -c '{PROGRAM}' {port}"
-    code, found = asked(f"http://127.0.0.1:{port}/v1", "--restart", command, "--upgrade", command)
+    code, found = asked(f"http://127.0.0.1:{port}/v1", "--restart", command, "--upgrade", command, "--other-cpu", command)
     assert (code, found["cold by"]) == (0, "restart")
     assert found["columns"]["restart"]["cached"] < 20 < found["columns"]["next turn"]["cached"]
     server = "http://127.0.0.1:1/v1"
@@ -146,5 +146,5 @@ def test_a_server_that_forgets_is_restarted_for_cold_answers(tmp_path: Path) -> 
     ran = subprocess.run([sys.executable, str(CONFORM), str(file)], capture_output=True, text=True, check=False)
     head, _, row = ran.stdout.splitlines()
     assert head.startswith("| server | repeated | next turn |")
-    assert row.count("| same, ") == 6
+    assert row.count("| same, ") == 7
     assert "| not tried |" in row

@@ -34,7 +34,7 @@ Exit codes: 0 no problem was found; 1 a problem was found; 2 wrong usage.
 def doctor(json: bool, **flags: Any) -> int:
     """Check whether `diskprefix serve` with the same options works well on this machine. Give advice if not.
 
-    The command checks torch's build and instruction sets, the kernels, the model's size against the memory, its
+    The command checks torch's build and instruction sets, the kernels, what each kind of --rows costs, the model's size against the memory, its
     tokenizer, template and tool calls, the folder's permissions and file system, the budget against the free space,
     the store and the port. It changes nothing, takes a few seconds, and works beside a running daemon.
     """
@@ -58,10 +58,13 @@ def _findings(settings: Settings, say: Callable[[str], None]) -> Iterator[Findin
     from diskprefix.extras.setup.doctor_llama import llama_findings
     from diskprefix.extras.setup.doctor_machine import machine_findings, torch_findings
     from diskprefix.extras.setup.doctor_model import model_findings, together_finding
+    from diskprefix.extras.setup.doctor_rows import rows_finding
 
     yield from machine_findings(settings)
     say("importing torch")
     yield from torch_findings(settings)
+    say("measuring products")
+    yield rows_finding(settings)
     yield from llama_findings(settings)
     models = [("", settings)]
     if (catalogue := open_catalogue(settings)) is not None:

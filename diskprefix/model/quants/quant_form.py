@@ -1,8 +1,8 @@
 """The forms of quantised weights: the bits of codes, scales and zeros, and their layout in memory.
 
-A weight is `number × scale + zero`, computed in float32 and rounded to bfloat16. Its code, of 1 to 8 bits, selects the
-number. Along a row of a matrix, groups of 16 to 128 weights share their scale and zero. The variant `amx` multiplies
-with the rounded weights; the other variants do not round them.
+A weight is `number × scale + zero`, computed in float32 and rounded to bfloat16 where it is looked up. Its code, of 1
+to 8 bits, selects the number. Along a row of a matrix, groups of 16 to 128 weights share their scale and zero. Products
+with rows of bfloat16 (`--rows bf16`) take the rounded weights, all others the numbers, scales and zeros.
 
 In memory, 16 rows are a strip, and 32 columns of a strip are a block. A strip is a sequence of units. A unit is a
 block, the blocks of a larger group, eight blocks (scales in `bytes`, `nibbles` or `shared`), or two blocks (`float8`).
@@ -11,12 +11,13 @@ unit of eight blocks begins with a float16 for each row, which multiplies the sc
 are zeros, another float16 multiplies them, and the result is subtracted. A unit of two blocks begins with a float32 for
 each row instead. Units and strips are contiguous, so a product reads from the first to the last byte.
 
-The codes of a block are 16 lines of 32 lanes. For AMX a line is a row of the strip, and its lanes are the 32 columns;
-if the block has two groups, their columns alternate. For the other variants a line is a pair of columns, and its lanes
-are the two columns of the first row, of the second row, and so on. Codes of 8 bits are bytes: 32 for a line.
-Other codes are in planes: words of 32 lanes of 16 bits. The first words have the low bits of the codes of consecutive
-lines, the first line in the lowest bits: 4 bits of a code, or 2 if a code has 2 or 3 bits, or its only bit. The next
-words have the remaining bits in the same way.
+The codes of a block are 8 lines of 64 lanes. A line is four columns, and its lanes are these columns of the first row,
+of the second row, and so on. Codes of 8 bits are bytes. Other codes are in planes of 64 bytes. The first planes have the
+low bits of the codes of consecutive lines, the first line in the lowest bits: 4 bits of a code, or 2 if a code has 2 or
+3 bits, or its only bit. The next planes have the remaining bits in the same way.
+
+For AMX in bfloat16 there are 16 lines of 32 lanes: a line is a row of the strip, and its lanes are the 32 columns; if
+the block has two groups, their columns alternate. Planes are of 16-bit words.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +13,13 @@ from diskprefix.engine.measured_model import measured
 from diskprefix.model.families.slot_names import SlotNames
 from diskprefix.model.load.loader import LoadedModel, load_model
 from diskprefix.model.quants.forms import weights_of as numbers_of
-from diskprefix.native import library
 from diskprefix.settings import Settings
 from tests.arrays import array_of, tensor_of
 from tests.exactness.architectures import quantised_tiny_model
 from tests.model import tiny
 from tests.model.plans import logits_of
 from tests.model.tensor_weights import TensorWeights, tensors_of
-from tests.native.variants import SAME_BITS, of_this_cpu
-
-
-@pytest.fixture(params=of_this_cpu())
-def kernels(request: pytest.FixtureRequest) -> str:
-    library.choose(request.param)
-    return str(request.param)
+from tests.native.variants import of_this_cpu
 
 
 @pytest.fixture
@@ -38,17 +32,21 @@ def loaded(model: Path, weights: str, **changes: Any) -> LoadedModel:
     return load_model(Settings(model=str(model), weights=weights, **changes), lambda _: None)
 
 
-def test_the_form_of_the_weights_and_the_kernels_are_part_of_the_identity(file: Path) -> None:
-    def root(weights: str, kernels: str, mode: str = "portable") -> str:
-        found = measured(loaded(file, weights, kernels=kernels), Settings(model=str(file), fingerprint=mode))
-        return found.fingerprint.identity(16, 1, "layout")
+def root_of(file: Path, weights: str, kernels: str, *, rows: str = "8", mode: str = "portable") -> str:
+    model = measured(loaded(file, weights, kernels=kernels, rows=rows), Settings(model=str(file), fingerprint=mode))
+    return model.fingerprint.identity(16, 1, "layout")
 
-    forms = [("native", "auto"), ("auto", "auto")]
-    same, own = of_this_cpu(SAME_BITS), [one for one in of_this_cpu() if one not in SAME_BITS]
-    of_bits = [("native", kernels, "strict") for kernels in ("torch", *own, same[0])]
-    assert len({root(*one) for one in [*forms, *of_bits]}) == len(forms) + len(of_bits)
-    assert len({root("native", kernels, "strict") for kernels in same}) == 1
-    assert root("auto", of_this_cpu()[-1]) == root("auto", "auto")
+
+def test_the_form_of_the_weights_and_the_kernels_are_part_of_the_identity(file: Path) -> None:
+    root = partial(root_of, file)
+    native, file_quants, torch = root("native", "auto"), root("auto", "auto"), root("native", "torch", mode="strict")
+    strict = root("native", "auto", mode="strict")
+    assert len({native, file_quants, torch, strict, root("auto", "auto", rows="15", mode="strict")}) == 5
+
+
+def test_the_variant_is_no_part_of_the_identity(file: Path) -> None:
+    for weights in ("native", "auto"):
+        assert len({root_of(file, weights, kernels, mode="strict") for kernels in of_this_cpu()}) == 1
 
 
 def test_auto_without_a_compiled_kernel_is_native(file: Path) -> None:
@@ -58,7 +56,6 @@ def test_auto_without_a_compiled_kernel_is_native(file: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "kind"), [("llama", "Q8_0"), ("mixtral", "Q4_1"), ("gpt_oss", "Q8_0"), ("nemotron_h", "Q4_1")]
 )
-@pytest.mark.usefixtures("kernels")
 def test_a_plan_computes_with_the_numbers_of_the_quants(name: str, kind: str) -> None:
     """All of the difference is rounding, of the weights too for some kernels, so that a router may choose others."""
     model = quantised_tiny_model(name, kind)

@@ -46,12 +46,18 @@ inline const std::vector<QuantForm> FORMS = {
     {4, 32, 0, IN_FLOAT16, IQ4},  {4, 32, 0, IN_EXPONENTS, FP4},   {4, 16, 0, IN_FLOAT8, FP4}, {2, 64, 0, IN_FLOAT16, TERNARY},
     {1, 128, 0, IN_FLOAT16, BINARY}};
 
+// The bits of the rows that matrices are multiplied with.
+inline int64_t& row_bits() {
+  static int64_t bits = 8;
+  return bits;
+}
+
 // A matrix with its memory.
 class TestMatrix {
  public:
   TestMatrix(const QuantForm& form, int64_t rows, int64_t columns, Guarded weights, Guarded bias, bool has_bias)
       : weights_(std::move(weights)), table_(64 * sizeof(float)), bias_(std::move(bias)),
-        described_{rows, columns, form.bits, form.group, form.has_zeros, form.scales, !form.numbers.empty(),
+        described_{rows, columns, form.bits, form.group, form.has_zeros, form.scales, !form.numbers.empty(), row_bits(),
                    weights_.as<void>(), nullptr, has_bias ? bias_.as<float>() : nullptr} {
     described_.table = table_.copied(form.table().data()).as<float>();
   }

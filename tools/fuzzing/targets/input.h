@@ -40,7 +40,7 @@ using namespace diskprefix;
 inline const std::vector<const Operators*>& variants() {
   static const std::vector<const Operators*> found = [] {
     std::vector<const Operators*> list;
-    for (const char* name : {"amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2", "neon_bf16", "neon_dot", "baseline"})
+    for (const char* name : {"amx_bf16", "amx", "avx512_vnni", "avx512", "avx2_vnni", "avx2", "neon_i8mm", "neon_dot", "baseline"})
       if (const Operators* operators = diskprefix_operators(name)) list.push_back(operators);
     if (list.empty()) fail("no operators", "none");
     return list;
@@ -50,10 +50,8 @@ inline const std::vector<const Operators*>& variants() {
 
 inline bool is_called(const Operators* operators, const char* name) { return !strcmp(operators->name, name); }
 
-// Whether its products are sums of integers, which have the same bits in all of these variants.
-inline bool is_of_integers(const Operators* operators) {
-  return is_called(operators, "avx512") || is_called(operators, "avx512_vnni") || !strncmp(operators->name, "avx2", 4) || !strncmp(operators->name, "neon", 4);
-}
+// Whether its bits are those of all other such variants.
+inline bool has_common_bits(const Operators* operators) { return !is_called(operators, "amx_bf16"); }
 
 // Choices are made by the first bytes, values by random numbers with a seed. Without bytes, choices are the least ones.
 class Input {

@@ -1,0 +1,93 @@
+"""What each kind of `--rows` costs on this machine, in `diskprefix doctor`: measured with products of made-up weights."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import numpy as np
+from msgspec import Struct
+
+from diskprefix.errors import DiskPrefixError
+from diskprefix.extras.catalogue.adviser import AGENT_TOKENS
+from diskprefix.extras.setup.doctor_machine import Finding
+from diskprefix.model.quants.forms import matrix_of
+from diskprefix.model.quants.quant_form import FILE_FORMS
+from diskprefix.native import address_of, calls
+from diskprefix.native.compute_threads import num_threads
+from diskprefix.native.library import ROWS, Operators, choose, operators
+from diskprefix.native.matrix import Matrix
+from diskprefix.settings import Settings
+from diskprefix.units import rough_duration
+
+_SIZE = 2048, 4096
+_NUM_MATRICES = 16
+"""More than a cache holds, so that a single row waits for memory as in a reply."""
+_PREFILL_ROWS = 256
+_TRIES = 3
+_SHARED = {"bf16": "saved prefixes are for CPUs with AMX only"}
+
+
+class RowsCost(Struct, frozen=True):
+    """The seconds of a product for each weight and row: of many rows, and of one."""
+
+    of_prompt: float
+    of_reply: float
+
+    def text(self, rows: str) -> str:
+        prompt = rough_duration(AGENT_TOKENS * 1e9 * self.of_prompt)
+        shared = _SHARED.get(rows, "saved prefixes are for every CPU")
+        return f"{rows}: {AGENT_TOKENS:,} tokens in {prompt}, replies of {1e-9 / self.of_reply:.0f} tokens/s, {shared}"
+
+
+def rows_finding(settings: Settings) -> Finding:
+    """Returns the finding about the kinds of rows, for a model of a billion weights per token in Q4_K. The process's
+    choice is then that of `settings`."""
+    costs = dict[str, RowsCost]()
+    for rows in ROWS:
+        # Some CPUs, and some of --kernels, have none.
+        with suppress(DiskPrefixError):
+            choose(settings.kernels, rows)
+            if (compiled := operators()) is not None:
+                costs[rows] = _cost(compiled)
+    choose(settings.kernels, settings.rows)
+    if not costs:
+        return Finding("rows", "skipped", "there are no compiled operators")
+    each = "; ".join(cost.text(rows) for rows, cost in costs.items())
+    return Finding("rows", "ok", f"--rows, for each billion weights of a token in Q4_K: {each}")
+
+
+def _cost(operators: Operators) -> RowsCost:
+    form = FILE_FORMS["Q4_K"]
+    # Any finite scales.
+    packed = np.full((_NUM_MATRICES, *form.packed_shape(*_SIZE)), 0x2C, np.uint8)
+    matrices = [matrix_of(one, form, None) for one in packed]
+    num_weights = _SIZE[0] * _SIZE[1]
+    prompt = _least_s(lambda: _multiply(operators, matrices[:1], _PREFILL_ROWS)) / num_weights / _PREFILL_ROWS
+    return RowsCost(prompt, _least_s(lambda: _multiply(operators, matrices, 1)) / num_weights / _NUM_MATRICES)
+
+
+def _multiply(operators: Operators, matrices: list[Matrix], num_rows: int) -> None:
+    rows, out = np.zeros((num_rows, _SIZE[1]), np.uint16), np.empty((num_rows, _SIZE[0]), np.uint16)
+    products = (calls.ProductCall * len(matrices))()
+    operations = (calls.Operation * len(matrices))()
+    for call, operation, matrix in zip(products, operations, matrices, strict=True):
+        call.num_matrices, call.rows = 1, address_of(rows)
+        call.matrices[0], call.outs[0] = matrix.address, address_of(out)
+        operation.kind, operation.call = calls.PRODUCT, ctypes.addressof(call)
+    plan = calls.Operations(len(matrices), ctypes.addressof(operations))
+    step = calls.PlanStep(num_rows, 0, 0, 1, 0, 0, num_threads())
+    if operators.run(bytes(plan), bytes(step)):
+        raise MemoryError("there is no memory left for a product")
+
+
+def _least_s(work: Callable[[], None]) -> float:
+    def once() -> float:
+        began = time.perf_counter()
+        work()
+        return time.perf_counter() - began
+
+    work()
+    return min(once() for _ in range(_TRIES))

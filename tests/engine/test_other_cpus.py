@@ -1,0 +1,77 @@
+"""What one CPU has stored is of use to every other one: all tokens are restored, with the bits of a cold run there.
+
+Each variant of the operators stands for the CPUs that choose it. `tools/arm64` shows that ARM64 has the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diskprefix.engine.loop import Engine
+from tests.engine.driving import alone, load, request, run_together, tokens, write_model
+from tests.engine.test_runtimes import said
+from tests.model import tiny
+from tests.native.variants import of_this_cpu
+
+MODELS: dict[str, Callable[[Path], Path]] = {
+    "attention": lambda folder: write_model(folder / "model", "llama"),
+    "delta rule": lambda folder: write_model(folder / "model", "qwen3_next"),
+    "quants": lambda folder: tiny.write_gguf(folder / "tiny.gguf", quantised="Q4_1"),
+    "mixture in quants": lambda folder: tiny.write_gguf(
+        folder / "tiny.gguf", quantised="Q8_0", experts=4, expert_width=96
+    ),
+}
+BLOCK, LENGTH = 16, 100
+CPUS = of_this_cpu()[::-1]
+"""The oldest one first."""
+Open = Callable[..., Engine]
+
+
+@pytest.fixture(params=MODELS)
+def opened(request: pytest.FixtureRequest, cache: Path, tmp_path: Path) -> Iterator[Open]:
+    """Opens an engine of a machine with a CPU, by the kernels that it would choose."""
+    assert not cache.exists()
+    model = MODELS[request.param](tmp_path)
+    with ExitStack() as engines:
+
+        def open_on(kernels: str, machine: str = "kv", **settings: Any) -> Engine:
+            engine = load(model, tmp_path / machine, kernels=kernels, block_size=BLOCK, **settings)
+            engines.callback(engine.close)
+            return engine
+
+        yield open_on
+
+
+def test_a_prompt_stored_on_one_cpu_is_restored_on_every_other(opened: Open) -> None:
+    asked = request(tokens(LENGTH), logprobs=2, max_tokens=8)
+    engine = opened(CPUS[0])
+    (first,) = run_together(engine, [asked])
+    assert engine.close()
+    for kernels in CPUS[1:]:
+        engine = opened(kernels)
+        cold = alone(engine, asked)
+        (again,) = run_together(engine, [asked])
+        assert again.done.usage.cached_tokens == LENGTH, kernels
+        assert said(first) == said(cold) == said(again), kernels
+        assert engine.close()
+
+
+def test_machines_with_other_cpus_share_a_bucket(opened: Open, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("the key of the tests' fleet")
+    key.chmod(0o600)
+    shared = {"remote_tier": (tmp_path / "bucket").as_uri(), "remote_write": "all", "namespace_key_file": key}
+    asked = request(tokens(LENGTH), logprobs=2, max_tokens=8)
+    engine = opened(CPUS[0], "one", **shared)
+    (first,) = run_together(engine, [asked])
+    assert engine.close()
+    engine = opened(CPUS[-1], "other", **shared)
+    (other,) = run_together(engine, [asked])
+    assert other.done.cache is not None
+    assert (other.done.cache.source, other.done.cache.restored >= LENGTH // BLOCK * BLOCK) == ("remote", True)
+    assert said(other) == said(first)
