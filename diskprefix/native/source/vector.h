@@ -182,22 +182,25 @@ class Total {
   // Returns where LANES numbers are added, of which the first is number `first`.
   Floats& from(int64_t first) { return sums_[first / LANES % COUNT]; }
 
-  float sum() const {
-    Floats sums[COUNT];
-    memcpy(sums, sums_, sizeof sums);
-    for (int chains = CHAINS; chains > 1; chains /= 2)
-      for (int i = 0; i < chains / 2 * OF_CHAIN; ++i) {
-        const int at = i / OF_CHAIN * 2 * OF_CHAIN + i % OF_CHAIN;
-        sums[i] = sums[at] + sums[at + OF_CHAIN];
-      }
-    for (int half = OF_CHAIN / 2; half > 0; half /= 2)
-      for (int i = 0; i < half; ++i) sums[i] += sums[i + half];
-    return sum_of(sums[0]);
-  }
+  float sum() const { return sum_of(halved<1>(0)); }
 
  private:
   static constexpr int OF_CHAIN = 16 / LANES, COUNT = CHAINS * OF_CHAIN;  // vectors
   Floats sums_[COUNT] = {};
+
+  // Returns vector `part` of the sum of some chains.
+  template <int NUM_CHAINS>
+  Floats of_chains(int first, int part) const {
+    if constexpr (NUM_CHAINS == 1) return sums_[first * OF_CHAIN + part];
+    else return of_chains<NUM_CHAINS / 2>(first, part) + of_chains<NUM_CHAINS / 2>(first + NUM_CHAINS / 2, part);
+  }
+
+  // Returns vector `part` of the sum of all chains, whose lanes were halved until `SIZE` vectors were left.
+  template <int SIZE>
+  Floats halved(int part) const {
+    if constexpr (SIZE == OF_CHAIN) return of_chains<CHAINS>(0, part);
+    else return halved<2 * SIZE>(part) + halved<2 * SIZE>(part + SIZE);
+  }
 };
 
 // Of 0 and -0 it may be either.
