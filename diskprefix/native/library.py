@@ -121,7 +121,8 @@ def require_kernels(kernels: str, rows: str = "8") -> None:
 
 def choose(kernels: str, rows: str = "8") -> None:
     """Sets the kernels that this process uses: `auto` (the best available), `torch` (no compiled ones), or a variant;
-    and the rows that quantised weights are multiplied with. Call it before a model is loaded. Raises `SettingsError`."""
+    and the rows that quantised weights are multiplied with. Call it before a model is loaded. Raises
+    `SettingsError`."""
     global _chosen
     require_kernels(kernels, rows)
     _chosen = kernels, rows

@@ -33,9 +33,8 @@ Open = Callable[..., Engine]
 
 
 @pytest.fixture(params=MODELS)
-def opened(request: pytest.FixtureRequest, cache: Path, tmp_path: Path) -> Iterator[Open]:
+def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
     """Opens an engine of a machine with a CPU, by the kernels that it would choose."""
-    assert not cache.exists()
     model = MODELS[request.param](tmp_path)
     with ExitStack() as engines:
 
@@ -61,6 +60,7 @@ def test_a_prompt_stored_on_one_cpu_is_restored_on_every_other(opened: Open) -> 
         assert engine.close()
 
 
+@pytest.mark.parametrize("opened", ["attention", "quants"], indirect=True)
 def test_machines_with_other_cpus_share_a_bucket(opened: Open, tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("the key of the tests' fleet")

@@ -262,8 +262,9 @@ def test_a_nan_score_makes_a_nan_row_in_any_batch(softcap: float) -> None:
     assert all(layer.attended(Run(position, 1)).isnan().all() for position in range(300, 332))
 
 
+@pytest.mark.usefixtures("operators")
 @pytest.mark.parametrize("page_tokens", [256, 512, 64, 48, 500])
-def test_scattered_pages_give_the_bits_of_one_memory(operators: Operators, page_tokens: int) -> None:
+def test_scattered_pages_give_the_bits_of_one_memory(page_tokens: int) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         for name in CASES:
             layer, _ = layers(name, dtype)

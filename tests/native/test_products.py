@@ -213,9 +213,18 @@ def test_weights_are_those_of_the_gguf_library(operators: Operators, kind: str) 
     matrix, expected = packed(operators, kind, content), dequantised(kind, content)
     assert torch.equal(weights_in(operators, matrix).view(torch.int16), expected.view(torch.int16))
     one_by_one = torch.eye(WIDE).bfloat16()
-    assert torch.equal(product(operators, one_by_one, matrix).t(), expected)
-    assert torch.equal(product(operators, one_by_one[-64:-63], matrix)[0], expected[:, -64])
-    assert torch.equal(product(operators, one_by_one[100:105], matrix).t(), expected[:, 100:105])
+    assert_equal(operators, product(operators, one_by_one, matrix).t(), expected)
+    assert_equal(operators, product(operators, one_by_one[-64:-63], matrix)[0], expected[:, -64])
+    assert_equal(operators, product(operators, one_by_one[100:105], matrix).t(), expected[:, 100:105])
+
+
+def assert_equal(operators: Operators, computed: torch.Tensor, expected: torch.Tensor) -> None:
+    """In 8 bits, 1 is 127 × a rounded scale, so a result may be rounded to the neighbour."""
+    if operators.rows != "8":
+        assert torch.equal(computed, expected)
+    else:
+        assert ((computed.float() - expected.float()).abs() <= 2.0**-7 * expected.float().abs()).all()
+        assert (computed == expected).double().mean() > 0.9
 
 
 def test_rows_have_factors(operators: Operators) -> None:
@@ -259,7 +268,7 @@ def test_other_rows_change_no_bit_of_a_product_with_a_file(operators: Operators,
     matrix, rows, bias = packed(operators, kind, repeated(kind)), wide_rows(65), torch.arange(float(ROWS)) / 100
     exact = rows.double() @ weights_in(operators, matrix).double().t() + bias
     error = (product(operators, rows, packed(operators, kind, repeated(kind), bias=bias)).double() - exact).abs().max()
-    assert float(error) < float(exact.abs().max()) * 2**-7
+    assert float(error) < float(exact.abs().max()) * (2**-6 if operators.rows == "8" else 2**-7)
     rows = cancelling(rows)
     whole = product(operators, rows, matrix)
     assert whole.any()

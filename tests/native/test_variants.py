@@ -1,5 +1,8 @@
-"""Every variant of this CPU computes the bits of the best one. Each of them has code of its own for vectors of 4, 8 or 16
-numbers, and for integers; `model/test_bits.py` compares all operators, with the bits that are kept."""
+"""Every variant of this CPU computes the bits of the best one.
+
+Each has its own code for vectors of 4, 8 or 16 numbers, and for integers. `model/test_bits.py` compares all operators
+with the bits that are kept.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import torch
 
 from diskprefix.native.packing import TYPES
 from tests.closing import TESTED
+from tests.native.one_operation import product
 from tests.native.test_attention_operator import CASES, LENGTH, Run, bits, layers
 from tests.native.test_products import (
     ROWS,
@@ -18,11 +22,10 @@ from tests.native.test_products import (
     content_of,
     packed,
     repeated,
-    wide_rows,
     weights_in,
+    wide_rows,
 )
-from tests.native.one_operation import product
-from tests.native.variants import ROWS_OF_ALL, chosen, name_of, of_this_cpu
+from tests.native.variants import ROWS_OF_ALL, chosen, of_this_cpu
 
 OTHERS = of_this_cpu()[1:] or of_this_cpu()
 

@@ -130,7 +130,9 @@ def test_a_server_that_forgets_is_restarted_for_cold_answers(tmp_path: Path) -> 
 
     port = free_port()
     command = f"cd {ROOT} && exec {sys.executable} -c '{PROGRAM}' {port}"
-    code, found = asked(f"http://127.0.0.1:{port}/v1", "--restart", command, "--upgrade", command, "--other-cpu", command)
+    code, found = asked(
+        f"http://127.0.0.1:{port}/v1", "--restart", command, "--upgrade", command, "--other-cpu", command
+    )
     assert (code, found["cold by"]) == (0, "restart")
     assert found["columns"]["restart"]["cached"] < 20 < found["columns"]["next turn"]["cached"]
     server = "http://127.0.0.1:1/v1"

@@ -1,4 +1,4 @@
-"""What each kind of `--rows` costs on this machine, in `diskprefix doctor`: measured with products of made-up weights."""
+"""The cost of each kind of `--rows` on this machine, in `diskprefix doctor`: products of made-up weights."""
 
 from __future__ import annotations
 

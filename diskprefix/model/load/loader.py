@@ -236,8 +236,8 @@ def begin_load(settings: Settings, progress: Report, flag: str = "--model") -> L
     """Finds, fetches and checks the model that `settings` name, and begins to read its weights.
 
     `progress` takes lines of text for people, `flag` is what named the model. Raises `ModelError` if it cannot be
-    found, fetched or read, or does not fit in memory, and `SettingsError` for --device, --kernels, --rows and --chat-template,
-    each with a message of one line.
+    found, fetched or read, or does not fit in memory, and `SettingsError` for --device, --kernels, --rows and
+    --chat-template, each with a message of one line.
     """
     timings: dict[str, float] = {}
     clock = clock_into(timings)

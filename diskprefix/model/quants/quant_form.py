@@ -12,9 +12,9 @@ are zeros, another float16 multiplies them, and the result is subtracted. A unit
 each row instead. Units and strips are contiguous, so a product reads from the first to the last byte.
 
 The codes of a block are 8 lines of 64 lanes. A line is four columns, and its lanes are these columns of the first row,
-of the second row, and so on. Codes of 8 bits are bytes. Other codes are in planes of 64 bytes. The first planes have the
-low bits of the codes of consecutive lines, the first line in the lowest bits: 4 bits of a code, or 2 if a code has 2 or
-3 bits, or its only bit. The next planes have the remaining bits in the same way.
+of the second row, and so on. Codes of 8 bits are bytes. Other codes are in planes of 64 bytes. The first planes have
+the low bits of the codes of consecutive lines, the first line in the lowest bits: 4 bits of a code, or 2 if a code has
+2 or 3 bits, or its only bit. The next planes have the remaining bits in the same way.
 
 For AMX in bfloat16 there are 16 lines of 32 lanes: a line is a row of the strip, and its lanes are the 32 columns; if
 the block has two groups, their columns alternate. Planes are of 16-bit words.
