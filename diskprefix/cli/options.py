@@ -252,7 +252,9 @@ def policy_value(name: str, value: object) -> Any:
 
 def build_settings(flags: Mapping[str, Any]) -> Settings:
     """Returns `Settings` from merged values by field name; None stands for the default. Raises `DiskPrefixError`."""
-    return Settings(**{name: _parsed(name, value) for name, value in flags.items() if value is not None})
+    settings = Settings(**{name: _parsed(name, value) for name, value in flags.items() if value is not None})
+    require_kernels(settings.kernels, settings.rows)
+    return settings
 
 
 def _parsed(name: str, value: Any) -> Any:
@@ -261,8 +263,6 @@ def _parsed(name: str, value: Any) -> Any:
         return str(parse_scope(value, param=flag))
     if name == "prefill_compression":
         return str(value).lower()
-    if name == "kernels":
-        require_kernels(str(value))
     if name == "canonicalise":
         Canonicalisers.parse(value, param=flag)
     if kind == "size":

@@ -35,8 +35,7 @@ _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
 _VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
-        "amx_bf16": (*_AVX512, "-mavx512vbmi", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
-        "amx": (*_AVX512, "-mavx512vnni", "-mamx-tile", "-mamx-int8"),
+        "amx": (*_AVX512, "-mavx512vbmi", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
         "avx512_vnni": (*_AVX512, "-mavx512vnni"),
         "avx512": _AVX512,
         "avx2_vnni": (*_AVX2, "-mavxvnni"),

@@ -15,13 +15,13 @@ from diskprefix.native import build
 
 log = logging.getLogger("diskprefix")
 
-VARIANTS = ("amx", "avx512_vnni", "avx512", "avx2_vnni", "avx2", "neon_i8mm", "neon_dot", "baseline")
+VARIANTS = ("avx512_vnni", "avx512", "avx2_vnni", "avx2", "neon_i8mm", "neon_dot", "baseline")
 """Kinds of CPU for which there may be operators, the best one first. `source/library.cpp` says what each needs. All
 compute the same bits."""
 ROWS = ("8", "15", "bf16")
 """The rows that quantised weights are multiplied with: integers of 8 or 15 bits, or bfloat16."""
-_OF_BFLOAT16 = {"auto": "amx_bf16", "amx": "amx_bf16"}
-"""The variants with products of bfloat16 rows, by the value of `--kernels`. Their bits are their own."""
+_OF_BFLOAT16 = "amx"
+"""The variant with products of bfloat16 rows, which has bits of its own."""
 
 _NUM_ARGUMENTS = {
     "require_matrix": 2,
@@ -55,7 +55,7 @@ class Operators(Struct, frozen=True, eq=False):
 
     @property
     def row_bits(self) -> int:
-        """The bits of the rows that quantised weights are multiplied with. `amx_bf16` rounds no rows."""
+        """The bits of the rows that quantised weights are multiplied with. `amx` takes rows of bfloat16."""
         return 15 if self.rows == "15" else 8
 
     @property
@@ -100,7 +100,7 @@ def variants() -> tuple[str, ...]:
 def has_bfloat16_rows() -> bool:
     """Returns whether this CPU has operators for rows of bfloat16."""
     try:
-        return bool(_opened().diskprefix_operators(_OF_BFLOAT16["auto"].encode()))
+        return bool(_opened().diskprefix_operators(_OF_BFLOAT16.encode()))
     except Unavailable:
         return False
 
@@ -108,15 +108,16 @@ def has_bfloat16_rows() -> bool:
 def require_kernels(kernels: str, rows: str = "8") -> None:
     """Raises `SettingsError` if `--kernels` is neither `auto`, `torch` nor a variant for this CPU, or if there are none
     for `--rows`. Imports no torch."""
-    if kernels not in ("auto", "torch") and kernels not in (there := variants()):
+    if kernels == "torch":
+        return
+    if rows == "bf16":
+        if kernels not in ("auto", _OF_BFLOAT16):
+            raise SettingsError(f"--rows bf16 needs the kernels {_OF_BFLOAT16}, not {kernels}; leave --kernels out")
+        if not has_bfloat16_rows():
+            raise SettingsError("--rows bf16 needs a CPU with AMX, which this one is not; leave --rows out")
+    elif kernels != "auto" and kernels not in (there := variants()):
         why = "" if there else f": {_loaded('auto', '8')[1]}"
         raise SettingsError(f"--kernels: {kernels!r} is not one of {', '.join(('auto', 'torch', *there))}{why}")
-    if rows != "bf16" or kernels == "torch":
-        return
-    if kernels not in _OF_BFLOAT16:
-        raise SettingsError(f"--rows bf16 needs --kernels amx, not {kernels}")
-    if not has_bfloat16_rows():
-        raise SettingsError("--rows bf16 needs a CPU with AMX, which this one is not; leave --rows out")
 
 
 def choose(kernels: str, rows: str = "8") -> None:
@@ -175,7 +176,7 @@ def _loaded(kernels: str, rows: str) -> tuple[Operators | None, str]:
 def _load(kernels: str, rows: str) -> Operators:
     if kernels == "torch":
         raise Unavailable("as it was chosen")
-    variant = _OF_BFLOAT16[kernels] if rows == "bf16" else None if kernels == "auto" else kernels
+    variant = _OF_BFLOAT16 if rows == "bf16" else None if kernels == "auto" else kernels
     library, table = _table(variant)
     functions = {
         name: ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_char_p] * count)(getattr(table, name))

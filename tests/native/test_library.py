@@ -20,9 +20,8 @@ from tools.releasing.release import GLIBC
 
 _AVX2 = {"avx2", "fma", "f16c"}
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
-_AMX = _AVX512 | {"avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8"}
+_AMX = _AVX512 | {"avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16"}
 NEEDED_FLAGS: dict[str, set[str]] = {
-    "amx_bf16": _AMX,
     "amx": _AMX,
     "avx512_vnni": _AVX512 | {"avx512_vnni"},
     "avx512": _AVX512,
@@ -55,7 +54,7 @@ def test_a_variant_that_is_named_is_taken() -> None:
 
 
 def test_rows_of_bfloat16_need_amx(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SettingsError, match=r"^--rows bf16 needs --kernels amx, not baseline$"):
+    with pytest.raises(SettingsError, match=r"^--rows bf16 needs the kernels amx, not baseline; leave --kernels out$"):
         library.choose("baseline", "bf16")
     monkeypatch.setattr(library, "has_bfloat16_rows", lambda: False)
     with pytest.raises(SettingsError, match=r"^--rows bf16 needs a CPU with AMX, .*leave --rows out$"):
@@ -68,8 +67,8 @@ def test_rows_choose_the_operators() -> None:
     for rows in ("8", "15"):
         assert (chosen("auto", rows).rows, chosen("auto", rows).variant) == (rows, of_this_cpu()[0])
     if library.has_bfloat16_rows():
-        assert library.variants()[0] == "amx"
-        assert chosen("auto", "bf16").variant == chosen("amx", "bf16").variant == "amx_bf16"
+        assert "amx" not in library.variants()
+        assert chosen("auto", "bf16").variant == chosen("amx", "bf16").variant == "amx"
 
 
 def test_each_variant_that_the_cpu_has_is_there() -> None:
@@ -79,7 +78,7 @@ def test_each_variant_that_the_cpu_has_is_there() -> None:
     if not (line := re.search(rf"^{name}\s*:(.*)$", cpus, re.MULTILINE)):
         pytest.skip("the kernel does not tell, or qemu shows another CPU's")
     flags = set(line[1].split())
-    there = {*of_this_cpu(), *(["amx_bf16"] if library.has_bfloat16_rows() else [])}
+    there = {*of_this_cpu(), *(["amx"] if library.has_bfloat16_rows() else [])}
     assert there == {name for name, needed in NEEDED_FLAGS.items() if needed <= flags}
 
 
@@ -219,7 +218,7 @@ def test_a_clone_compiles_exactly_the_variants_that_this_cpu_can_run(tmp_path: P
     assert known == [name for name in NEEDED_FLAGS if not name.startswith("neon")]
     expected = [name for name in known if NEEDED_FLAGS[name] <= flags]
     assert build._wanted(build._compiler(), tmp_path, for_every_cpu=False) == expected
-    assert sorted(of_this_cpu()) == sorted(set(expected) - {"amx_bf16"})
+    assert sorted(of_this_cpu()) == sorted(set(expected) - {"amx"})
     assert build.is_complete()
 
 

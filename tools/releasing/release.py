@@ -56,7 +56,7 @@ TARGETS = (
         "x86_64",
         "x86_64-linux-gnu-g++",
         "g++",
-        ("amx_bf16", "amx", "avx512_vnni", "avx512", "avx2_vnni", "avx2", "baseline"),
+        ("amx", "avx512_vnni", "avx512", "avx2_vnni", "avx2", "baseline"),
     ),
     Target("aarch64", "aarch64-linux-gnu-g++", "g++-aarch64-linux-gnu", ("neon_i8mm", "neon_dot", "baseline")),
 )

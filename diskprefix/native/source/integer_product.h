@@ -275,7 +275,7 @@ INLINE void add_blocks(const Row* rows, const uint8_t* weights, int64_t across, 
 }
 
 // STRIPS strips, each with its sums [num_rows, STRIP].
-template <class Form, class Row, int STRIPS, int COUNT = ROWS_AT_ONCE>
+template <class Form, class Row, int STRIPS, int COUNT = TOGETHER>
 void add_rows(const Row* rows, int64_t num_rows, const uint8_t* weights, int64_t count, float* sums, int64_t sums_across) {
   if constexpr (COUNT > 1)
     if (num_rows < COUNT) return add_rows<Form, Row, STRIPS, COUNT - 1>(rows, num_rows, weights, count, sums, sums_across);
@@ -287,131 +287,24 @@ void add_rows(const Row* rows, int64_t num_rows, const uint8_t* weights, int64_t
 
 template <class Form, class Row, int STRIPS>
 void multiply_many(const Row* rows, int64_t num_rows, int64_t row_blocks, const uint8_t* weights, int64_t count, float* sums) {
-  for (int64_t group = 0; group < num_rows; group += TOGETHER, rows += TOGETHER * row_blocks)
-    for (int64_t i = 0, present = least(TOGETHER, num_rows - group); i < present; i += ROWS_AT_ONCE)
-      add_rows<Form, Row, STRIPS>(rows + i, present - i, weights, count, sums + (group + i) * STRIP, num_rows * STRIP);
+  for (int64_t row = 0; row < num_rows; row += TOGETHER)
+    add_rows<Form, Row, STRIPS>(rows + row * row_blocks, num_rows - row, weights, count, sums + row * STRIP, num_rows * STRIP);
 }
-
-#if defined(__AMX_INT8__)
-
-// Configures the tiles of AMX for groups of a block, and releases them, because another library may use them after us.
-// Tiles 0 to 3 hold sums of TOGETHER rows and 16 columns, 4 and 5 rows, 6 and 7 weights.
-struct IntegerTiles {
-  explicit IntegerTiles(int64_t groups) {
-    struct {
-      uint8_t palette = 1, start = 0, reserved[14] = {};
-      uint16_t row_bytes[16] = {};
-      uint8_t rows[16] = {};
-    } tiles;
-    for (int tile = 0; tile < 8; ++tile) {
-      tiles.row_bytes[tile] = tile == 4 || tile == 5 ? INNER / groups : 64;
-      tiles.rows[tile] = tile < 6 ? TOGETHER : STEPS / groups;
-    }
-    written();
-    _tile_loadconfig(&tiles);
-  }
-  ~IntegerTiles() { _tile_release(); }
-};
-
-template <class Form, int STRIPS>
-INLINE void scale_group(const Row8* rows, const int32_t (*products)[TOGETHER][STRIP], const uint8_t* weights, int64_t across,
-                        int64_t number, int64_t present, float* sums, int64_t sums_across) {
-  constexpr int GROUPS = Form::GROUPS;
-  const int64_t block = number / GROUPS, group = number % GROUPS;
-  Floats scales[STRIPS], zeros[STRIPS];
-  for (int strip = 0; strip < STRIPS; ++strip) {
-    const uint8_t* numbers = weights + strip * across + block * BLOCK_BYTES + SCALES_AT;
-    scales[strip] = loaded<Floats>(numbers + 64 * group), zeros[strip] = loaded<Floats>(numbers + 64 * (GROUPS + group));
-  }
-  for (int64_t i = 0; i < present; ++i) {
-    const Row8& row = rows[block * TOGETHER + i];
-    const int32_t above = Form::ABOVE_BITS ? row.sums[place_of(group, GROUPS)] << Form::ABOVE_BITS : 0;
-    for (int strip = 0; strip < STRIPS; ++strip) {
-      float* to = sums + strip * sums_across + i * STRIP;
-      Floats sum = loaded<Floats>(to);
-      sum = with_group(sum, loaded<Ints>(products[strip][i]) - all_ints(above), scales[strip], row);
-      if (Form::ZEROS) sum = fma(zeros[strip], all(row.totals[place_of(group, GROUPS)]), sum);
-      store(to, sum);
-    }
-  }
-}
-
-// As `multiply_many`, with the tiles of AMX: two groups of rows × STRIPS strips at a time. While they multiply a group, the sums of the
-// previous group are scaled.
-template <class Form, int STRIPS>
-void multiply_tiles(const Row8* rows, int64_t num_rows, int64_t row_blocks, const uint8_t* weights, int64_t count, float* sums) {
-  constexpr int GROUPS = Form::GROUPS;
-  alignas(64) int32_t products[2][2][STRIPS][TOGETHER][STRIP];
-  const int64_t across = count * BLOCK_BYTES, sums_across = num_rows * STRIP, groups = count * GROUPS;
-  for (int64_t row = 0; row < num_rows; row += 2 * TOGETHER, rows += 2 * TOGETHER * row_blocks) {
-    const bool is_tall = row + TOGETHER < num_rows;
-    for (int64_t number = 0; number <= groups; ++number) {
-      if (number < groups) {
-        const int64_t block = number / GROUPS, group = number % GROUPS;
-        const uint8_t* codes = weights + block * BLOCK_BYTES + 64 * Form::STEPS_OF_GROUP * group;
-        const int8_t* of_rows = rows[block * TOGETHER].planes[0] + INNER / GROUPS * group;
-        auto& to = products[number % 2];
-        written();
-        _tile_zero(0);
-        _tile_loadd(4, of_rows, sizeof(Row8));
-        _tile_loadd(6, codes, 64);
-        _tile_dpbsud(0, 4, 6);
-        if (STRIPS == 2) {
-          _tile_zero(1);
-          _tile_loadd(7, codes + across, 64);
-          _tile_dpbsud(1, 4, 7);
-        }
-        if (is_tall) {
-          _tile_zero(2);
-          _tile_loadd(5, of_rows + TOGETHER * row_blocks * sizeof(Row8), sizeof(Row8));
-          _tile_dpbsud(2, 5, 6);
-          if (STRIPS == 2) {
-            _tile_zero(3);
-            _tile_dpbsud(3, 5, 7);
-          }
-        }
-        _tile_stored(0, to[0][0], 64);
-        if (STRIPS == 2) _tile_stored(1, to[0][STRIPS - 1], 64);
-        if (is_tall) {
-          _tile_stored(2, to[1][0], 64);
-          if (STRIPS == 2) _tile_stored(3, to[1][STRIPS - 1], 64);
-        }
-        written();
-      }
-      if (!number) continue;
-      const auto& from = products[(number - 1) % 2];
-      for (int64_t half = 0; half <= is_tall; ++half)
-        scale_group<Form, STRIPS>(rows + half * TOGETHER * row_blocks, from[half], weights, across, number - 1,
-                                  least(TOGETHER, num_rows - row - TOGETHER * half), sums + (row + TOGETHER * half) * STRIP, sums_across);
-    }
-  }
-}
-
-#endif
 
 template <class Weights>
 Form form_with(int64_t strip_bytes) {
   typedef typename Integral<Weights>::Form Integers;
-  Form form = {unpack<Weights>, Weights::look_up, strip_bytes, Weights::GROUPS,
-               {multiply_few<Weights, 1>, multiply_few<Weights, 2>, multiply_few<Weights, 3>, multiply_few<Weights, 4>},
-               {multiply_many<Integers, Row8, 1>, multiply_many<Integers, Row8, 2>},
-               {multiply_many<Integers, Row15, 1>, multiply_many<Integers, Row15, 2>}};
-#if defined(__AMX_INT8__)
-  // With two groups in a block there is twice as much to scale, and the CPU is faster without tiles.
-  if (Weights::GROUPS == 1) form.many_8[0] = multiply_tiles<Integers, 1>, form.many_8[1] = multiply_tiles<Integers, 2>;
-#endif
-  return form;
+  return {unpack<Weights>, Weights::look_up, strip_bytes,
+          {multiply_few<Weights, 1>, multiply_few<Weights, 2>, multiply_few<Weights, 3>, multiply_few<Weights, 4>},
+          {multiply_many<Integers, Row8, 1>, multiply_many<Integers, Row8, 2>},
+          {multiply_many<Integers, Row15, 1>, multiply_many<Integers, Row15, 2>}};
 }
 
 struct Multiply {
   static constexpr int64_t PACKED_TOGETHER = 1;
   static constexpr int64_t MANY_BLOCKS = 8, UNPACKED_BYTES = 2 * MANY_BLOCKS * BLOCK_BYTES;
 
-#if defined(__AMX_INT8__)
-  static IntegerTiles scope_of(const Part& part) { return IntegerTiles(part.form.groups); }
-#else
   static NoScope scope_of(const Part& part) { return NoScope(part.num_rows); }
-#endif
 
   static bool is_few(const Part& part) { return part.num_rows <= FEW && part.matrix->row_bits == 8; }
 

@@ -63,15 +63,24 @@ struct Row8 : WideRow {};
 struct Row15 : WideRow {};
 #endif
 
+// Combines the lanes of a vector by halves.
+template <int HALF, class Vector, class Combine, int... LANE>
+INLINE Vector combined(Vector vector, const Combine& combine, std::integer_sequence<int, LANE...> lanes) {
+  constexpr int COUNT = sizeof...(LANE);
+  const Vector both = combine(vector, __builtin_shufflevector(vector, vector, ((LANE + HALF) % COUNT)...));
+  if constexpr (HALF > 1) return combined<HALF / 2>(both, combine, lanes);
+  else return both;
+}
+
 // Finishes a block whose integers are known.
 template <class Row>
 INLINE void put_integers(const int16_t* integers, float scale, Row& to) {
   to.scale = scale;
   to.put(integers);
   for (int half = 0; half < 2; ++half) {
-    int32_t sum = 0;
-    for (int i = 16 * half; i < 16 * half + 16; ++i) sum += integers[i];
-    to.sums[half] = sum;
+    Ints sum = {};
+    for (int i = 0; i < 16; i += LANES) sum += (Ints)(__builtin_convertvector(loaded<Halves>(integers + 16 * half + i), Words) << 16) >> 16;
+    to.sums[half] = combined<LANES / 2>(sum, [](Ints a, Ints b) { return a + b; }, std::make_integer_sequence<int, LANES>())[0];
   }
   to.sums[2] = to.sums[0] + to.sums[1];
   for (int i = 0; i < 3; ++i) to.totals[i] = to.sums[i] * to.scale;
@@ -87,14 +96,10 @@ INLINE void round_block(const uint16_t* from, Floats factor, int16_t* integers) 
 
 // Returns the bits of the largest absolute number of a block.
 INLINE uint32_t largest_bits(const uint16_t* from) {
+  const auto larger = [](Halves a, Halves b) { return a > b ? a : b; };
   Halves highest = {};
-  for (int i = 0; i < INNER; i += LANES) {
-    const Halves numbers = loaded<Halves>(from + i) & (uint16_t)0x7fff;
-    highest = numbers > highest ? numbers : highest;
-  }
-  uint32_t largest = 0;
-  for (int lane = 0; lane < LANES; ++lane) largest = largest < highest[lane] ? highest[lane] : largest;
-  return largest;
+  for (int i = 0; i < INNER; i += LANES) highest = larger(highest, loaded<Halves>(from + i) & (uint16_t)0x7fff);
+  return combined<LANES / 2>(highest, larger, std::make_integer_sequence<int, LANES>())[0];
 }
 
 constexpr uint32_t INFINITE_BITS = 0x7f80, LEAST_BITS = 32 << 7;

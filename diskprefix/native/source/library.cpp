@@ -26,7 +26,7 @@ namespace {
 
 // From the oldest to the newest of each kind of CPU.
 #define LEVELS(L)                                                                                     \
-  L(baseline) L(avx2) L(avx2_vnni) L(avx512) L(avx512_vnni) L(amx) L(amx_bf16) L(neon_dot) L(neon_i8mm)
+  L(baseline) L(avx2) L(avx2_vnni) L(avx512) L(avx512_vnni) L(amx) L(neon_dot) L(neon_i8mm)
 
 #define L(name) name##_level,
 enum Level { LEVELS(L) };
@@ -74,11 +74,10 @@ Level level_of_cpu() {
   const uint32_t wide = bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ;
   if ((saved & ZMM) != ZMM || (b7 & wide) != wide) return has_avx_vnni() ? avx2_vnni_level : avx2_level;
   if (last >= 1) __get_cpuid_count(7, 1, &a71, &b, &c, &d);
-  const uint32_t HAS_BFLOAT16 = 1 << 5, HAS_TILES = 1 << 24, OF_INTEGERS = 1 << 25, OF_BFLOAT16 = 1 << 22;
-  const uint32_t tiles = HAS_TILES | OF_INTEGERS | OF_BFLOAT16;
+  const uint32_t HAS_BFLOAT16 = 1 << 5, HAS_TILES = 1 << 24, HAS_TILES_OF_BFLOAT16 = 1 << 22;
   if (!has_avx512_vnni()) return avx512_level;
-  const bool has_amx = a71 & HAS_BFLOAT16 && c7 & bit_AVX512VBMI && (d7 & tiles) == tiles && (saved & TILES) == TILES;
-  return has_amx && may_use_tiles() ? amx_bf16_level : avx512_vnni_level;
+  const bool has_amx = a71 & HAS_BFLOAT16 && c7 & bit_AVX512VBMI && d7 & HAS_TILES && d7 & HAS_TILES_OF_BFLOAT16 && (saved & TILES) == TILES;
+  return has_amx && may_use_tiles() ? amx_level : avx512_vnni_level;
 }
 
 #elif defined(__aarch64__) && defined(__linux__)

@@ -19,13 +19,8 @@ struct Part;
 constexpr int FEW = 4;
 // Vectors of rows of strips that are multiplied together: parts of a strip, or whole strips.
 constexpr int WIDE = 2;
-// Rows that are multiplied together, and rows whose blocks with the same columns lie side by side: with AMX, those of a tile.
-constexpr int ROWS_AT_ONCE = 6;
-#if defined(__AMX_INT8__)
-constexpr int TOGETHER = 16;
-#else
+// Rows that are multiplied together: their blocks with the same columns lie side by side.
 constexpr int TOGETHER = 6;
-#endif
 
 // Adds the products of `count` unpacked blocks of one or two strips with all rows.
 template <class Row>
@@ -44,7 +39,6 @@ struct Form {
   // Multiplies few rows, in one or two groups, with one or two strips.
   void (*multiply[2][2])(const Part& part, int64_t strip, uint8_t* factors);
 #else
-  int64_t groups;  // of a block
   // Multiplies 1 to FEW rows with the blocks of a strip.
   void (*few[FEW])(const uint8_t* strip, int64_t blocks, const float* table, const Row8* rows, Floats* out);
   MultiplyMany<Row8> many_8[2];

@@ -40,7 +40,7 @@ using namespace diskprefix;
 inline const std::vector<const Operators*>& variants() {
   static const std::vector<const Operators*> found = [] {
     std::vector<const Operators*> list;
-    for (const char* name : {"amx_bf16", "amx", "avx512_vnni", "avx512", "avx2_vnni", "avx2", "neon_i8mm", "neon_dot", "baseline"})
+    for (const char* name : {"amx", "avx512_vnni", "avx512", "avx2_vnni", "avx2", "neon_i8mm", "neon_dot", "baseline"})
       if (const Operators* operators = diskprefix_operators(name)) list.push_back(operators);
     if (list.empty()) fail("no operators", "none");
     return list;
@@ -51,7 +51,7 @@ inline const std::vector<const Operators*>& variants() {
 inline bool is_called(const Operators* operators, const char* name) { return !strcmp(operators->name, name); }
 
 // Whether its bits are those of all other such variants.
-inline bool has_common_bits(const Operators* operators) { return !is_called(operators, "amx_bf16"); }
+inline bool has_common_bits(const Operators* operators) { return !is_called(operators, "amx"); }
 
 // Choices are made by the first bytes, values by random numbers with a seed. Without bytes, choices are the least ones.
 class Input {
