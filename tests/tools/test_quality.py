@@ -21,17 +21,16 @@ TEXT = "Name three rivers and tell me where each of them begins. " * 80
 
 
 def test_perplexity_and_divergence_are_those_of_torch() -> None:
-    first, other = torch.randn(3, 100, 50, generator=torch.Generator().manual_seed(0)).split((1, 2))
+    first, second, third = torch.randn(3, 100, 50, generator=torch.Generator().manual_seed(0))
     ids = list(range(50)) * 2
     of_first, of_other = Samples(), Samples()
-    expected = add_window(of_first, [first[0].numpy()], ids, None)
-    # Parts of other lengths than the first form's pieces.
-    for logits in other:
+    expected = add_window(of_first, [first.numpy()], ids, None)
+    for logits in (second, third):
         add_window(of_other, [logits[:64].numpy(), logits[64:].numpy()], ids, expected)
-    target, found = torch.log_softmax(first[0], -1), torch.log_softmax(other[1], -1)
+    target, found = torch.log_softmax(first, -1), torch.log_softmax(third, -1)
     divergence = torch.nn.functional.kl_div(found, target, reduction="batchmean", log_target=True)
     assert of_other.divergences[1] == pytest.approx(float(divergence), rel=1e-5)
-    loss = torch.nn.functional.cross_entropy(other[1, :-1], torch.tensor(ids[1:]))
+    loss = torch.nn.functional.cross_entropy(third[:-1], torch.tensor(ids[1:]))
     assert of_other.losses[1] == pytest.approx(float(loss), rel=1e-5)
     assert of_other.agreements[1] == pytest.approx(float((found.argmax(-1) == target.argmax(-1)).float().mean()))
     assert (of_first.divergences, of_first.agreements) == ([0.0], [1.0])

@@ -73,8 +73,9 @@ class Products(TorchFunctionMode):
 
 
 def modules_of(file: str) -> Any:
-    """Returns a file's model as transformers' modules in float32."""
-    model = load_model(Settings(model=file, weights="native"), real.print_report).read_modules().float().eval()
+    """Returns a file's model as transformers' modules in float32, which has its quants as they are."""
+    settings = Settings(model=file, weights="native", dtype="float32")
+    model = load_model(settings, real.print_report).read_modules().eval()
     # Others multiply all experts in one call, whose rows are not seen.
     model.set_experts_implementation("eager")
     return model
