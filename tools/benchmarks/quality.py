@@ -152,15 +152,15 @@ def add_window(
     other forms."""
     following, kept = np.array(ids[1:]), list[np.ndarray]()
     losses, divergences, agreements = list[float](), list[float](), list[bool]()
-    first = (piece for piece in expected or ())
-    for found in in_pieces(parts):
-        wanted = next(first, found)
-        next_ids = following[len(agreements) : len(agreements) + len(found)]
-        losses += (-found[np.arange(len(next_ids)), next_ids]).tolist()
-        divergences += (np.exp(wanted) * (wanted - found)).sum(-1, dtype=np.float64).tolist()
-        agreements += (found.argmax(-1) == wanted.argmax(-1)).tolist()
+    first = iter(expected or ())
+    for piece in in_pieces(parts):
+        wanted = next(first, piece)
+        next_ids = following[len(agreements) : len(agreements) + len(piece)]
+        losses += (-piece[np.arange(len(next_ids)), next_ids]).tolist()
+        divergences += (np.exp(wanted) * (wanted - piece)).sum(-1, dtype=np.float64).tolist()
+        agreements += (piece.argmax(-1) == wanted.argmax(-1)).tolist()
         if expected is None:
-            kept.append(found)
+            kept.append(piece)
     samples.losses.append(float(np.mean(losses)))
     samples.divergences.append(float(np.mean(divergences)))
     samples.agreements.append(float(np.mean(agreements)))
@@ -205,10 +205,10 @@ def compared(
 def show(report: dict[str, Any], console: Console) -> None:
     for name, forms in report["models"].items():
         table = new_table(name, left=("form",), right=("perplexity", "change", "±", "KL in nats", "±", "agreement"))
-        for form, found in forms.items():
-            change = f"{found['change_percent']:+.3f} %", f"{found['change_error']:.3f} %"
-            divergence = f"{found['divergence']:.6f}", f"{found['divergence_error']:.6f}"
-            table.add_row(form, f"{found['perplexity']:.4f}", *change, *divergence, f"{found['agreement']:.2%}")
+        for form, figures in forms.items():
+            change = f"{figures['change_percent']:+.3f} %", f"{figures['change_error']:.3f} %"
+            divergence = f"{figures['divergence']:.6f}", f"{figures['divergence_error']:.6f}"
+            table.add_row(form, f"{figures['perplexity']:.4f}", *change, *divergence, f"{figures['agreement']:.2%}")
         console.print(table)
     for name, matrices in report["outliers"].items():
         table = new_table(f"{name}: rows with outliers", left=("matrix",), right=("max / rms", "kurtosis", "8 bits"))
@@ -284,5 +284,5 @@ def main(
     console = Console(stderr=True)
     files = {name: _file(name) for name in names}
     models = {name: compared(file, forms, texts, tokens, console) for name, file in files.items()}
-    found = {name: outliers(file, texts, tokens) for name, file in files.items() if with_outliers}
-    print_report({"benchmark": "quality", "models": models, "outliers": found}, as_json, show)
+    of_rows = {name: outliers(file, texts, tokens) for name, file in files.items() if with_outliers}
+    print_report({"benchmark": "quality", "models": models, "outliers": of_rows}, as_json, show)

@@ -76,19 +76,19 @@ def modules_of(file: str) -> Any:
     """Returns a file's model as transformers' modules in float32, which has its quants as they are."""
     settings = Settings(model=file, weights="native", dtype="float32")
     model = load_model(settings, real.print_report).read_modules().eval()
-    # Others multiply all experts in one call, whose rows are not seen.
+    # Other implementations multiply all experts in one call, whose rows are not seen.
     model.set_experts_implementation("eager")
     return model
 
 
 def logits_of(model: Any, rounding: Rounding) -> Callable[[list[int]], Iterator[np.ndarray]]:
     @torch.inference_mode()
-    def logits(ids: list[int]) -> np.ndarray:
+    def computed(ids: list[int]) -> np.ndarray:
         with Products(lambda rows, _: rounding(rows)):
-            found: np.ndarray = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].numpy()
-        return found
+            logits: np.ndarray = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].numpy()
+        return logits
 
-    return lambda ids: iter([logits(ids)])
+    return lambda ids: iter([computed(ids)])
 
 
 @torch.inference_mode()
@@ -99,17 +99,18 @@ def outliers_of(model: Any, ids: list[int]) -> dict[str, dict[str, float]]:
     `lost` is the error of 8 bits with a scale for 32 numbers, relative to the row.
     """
     names = {values.untyped_storage().data_ptr(): name for name, values in model.named_parameters()}
-    found = dict[str, list[torch.Tensor]]()
+    by_matrix = dict[str, list[torch.Tensor]]()
 
     def measured(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
         flat = rows.reshape(-1, rows.shape[-1])
         size = flat.square().mean(-1).sqrt().clamp(min=1e-30)
         ratio, kurtosis = flat.abs().amax(-1) / size, (flat / size[:, None]).pow(4).mean(-1)
         lost = (in_8_bits(flat) - flat).square().mean(-1).sqrt() / size
-        found.setdefault(names[matrix.untyped_storage().data_ptr()], []).append(torch.stack([ratio, kurtosis, lost]))
+        name = names[matrix.untyped_storage().data_ptr()]
+        by_matrix.setdefault(name, []).append(torch.stack([ratio, kurtosis, lost]))
         return rows
 
     with Products(measured):
         model(input_ids=torch.tensor([ids]), use_cache=False)
-    means = {name: torch.cat(parts, 1).mean(1).tolist() for name, parts in found.items()}
+    means = {name: torch.cat(parts, 1).mean(1).tolist() for name, parts in by_matrix.items()}
     return {name: dict(zip(("ratio", "kurtosis", "lost"), of, strict=True)) for name, of in means.items()}

@@ -128,8 +128,8 @@ def add_outliers(model: Any) -> None:
         if norm not in _READERS:
             continue
         # The norms of some models multiply by 1 + weight.
-        one = 1.0 if "qwen3_5" in model.config.model_type else 0.0
-        values[CHANNEL] = (values[CHANNEL] + one) * OUTLIER - one
+        offset = 1.0 if "qwen3_5" in model.config.model_type else 0.0
+        values[CHANNEL] = (values[CHANNEL] + offset) * OUTLIER - offset
         for reader, columns in state.items():
             if reader.startswith(f"{layer}.") and _READERS[norm].fullmatch(reader.removeprefix(f"{layer}.")):
                 columns[..., CHANNEL] /= OUTLIER
