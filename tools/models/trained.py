@@ -176,7 +176,7 @@ def main(names: tuple[str, ...], text: Path, folder: Path, steps: int) -> None:
     """Train the models NAMES (all) on local text, and write them as folders and quantised files.
 
     They are a mixture (Qwen3 MoE, 8 million weights) and a hybrid with gated delta rules (Qwen3.5, 4 million). A model
-    takes six to ten minutes on two cores. The seed is fixed.
+    takes about five minutes on two quiet cores. The seed is fixed.
     """
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     files = sorted(path for path in text.rglob("*") if path.suffix in _TEXTS)
