@@ -56,6 +56,7 @@ SECTIONS: dict[str, dict[str, Tool]] = {
     },
     "Models": {
         "models": Tool("models.real", "List and fetch the real models that tools and tests use."),
+        "trained": Tool("models.trained", "Train a tiny mixture and a tiny delta-rule model on local text."),
     },
 }
 TOOLS = {name: tool for section in SECTIONS.values() for name, tool in section.items()}
