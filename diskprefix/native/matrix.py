@@ -54,8 +54,9 @@ class Matrix:
         table = np.array([*numbers] * (_TABLE // len(numbers)), np.float32) if has_numbers else None
         self._kept = weights, table, bias
         self.bias = bias
-        compiled, num_bytes = operators(), struct.pack("@q", weights.nbytes)
-        require(compiled is not None, weights)
+        if (compiled := operators()) is None:
+            raise ValueError("there are no compiled operators")
+        num_bytes = struct.pack("@q", weights.nbytes)
         packed = _MATRIX.pack(
             *(*size, bits, group, int(has_zeros), _SCALES[scales], int(has_table), compiled.row_bits),
             *map(address_of, self._kept),

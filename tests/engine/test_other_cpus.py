@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from diskprefix.engine.loop import Engine
-from tests.engine.driving import alone, load, request, run_together, tokens, write_model
-from tests.engine.test_runtimes import said
+from tests.engine.driving import alone, load, request, run_together, said, tokens, write_model
 from tests.model import tiny
 from tests.native.variants import of_this_cpu
 

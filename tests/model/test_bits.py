@@ -164,5 +164,5 @@ def test_bits_are_measured_once_for_a_library_and_our_code(
 
 if __name__ == "__main__":
     for rows in ROWS_OF_ALL:
-        for name, bits in kept(chosen("auto", rows)).items():
-            print(f'    "{name}": "{bits}",')
+        for name, digest in kept(chosen("auto", rows)).items():
+            print(f'    "{name}": "{digest}",')

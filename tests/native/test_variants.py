@@ -11,10 +11,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from diskprefix.kv.step import Run
 from diskprefix.native.packing import TYPES
 from tests.closing import TESTED
 from tests.native.one_operation import product
-from tests.native.test_attention_operator import CASES, LENGTH, Run, bits, layers
+from tests.native.test_attention_operator import CASES, LENGTH, bits, layers
 from tests.native.test_products import (
     ROWS,
     WIDE,
