@@ -30,8 +30,9 @@ def of_this_cpu(among: Sequence[str] = VARIANTS) -> list[Any]:
 
 def in_depth(*rows: str) -> list[Any]:
     """Returns parameters for `chosen`: the best variant with each kind of `rows`, `bf16` where this CPU has it."""
-    best = _of_this_cpu()[0]
-    return [pytest.param((best, kind), id=f"{best}-{kind}") for kind in rows if kind != "bf16" or _has_bfloat16_rows()]
+    best = dict.fromkeys(ROWS_OF_ALL, _of_this_cpu()[0]) | {"bf16": "amx"}
+    there = [kind for kind in rows if kind != "bf16" or _has_bfloat16_rows()]
+    return [pytest.param((best[kind], kind), id=f"{best[kind]}-{kind}") for kind in there]
 
 
 def chosen(variant: str, rows: str = "8") -> Operators:

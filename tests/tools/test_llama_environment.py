@@ -32,11 +32,11 @@ def include(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def refusal(backend: str) -> str:
     """Returns why a backend is not installed: "compiling" if nothing is missing."""
 
-    def compiled(*_arguments: object) -> None:
+    def compiled(*_arguments: object, **_variables: str) -> None:
         raise NotInstalled("compiling")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llama_environment, "_compile", compiled)
+        patch.setattr(llama_environment, "run_compiler", compiled)
         patch.setattr(venv, "create", lambda folder: (folder / PACKAGES).mkdir(parents=True))
         with pytest.raises(NotInstalled) as raised:
             installed(backend, lambda _line: None)

@@ -11,16 +11,18 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import httpx
 
+from diskprefix.control_groups import num_cpus
 from diskprefix.progress import Report
+from tools.benchmarks.llama_cpp_worker import common
 from tools.measuring.answers import Answer, LiveServerError, streamed
-from tools.measuring.environments import llama_cpp_libraries, python_of
+from tools.measuring.environments import NotInstalled, ik_llama_cpp_programs, llama_cpp_libraries, python_of
 from tools.measuring.live_server import POLL_S, ROOT, Process, started
 from tools.measuring.processes import disk_bytes, free_port
 
@@ -28,6 +30,7 @@ START_DEADLINE_S = 1800.0
 ANSWER_DEADLINE_S = 1800.0
 _SAVE_DEADLINE_S = 120.0
 _POLL_S = 0.02
+_SLOT_DEADLINE_S, _SLOT_ATTEMPTS = 10.0, 6
 _OURS = "DiskPrefixConnector"
 
 
@@ -142,6 +145,55 @@ class HttpEngine:
             raise
 
 
+class SlotServer(HttpEngine):
+    """A server of llama.cpp's kind, whose slot is saved and restored by hand: saved after a prompt that shares less
+    than half with each saved one, and restored before the first prompt of a process, from the file with the longest
+    common prefix. Restoring counts as time to the first token; saving does not, as it may follow the reply."""
+
+    def __init__(self, process: Process, port: int, fields: dict[str, Any]) -> None:
+        super().__init__(process, port, fields, settle=lambda _engine: None)
+        self._saved: list[str] = []
+        self._is_new = True
+
+    def start(self) -> float:
+        self._is_new = True
+        return super().start()
+
+    def ask(self, prompts: Sequence[str], max_tokens: int) -> list[Answer]:
+        waited_s = 0.0
+        if self._is_new and self._saved:
+            number = max(range(len(self._saved)), key=lambda i: common(self._saved[i], prompts[0]))
+            waited_s = self._slot("restore", number)
+        self._is_new = False
+        answers = super().ask(prompts, max_tokens)
+        if all(2 * common(known, prompts[0]) < len(prompts[0]) for known in self._saved):
+            self._slot("save", len(self._saved))
+            self._saved.append(prompts[0])
+        return [replace(answer, at_s=tuple(at_s + waited_s for at_s in answer.at_s)) for answer in answers]
+
+    def _slot(self, action: str, number: int) -> float:
+        """Returns the seconds until the server said that it has saved or restored the slot. Raises `LiveServerError`.
+
+        ik_llama.cpp loses its answer if the slot is done before the server waits for it, so it is asked again.
+        """
+        reason = ""
+        for _ in range(_SLOT_ATTEMPTS):
+            asked = time.perf_counter()
+            try:
+                answer = self._client.post(
+                    "/slots/0", params={"action": action}, json={"filename": f"{number}.slot"}, timeout=_SLOT_DEADLINE_S
+                )
+            except httpx.TransportError as error:
+                self.process.check()
+                reason = str(error)
+                continue
+            if answer.is_success:
+                return time.perf_counter() - asked
+            reason = answer.text[:300]
+            break
+        raise LiveServerError(f"the slot was not {action}d: {reason}")
+
+
 class WorkerEngine:
     """A program of this folder that runs in an engine's environment and imports nothing of this project.
 
@@ -213,11 +265,39 @@ def _wait_until_grown(store: Path, _engine: HttpEngine) -> None:
 
 
 def _llama_cpp(model: Model, workspace: Path, report: Report, more: Sequence[str]) -> Engine:
-    if model.file.suffix != ".gguf":
-        raise LiveServerError(f"llama.cpp reads .gguf files, and {model.name} is a folder")
+    require_file(model)
     command = [sys.executable, str(Path(__file__).with_name("llama_cpp_worker.py")), str(llama_cpp_libraries(report))]
     command += [str(model.file), str(model.context), str(workspace), *more]
     return WorkerEngine(Process(command, workspace / "engine.log"))
+
+
+def require_file(model: Model) -> None:
+    """Raises `LiveServerError` if the model is not a `.gguf` file, the only ones that llama.cpp and its fork read."""
+    if model.file.suffix != ".gguf":
+        raise LiveServerError(f"llama.cpp reads .gguf files, and {model.name} is a folder")
+
+
+def program_of_fork(name: str, report: Report, more: Sequence[str]) -> list[str]:
+    """Returns the command of a program of ik_llama.cpp, and then `more`, of which the first may be the folder that has
+    the program. Without a folder, it is compiled on first use. Raises `NotInstalled`."""
+    if not more or more[0].startswith("-"):
+        return [str(ik_llama_cpp_programs(report) / name), *more]
+    program = Path(more[0]).absolute() / name
+    if not os.access(program, os.X_OK):
+        raise NotInstalled(f"{more[0]} has no {name}; give the folder with the programs of ik_llama.cpp, or none")
+    return [str(program), *more[1:]]
+
+
+def _ik_llama_cpp(model: Model, workspace: Path, report: Report, more: Sequence[str]) -> Engine:
+    require_file(model)
+    program, *own = program_of_fork("llama-server", report, more)
+    port, saved = free_port(), workspace / "slots"
+    saved.mkdir()
+    command = [program, "--model", str(model.file), "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--ctx-size", str(model.context), "--threads", str(num_cpus()), "--slot-save-path", str(saved)]
+    # Otherwise it writes a log to the caller's folder, too.
+    command += ["--log-disable", *own]
+    return SlotServer(Process(command, workspace / "engine.log"), port, {"cache_prompt": True, "ignore_eos": True})
 
 
 def _folder(model: Model) -> str:
@@ -254,6 +334,7 @@ def _vllm(
 ENGINES: Mapping[str, Callable[[Model, Path, Report, Sequence[str]], Engine]] = {
     "diskprefix": _diskprefix,
     "llama.cpp": _llama_cpp,
+    "ik_llama.cpp": _ik_llama_cpp,
     "vllm": _vllm,
     "vllm-diskprefix": partial(_vllm, connector=_OURS),
 }

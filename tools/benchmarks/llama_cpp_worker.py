@@ -10,6 +10,7 @@ import ctypes
 import json
 import sys
 import time
+from collections.abc import Sequence
 from ctypes import CDLL, POINTER, Structure, byref, c_bool, c_char_p, c_int8, c_int32, c_size_t, c_uint32, c_void_p
 from pathlib import Path
 from typing import Any
@@ -126,8 +127,8 @@ def quantise(library: CDLL, source: Path, file: Path, file_type: int) -> None:
         raise RuntimeError("llama_model_quantize failed")
 
 
-def common(ids: list[int], other: list[int]) -> int:
-    """Returns the length of the common prefix of two prompts."""
+def common(ids: Sequence[object], other: Sequence[object]) -> int:
+    """Returns the length of the common prefix of two prompts, in tokens or in characters."""
     differ = (at for at, (first, second) in enumerate(zip(ids, other, strict=False)) if first != second)
     return next(differ, min(len(ids), len(other)))
 

@@ -10,20 +10,18 @@ An engine is alone on the machine while it is measured. Every figure is the clie
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Generator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
-import torch
 
 from tools.benchmarks.engines import Engine, HttpEngine
 from tools.benchmarks.results import Figure, Plan, compare, plan_options
 from tools.measuring.answers import Answer, LiveServerError
 from tools.measuring.live_server import Process
+from tools.measuring.memory import read_bandwidth
 from tools.measuring.processes import disk_bytes, peak_of, status_bytes
 from tools.measuring.prompts import NEW_TOKENS, WORDS, extended, prompt_text
 
@@ -68,7 +66,7 @@ def measured(
     with peak_of(partial(_highest_bytes, engine.process)) as memory:
         for size in sizes:
             texts[size] = yield from _cold(engine, size, round_, reply_tokens, start_s)
-        yield Figure("bandwidth", _read_bandwidth())
+        yield Figure("bandwidth", read_bandwidth())
         pids = engine.process.pids()
         yield Figure("resident_gib", sum(status_bytes(pid, "VmRSS") for pid in pids) / _GIB)
         yield Figure("mapped_gib", sum(status_bytes(pid, "RssFile") for pid in pids) / _GIB)
@@ -77,17 +75,6 @@ def measured(
         yield from _restarted(engine, size, round_, texts[size], checks=checks)
     if used := disk_bytes(workspace):
         yield Figure("disk_gib", used / _GIB)
-
-
-def _read_bandwidth() -> float:
-    """Returns the read bandwidth of memory with all threads, in GB/s: the best of seven runs. Decoding a token of a
-    dense model reads about as many bytes as its file has."""
-    memory, best_s = torch.ones(1 << 27, dtype=torch.int64), math.inf
-    for _ in range(7):
-        begun = time.perf_counter()
-        memory.sum()
-        best_s = min(best_s, time.perf_counter() - begun)
-    return memory.nbytes / best_s / 1e9
 
 
 def _highest_bytes(process: Process) -> int:

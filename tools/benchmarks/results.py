@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import statistics
 import sys
 import time
@@ -24,7 +23,7 @@ from tools.benchmarks.shapes import SHAPES, shape_file
 from tools.measuring.answers import LiveServerError
 from tools.measuring.environments import NotInstalled
 from tools.measuring.live_server import step
-from tools.measuring.options import FOLDER
+from tools.measuring.options import FOLDER, known_engines
 from tools.measuring.processes import drop_cached
 from tools.measuring.report import machine, new_table, say, short, show_machine
 from tools.measuring.workspace import model_folder
@@ -158,13 +157,6 @@ class Plan:
     folder: Path | None
 
 
-def _known(_context: click.Context, _option: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
-    for wanted in value:
-        if not wanted.strip() or shlex.split(wanted)[0] not in ENGINES:
-            raise click.BadParameter(f"{wanted!r} does not begin with one of {', '.join(ENGINES)}")
-    return value
-
-
 def plan_options(*, rounds: int, model: str = real.DEFAULT) -> Callable[[Command], Command]:
     """Adds the options of a `Plan` to a command."""
     options = [
@@ -174,7 +166,7 @@ def plan_options(*, rounds: int, model: str = real.DEFAULT) -> Callable[[Command
             multiple=True,
             default=("diskprefix",),
             show_default=True,
-            callback=_known,
+            callback=known_engines(ENGINES),
             help=f"One of {', '.join(ENGINES)}, with more arguments of its own if there are any, such as "
             "'diskprefix --speculative off'; repeatable. Ratios are to the first.",
         ),

@@ -1,11 +1,18 @@
-"""Measures the time of a step by part: the operators of the plan, and the Python around the call that runs them."""
+"""Measures the time of a step by part: the operators of the plan, and the Python around the call that runs them; and
+whole steps beside other engines.
+
+    tools/bench step --rounds 0 --model qwen2.5-coder-0.5b --engine diskprefix --engine 'diskprefix --kernels avx2' \\
+        --engine ik_llama.cpp --engine 'ik_llama.cpp FOLDER -rtr 1'
+"""
 
 from __future__ import annotations
 
 import ctypes
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -20,7 +27,9 @@ from diskprefix.model.load.loader import load_model
 from diskprefix.model.runtime import Rows
 from diskprefix.native import calls
 from diskprefix.settings import Settings
-from tools.measuring.options import JSON
+from tools.benchmarks import whole_steps
+from tools.benchmarks.engines import Model
+from tools.measuring.options import JSON, known_engines
 from tools.measuring.report import machine, new_table, print_report, show_machine
 from tools.models import real
 
@@ -79,11 +88,13 @@ def measured(model: str, rounds: int) -> dict[str, Any]:
                 samples[name][part].append(1e6 * max(0.0, seconds - of_call * names.count(part)))
         sequence.close()
     medians = {name: {part: round(median(of), 1) for part, of in parts.items()} for name, parts in samples.items()}
-    return {"machine": machine(), "calls": Counter(names), "microseconds": medians}
+    return {"calls": Counter(names), "microseconds": medians}
 
 
 def show(report: dict[str, Any], console: Console) -> None:
     show_machine(report["machine"], console)
+    if "whole_steps" in report:
+        whole_steps.show(report["whole_steps"], console)
     for name, microseconds in report["microseconds"].items():
         table = new_table(f"{name}, tokens: {_TOKENS[name]}", left=("",), right=("calls", "µs", "share"))
         whole, of_calls = microseconds[_CALL] + microseconds[_PYTHON], report["calls"]
@@ -96,13 +107,38 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 @click.command()
 @click.option("--model", default=real.DEFAULT, show_default=True, help="A real model, or what `serve --model` takes.")
-@click.option("--rounds", default=20, show_default=True, type=click.IntRange(1), help="The number of measured steps.")
+@click.option(
+    "--rounds",
+    default=20,
+    show_default=True,
+    type=click.IntRange(0),
+    help="The number of measured steps, each by operator; 0 measures none.",
+)
+@click.option(
+    "--engine",
+    "engines",
+    multiple=True,
+    callback=known_engines(whole_steps.ENGINES),
+    help="Measure whole steps of this engine, too: diskprefix with flags of `serve`, such as 'diskprefix --kernels "
+    "avx2', or 'ik_llama.cpp FOLDER' with arguments of its llama-bench, such as '-rtr 1'. Without FOLDER, ik_llama.cpp "
+    "is compiled on first use. Repeatable; ratios are to the first.",
+)
 @JSON
-def main(model: str, rounds: int, *, as_json: bool) -> None:
+def main(model: str, rounds: int, engines: tuple[str, ...], *, as_json: bool) -> None:
     """Show how many microseconds each operator takes in a prefill of 256 tokens and in a step of one token.
 
     Figures are medians. An operator's figure comes from steps that call the operators one by one, less the time of a
     call itself. All other figures come from steps as they are served, and shares refer to these.
+
+    With --engine, show the tokens a second of a prefill of 1,000 tokens and of decoding 64, without drafts, beside
+    other engines: medians of three. Ends with 1 if an engine was left out.
     """
     file = str(real.gguf_file(model, real.print_report)) if model in real.NAMES else model
-    print_report({"benchmark": "step", "model": model} | measured(file, rounds), as_json, show)
+    report: dict[str, Any] = {"benchmark": "step", "model": model, "machine": machine()}
+    if engines:
+        path = Path(file)
+        measured_model = Model(model, path, path if path.is_dir() else None, whole_steps.PREFILL)
+        report["whole_steps"] = whole_steps.measured(measured_model, engines, Console(stderr=True))
+    report |= measured(file, rounds) if rounds else {"calls": {}, "microseconds": {}}
+    print_report(report, as_json, show)
+    sys.exit(1 if engines and report["whole_steps"]["left_out"] else 0)

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import time
 import venv
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,9 +21,8 @@ import click
 from diskprefix.llama.llama_library import VERSION
 from diskprefix.progress import Report
 from diskprefix.settings import cache_home
-from tools.measuring.environments import NotInstalled, install_once, run_installer
+from tools.measuring.environments import NotInstalled, install_once, run_compiler, run_installer
 
-_TOLD_S = 15.0
 _NO_AMX = "-mno-amx-int8 -mno-amx-bf16 -mno-amx-tile"
 _FIRST_GCC = 13
 """The first version of gcc whose code for AMX does not crash."""
@@ -98,7 +96,8 @@ def installed(backend: str, report: Report) -> Path:
         pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python), "install")
         # pip would take what is installed in `.venv`, or a library that it compiled before for another backend.
         alone = ("--verbose", "--no-cache-dir", "--no-binary", "llama-cpp-python", "--ignore-installed", "--no-deps")
-        _compile([*pip, *alone, requirement], arguments, folder, report)
+        for_cmake = f"{os.environ.get('CMAKE_ARGS', '')} {shlex.join(arguments)}".strip()
+        run_compiler([*pip, *alone, requirement], folder / "install.log", report, CMAKE_ARGS=for_cmake)
         run_installer(*pip, "--quiet", requirement)
 
     install_once(folder, [sys.version_info[:2], base, requirement, arguments], install)
@@ -149,39 +148,3 @@ def _declares(name: str, declared: str) -> bool:
     files = [Path(folder, "include", name) for folder in _HEADERS]
     taken = next((file for file in files if file.exists()), None)
     return taken is not None and declared in taken.read_text(encoding="utf-8", errors="replace")
-
-
-def _compile(command: list[str], arguments: list[str], folder: Path, report: Report) -> None:
-    """Runs pip with arguments of CMake, and reports every few seconds how far the compiler is. Raises `NotInstalled`
-    with the compiler's first errors."""
-    log = folder / "install.log"
-    environment = os.environ | {"CMAKE_ARGS": f"{os.environ.get('CMAKE_ARGS', '')} {shlex.join(arguments)}".strip()}
-    began = told = time.monotonic()
-    with log.open("w", encoding="utf-8") as written:
-        pip = subprocess.Popen(
-            command, env=environment, stdout=written, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
-        )
-        try:
-            while pip.poll() is None:
-                time.sleep(0.2)
-                if time.monotonic() - told >= _TOLD_S:
-                    told = time.monotonic()
-                    report(f"  {told - began:.0f} s: {_progress(log)}")
-        finally:
-            pip.terminate()
-            pip.wait()
-    if pip.returncode:
-        errors = [line.strip() for line in _lines(log) if re.search(r"\berror\b", line, re.IGNORECASE)]
-        raise NotInstalled(f"pip failed: {' '.join(errors[:2]) or 'no reason'}; see {log}")
-
-
-def _progress(log: Path) -> str:
-    """Returns the compiler's last step, such as `[12/193] Building …`, or else the last line of pip."""
-    lines = _lines(log)
-    steps = [line.strip() for line in lines if re.match(r"\s*\[\d+/\d+\]", line)]
-    last = (steps or [line.strip() for line in lines if line.strip()] or ["pip begins"])[-1]
-    return last[:100]
-
-
-def _lines(log: Path) -> list[str]:
-    return log.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import time
 import venv
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from diskprefix.control_groups import num_cpus
 from diskprefix.errors import DiskPrefixError
 from diskprefix.progress import Report
 from diskprefix.settings import cache_home
 
 _LOG_LINES = 3
+_TOLD_S = 15.0
 _NPM = ("npm", "install", "--ignore-scripts", "--no-audit", "--no-fund", "--no-update-notifier")
 """npm asks before it runs the scripts of a package."""
 
@@ -35,6 +41,15 @@ _WITHOUT = {"vllm": ("torchvision", "torchaudio", "torchcodec")}
 _LLAMA_CPP, _LLAMA_CPP_VERSION = "@node-llama-cpp/", "3.22.1"
 """Libraries of llama.cpp 0.5.0 that are compiled: a form for each generation of processors, from which llama.cpp
 chooses. The package for PyPI has to be compiled on the machine, which takes up to an hour on two cores."""
+_FORK, _FORK_VERSION = "ik-llama-cpp-python", "0.1.5"
+"""Bindings to ik_llama.cpp. Their wheels have only its library, compiled for any AVX2; their source archive has all of
+its sources."""
+FORK_PROGRAMS = ("llama-bench", "llama-server")
+_FORK_OPTIONS = (
+    *("-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF", "-DLLAMA_BUILD_TESTS=OFF"),
+    # The kernels of 4 and 5 bit keys and values take most of the compiler's time. The programs keep them in 16 bits.
+    "-DGGML_IQK_FA_ALL_QUANTS=OFF",
+)
 _PLATFORMS = {"x86_64": "linux-x64", "aarch64": "linux-arm64"}
 
 
@@ -72,6 +87,34 @@ def llama_cpp_libraries(report: Report) -> Path:
 
     install_once(folder, requirement, install)
     return folder / "node_modules" / package / "bins" / known
+
+
+def ik_llama_cpp_programs(report: Report) -> Path:
+    """Returns the folder of the `FORK_PROGRAMS` of ik_llama.cpp, which are compiled for this processor on first use.
+    Raises `NotInstalled`."""
+    folder, requirement = _folder("ik_llama.cpp"), f"{_FORK}=={_FORK_VERSION}"
+    build = folder / "build"
+
+    def install() -> None:
+        if lacking := [name for name in ("cmake", "c++") if shutil.which(name) is None]:
+            raise NotInstalled(f"ik_llama.cpp cannot be compiled without {' and '.join(lacking)}")
+        report(f"compiling ik_llama.cpp, which {requirement} has; this is done once, and takes ten minutes or more")
+        pip = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "download", "--no-deps")
+        run_installer(*pip, "--no-binary", _FORK, "--dest", str(folder), requirement)
+        (archive,) = folder.glob("*.tar.gz")
+        with tarfile.open(archive) as sources:
+            sources.extractall(folder, filter="data")
+        archive.unlink()
+        (source,) = folder.glob("*/vendor/ik_llama.cpp")
+        # The archive lacks the script that would write this file.
+        template = (source / "common" / "build-info.cpp.in").read_text(encoding="utf-8")
+        (source / "common" / "build-info.cpp").write_text(re.sub(r"@\w+@", "0", template), encoding="utf-8")
+        run_installer("cmake", "-S", str(source), "-B", str(build), *_FORK_OPTIONS)
+        making = ["cmake", "--build", str(build), "--parallel", str(num_cpus()), "--target", *FORK_PROGRAMS]
+        run_compiler(making, folder / "install.log", report)
+
+    install_once(folder, [requirement, _FORK_OPTIONS], install)
+    return build / "bin"
 
 
 def _folder(name: str) -> Path:
@@ -114,3 +157,37 @@ def reason_of(ended: subprocess.CompletedProcess[str]) -> str:
     """Returns the last lines that a failed command printed, joined into one line, or else its exit code."""
     said = [line.strip() for line in (ended.stderr or ended.stdout).splitlines() if line.strip()]
     return " ".join(said[-_LOG_LINES:]) or f"exit code {ended.returncode}"
+
+
+def run_compiler(command: Sequence[str], log: Path, report: Report, **variables: str) -> None:
+    """Runs a program that compiles, with more variables, and reports every few seconds how far it is. Raises
+    `NotInstalled` with the compiler's first errors."""
+    began = told = time.monotonic()
+    with log.open("w", encoding="utf-8") as written:
+        running = subprocess.Popen(
+            command, env=os.environ | variables, stdout=written, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+        )
+        try:
+            while running.poll() is None:
+                time.sleep(0.2)
+                if time.monotonic() - told >= _TOLD_S:
+                    told = time.monotonic()
+                    report(f"  {told - began:.0f} s: {_compiled_so_far(log)}")
+        finally:
+            running.terminate()
+            running.wait()
+    if running.returncode:
+        errors = [line.strip() for line in _lines(log) if re.search(r"\berror\b", line, re.IGNORECASE)]
+        raise NotInstalled(f"compiling failed: {' '.join(errors[:2]) or 'no reason'}; see {log}")
+
+
+def _compiled_so_far(log: Path) -> str:
+    """Returns the last step, such as `[12/193] Building …` or `[ 12%] Building …`, or else the last line."""
+    lines = _lines(log)
+    steps = [line.strip() for line in lines if re.match(r"\s*\[ *\d+(/\d+|%)\]", line)]
+    last = (steps or [line.strip() for line in lines if line.strip()] or ["it begins"])[-1]
+    return last[:100]
+
+
+def _lines(log: Path) -> list[str]:
+    return log.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import click
@@ -15,6 +17,21 @@ FOLDER = click.option(
     help="The folder for temporary stores, to measure another disk.",
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON with every sample instead of tables.")
+
+
+Values = tuple[str, ...]
+
+
+def known_engines(names: Collection[str]) -> Callable[[click.Context, click.Parameter, Values], Values]:
+    """Returns the callback of an option whose values are engines: one of `names`, with more arguments of its own."""
+
+    def known(_context: click.Context, _option: click.Parameter, value: Values) -> Values:
+        for wanted in value:
+            if not wanted.strip() or shlex.split(wanted)[0] not in names:
+                raise click.BadParameter(f"{wanted!r} does not begin with one of {', '.join(names)}")
+        return value
+
+    return known
 
 
 def run_tool(command: click.Command, name: str) -> None:

@@ -63,7 +63,7 @@ def _cost(operators: Operators) -> RowsCost:
     form = FILE_FORMS["Q4_K"]
     # Any finite scales.
     packed = np.full((_NUM_MATRICES, *form.packed_shape(*_SIZE)), 0x2C, np.uint8)
-    matrices = [matrix_of(one, form, None) for one in packed]
+    matrices = [matrix_of(weights, form, None) for weights in packed]
     num_weights = _SIZE[0] * _SIZE[1]
     prompt = _least_s(lambda: _multiply(operators, matrices[:1], _PREFILL_ROWS)) / num_weights / _PREFILL_ROWS
     return RowsCost(prompt, _least_s(lambda: _multiply(operators, matrices, 1)) / num_weights / _NUM_MATRICES)

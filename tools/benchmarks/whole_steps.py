@@ -1,0 +1,107 @@
+"""Whole steps beside other engines: tokens a second of a prefill and of decoding, and the share of the memory bandwidth
+that decoding uses. Each engine is measured in a process of its own, and is alone on the machine."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rich.console import Console
+
+from diskprefix.control_groups import num_cpus
+from diskprefix.progress import Report
+from tools.benchmarks.engines import Model, program_of_fork, require_file
+from tools.measuring.answers import LiveServerError
+from tools.measuring.environments import NotInstalled
+from tools.measuring.live_server import ROOT, Process, step
+from tools.measuring.memory import bytes_of_a_token, read_bandwidth
+from tools.measuring.report import new_table, say, short
+
+PREFILL, DECODE, ROUNDS = 1000, 64, 3
+Speeds = Mapping[str, Sequence[float]]
+"""Tokens a second, round by round, of `prefill` and of `decode`."""
+
+
+def _diskprefix(model: Model, log: Path, report: Report, more: Sequence[str]) -> Speeds:
+    del report
+    command = [sys.executable, "-P", "-m", "tools.benchmarks.own_steps", *map(str, (PREFILL, DECODE, ROUNDS))]
+    speeds: Speeds = json.loads(_output([*command, "--model", str(model.file), *more], log))
+    return speeds
+
+
+def _ik_llama_cpp(model: Model, log: Path, report: Report, more: Sequence[str]) -> Speeds:
+    """Returns what the fork's `llama-bench` says. It decodes in an empty sequence, too."""
+    require_file(model)
+    program, *own = program_of_fork("llama-bench", report, more)
+    command = [program, "-m", str(model.file), "-p", str(PREFILL), "-n", str(DECODE), "-r", str(ROUNDS)]
+    tests = json.loads(_output([*command, "-t", str(num_cpus()), "-o", "json", *own], log))
+    return {("decode" if test["n_gen"] else "prefill"): test["samples_ts"] for test in tests}
+
+
+def _output(command: Sequence[str], log: Path) -> str:
+    """Runs a program to its end. Returns what it printed. Raises `LiveServerError` if it failed."""
+    process = Process(command, log, {"PYTHONPATH": ROOT})
+    process.start(piped=True)
+    try:
+        assert process.popen is not None
+        printed = process.popen.communicate()[0]
+        if process.popen.returncode or not printed.strip():
+            process.check()
+    finally:
+        process.kill()
+    return printed
+
+
+ENGINES: Mapping[str, Callable[[Model, Path, Report, Sequence[str]], Speeds]] = {
+    "diskprefix": _diskprefix,
+    "ik_llama.cpp": _ik_llama_cpp,
+}
+
+
+def measured(model: Model, engines: Sequence[str], progress: Console) -> dict[str, Any]:
+    """Returns the speeds of engines, each a name with arguments of its own, why others have none, the bandwidth (the
+    best of all measured) in GB/s, and the bytes of weights that a token reads, None without a `.gguf` file."""
+    speeds, left_out = dict[str, Speeds](), dict[str, str]()
+    bandwidths = [read_bandwidth()]
+    with TemporaryDirectory(prefix="diskprefix-step-") as folder:
+        for number, engine in enumerate(engines):
+            name, *more = shlex.split(engine)
+            with step(progress, f"{model.name}, whole steps: {engine}") as note:
+                try:
+                    speeds[engine] = ENGINES[name](model, Path(folder) / f"{number}.log", note, more)
+                except (LiveServerError, NotInstalled) as error:
+                    left_out[engine] = str(error)
+            bandwidths.append(read_bandwidth())
+    token_bytes = bytes_of_a_token(model.file) if model.file.suffix == ".gguf" else None
+    return {"speeds": speeds, "left_out": left_out, "bandwidth_gb_s": max(bandwidths), "token_bytes": token_bytes}
+
+
+def show(report: Mapping[str, Any], console: Console) -> None:
+    """Prints medians, and how many times faster the first engine is."""
+    bandwidth, token_bytes = report["bandwidth_gb_s"], report["token_bytes"]
+    table = new_table(
+        f"whole steps, tokens/s: prefill of {PREFILL:,} tokens and decode of {DECODE}",
+        left=("",),
+        right=("prefill", "×", "decode", "×", "GB/s", "share"),
+    )
+    medians = {name: {part: median(of) for part, of in parts.items()} for name, parts in report["speeds"].items()}
+    first = next(iter(medians.values()), {})
+    for name, of in medians.items():
+        row = [text for part in ("prefill", "decode") for text in (short(of[part]), f"{first[part] / of[part]:.2f}")]
+        if token_bytes is not None:
+            read = token_bytes * of["decode"] / 1e9
+            row += [f"{read:.1f}", f"{read / bandwidth:.0%}"]
+        # Without folders, which are long.
+        table.add_row(" ".join(part for part in shlex.split(name) if "/" not in part), *row)
+    console.print(table)
+    for name, reason in report["left_out"].items():
+        say(console, f"{name} was left out: {reason}")
+    weights = "" if token_bytes is None else f"; a token reads {token_bytes / 1e9:.3g} GB of weights"
+    say(console, "×: how many times faster the first is; GB/s, share: weights that decoding reads, of the bandwidth")
+    say(console, f"all threads read memory at {bandwidth:.1f} GB/s{weights}")
