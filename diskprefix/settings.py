@@ -214,7 +214,7 @@ class Settings:
     rows: str = _model(
         "8",
         "What the rows before a product with quantized weights become on a CPU: integers of 8 bits or 15 bits (closer, "
-        "half as fast), with the same bits on every CPU; or bf16 (fast prompts, slower replies), which needs AMX and "
+        "slower), with the same bits on every CPU; or bf16 (fast prompts, slower replies), which needs AMX and "
         "shares saved prefixes with such CPUs only.",
         choices=("8", "15", "bf16"),
     )

@@ -20,7 +20,6 @@ from diskprefix.native.compute_threads import num_threads
 from diskprefix.native.library import ROWS, Operators, choose, operators
 from diskprefix.native.matrix import Matrix
 from diskprefix.settings import Settings
-from diskprefix.units import rough_duration
 
 _SIZE = 2048, 4096
 _NUM_MATRICES = 16
@@ -37,9 +36,9 @@ class RowsCost(Struct, frozen=True):
     of_reply: float
 
     def text(self, rows: str) -> str:
-        prompt = rough_duration(AGENT_TOKENS * 1e9 * self.of_prompt)
+        prompt_s = AGENT_TOKENS * 1e9 * self.of_prompt
         shared = _SHARED.get(rows, "saved prefixes are for every CPU")
-        return f"{rows}: {AGENT_TOKENS:,} tokens in {prompt}, replies of {1e-9 / self.of_reply:.0f} tokens/s, {shared}"
+        return f"{rows}: {AGENT_TOKENS:,} tokens in {prompt_s:,.0f} s, replies of {1e-9 / self.of_reply:.0f} tokens/s, {shared}"
 
 
 def rows_finding(settings: Settings) -> Finding:
