@@ -32,7 +32,7 @@ _PROGRAM = re.compile(
 )
 _NOT_RUN = {
     r"tools/(demo|test|check)|\.venv/bin/python -m pytest": "takes minutes, and tests run in it",
-    r"tools/bench (restart|together)": "takes minutes; tests/tools/test_bench.py runs a short one",
+    r"tools/bench (restart|together|step)": "takes minutes; tests/tools/test_bench.py runs a short one",
     r"python3 -m venv|(\.venv/bin/)?pip |\.venv/bin/diskprefix serve$": "installs packages from an index",
     r"python -m vllm": "vLLM is not installed here; tools/vllm does it",
     r"cp systemd/|systemctl |journalctl |kill ": "changes the machine's services, as root",

@@ -38,7 +38,8 @@ class RowsCost(Struct, frozen=True):
     def text(self, rows: str) -> str:
         prompt_s = AGENT_TOKENS * 1e9 * self.of_prompt
         shared = _SHARED.get(rows, "saved prefixes are for every CPU")
-        return f"{rows}: {AGENT_TOKENS:,} tokens in {prompt_s:,.0f} s, replies of {1e-9 / self.of_reply:.0f} tokens/s, {shared}"
+        speed = 1e-9 / self.of_reply
+        return f"{rows}: {AGENT_TOKENS:,} tokens in {prompt_s:,.0f} s, replies of {speed:.0f} tokens/s, {shared}"
 
 
 def rows_finding(settings: Settings) -> Finding:
