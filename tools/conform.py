@@ -42,6 +42,8 @@ COLUMNS = {
     "upgrade": "after kill -9 and a start of another version (--upgrade)",
     "another CPU": "after kill -9 and a start with another CPU's kernels (--other-cpu)",
 }
+COMMANDS = {"restart": "restart", "draft": "draft", "upgrade": "upgrade", "another CPU": "other_cpu"}
+"""The options with a command that starts the server, by column."""
 _TEXT = (
     "the of and in to with for from over under river mountain harbor ship captain market village garden forest bridge "
     "train engine letter story school teacher farmer window table stone paper winter summer morning evening silver "
@@ -301,8 +303,8 @@ def judged(server: Server, options: argparse.Namespace) -> tuple[dict[str, Cell]
             together = beside(way, prompt, others)
             assert together is not None
             cells["company"].compare(cold, together)
-    for name in ("restart", "draft", "upgrade", "another CPU"):
-        if (command := getattr(options, name.replace("another CPU", "other_cpu"))) is None:
+    for name, option in COMMANDS.items():
+        if (command := getattr(options, option)) is None:
             cells[name].why_not = "not tried"
             continue
         note(name)

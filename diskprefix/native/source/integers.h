@@ -63,15 +63,6 @@ struct Row8 : WideRow {};
 struct Row15 : WideRow {};
 #endif
 
-// Combines the lanes of a vector by halves.
-template <int HALF, class Vector, class Combine, int... LANE>
-INLINE Vector combined(Vector vector, const Combine& combine, std::integer_sequence<int, LANE...> lanes) {
-  constexpr int COUNT = sizeof...(LANE);
-  const Vector both = combine(vector, __builtin_shufflevector(vector, vector, ((LANE + HALF) % COUNT)...));
-  if constexpr (HALF > 1) return combined<HALF / 2>(both, combine, lanes);
-  else return both;
-}
-
 // Finishes a block whose integers are known.
 template <class Row>
 INLINE void put_integers(const int16_t* integers, float scale, Row& to) {
@@ -80,7 +71,7 @@ INLINE void put_integers(const int16_t* integers, float scale, Row& to) {
   for (int half = 0; half < 2; ++half) {
     Ints sum = {};
     for (int i = 0; i < 16; i += LANES) sum += (Ints)(__builtin_convertvector(loaded<Halves>(integers + 16 * half + i), Words) << 16) >> 16;
-    to.sums[half] = combined<LANES / 2>(sum, [](Ints a, Ints b) { return a + b; }, std::make_integer_sequence<int, LANES>())[0];
+    to.sums[half] = folded(sum, [](Ints a, Ints b) { return a + b; });
   }
   to.sums[2] = to.sums[0] + to.sums[1];
   for (int i = 0; i < 3; ++i) to.totals[i] = to.sums[i] * to.scale;
@@ -99,7 +90,7 @@ INLINE uint32_t largest_bits(const uint16_t* from) {
   const auto larger = [](Halves a, Halves b) { return a > b ? a : b; };
   Halves highest = {};
   for (int i = 0; i < INNER; i += LANES) highest = larger(highest, loaded<Halves>(from + i) & (uint16_t)0x7fff);
-  return combined<LANES / 2>(highest, larger, std::make_integer_sequence<int, LANES>())[0];
+  return folded(highest, larger);
 }
 
 constexpr uint32_t INFINITE_BITS = 0x7f80, LEAST_BITS = 32 << 7;
@@ -166,6 +157,12 @@ INLINE void in_register(Ints& sums) {
 #endif
 }
 
+// Returns where a sum begins: by how much weights above their numbers make it too large, below 0.
+template <class Form>
+INLINE Ints less_above(const RowScale& row, int group) {
+  return Form::ABOVE_BITS ? -(all_ints(row.sums[place_of(group, Form::GROUPS)]) << Form::ABOVE_BITS) : Ints{};
+}
+
 // Adds the products of pairs of 16 bits.
 INLINE Ints with_pairs(Ints sums, Lanes weights, Ints numbers) {
 #if defined(__AVX512VNNI__)
@@ -187,9 +184,7 @@ template <class Form>
 struct WideSums {
   Ints sums;
 
-  INLINE void start(const RowScale& row, int group) {
-    sums = Form::ABOVE_BITS ? -(all_ints(row.sums[place_of(group, Form::GROUPS)]) << Form::ABOVE_BITS) : Ints{};
-  }
+  INLINE void start(const RowScale& row, int group) { sums = less_above<Form>(row, group); }
 
   INLINE void add(Bytes weights, const WideRow& row, int step) {
     const Lanes both = (Lanes)weights;
@@ -211,9 +206,7 @@ template <class Form>
 struct ByteSums {
   Ints sums;
 
-  INLINE void start(const RowScale& row, int group) {
-    sums = Form::ABOVE_BITS ? -(all_ints(row.sums[place_of(group, Form::GROUPS)]) << Form::ABOVE_BITS) : Ints{};
-  }
+  INLINE void start(const RowScale& row, int group) { sums = less_above<Form>(row, group); }
 
   INLINE void add(Bytes weights, const Row8& row, int step) {
     const Ints numbers = all_ints(loaded<int32_t>(row.planes[0] + 4 * step));
@@ -250,9 +243,7 @@ struct ByteSums {
   Ints sums;
   Lanes narrow;
 
-  INLINE void start(const RowScale& row, int group) {
-    sums = Form::ABOVE_BITS ? -(all_ints(row.sums[place_of(group, Form::GROUPS)]) << Form::ABOVE_BITS) : Ints{};
-  }
+  INLINE void start(const RowScale& row, int group) { sums = less_above<Form>(row, group); }
 
   INLINE void add(Bytes weights, const Row8& row, int step) {
     const Ints numbers = all_ints(loaded<int32_t>(row.planes[0] + 4 * step));

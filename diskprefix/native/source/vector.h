@@ -33,8 +33,8 @@ typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
 
 constexpr float LOG2_E = 1.4426950408889634f;
 
-constexpr int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-constexpr int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int64_t up_to(int64_t number, int64_t multiple) { return (number + multiple - 1) / multiple * multiple; }
 
 template <class Vector>
@@ -157,19 +157,19 @@ inline Ints lane_numbers() {
   return numbers;
 }
 
-template <int BY, int... LANE>
-inline Floats rotated(Floats vector, std::integer_sequence<int, LANE...>) {
+template <int BY, class Vector, int... LANE>
+inline Vector rotated(Vector vector, std::integer_sequence<int, LANE...>) {
   return __builtin_shufflevector(vector, vector, ((LANE + BY) % LANES)...);
 }
 
-// Combines the lanes in a fixed order: halves of the vector, again and again.
-template <int HALF = LANES / 2, class Combine>
-inline float folded(Floats vector, const Combine& combine) {
-  const Floats half = combine(vector, rotated<HALF>(vector, std::make_integer_sequence<int, LANES>()));
+// Combines the LANES lanes of a vector in a fixed order: halves of the vector, again and again.
+template <int HALF = LANES / 2, class Vector, class Combine>
+inline auto folded(Vector vector, const Combine& combine) {
+  const Vector half = combine(vector, rotated<HALF>(vector, std::make_integer_sequence<int, LANES>()));
   if constexpr (HALF > 1)
     return folded<HALF / 2>(half, combine);
   else
-    return half[0];
+    return +half[0];
 }
 
 inline float sum_of(Floats vector) { return folded(vector, [](Floats a, Floats b) { return a + b; }); }
