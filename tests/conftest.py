@@ -18,7 +18,7 @@ import torch
 from hypothesis import settings
 
 from diskprefix.native import library
-from tests import cache_folder
+from tests import cache_folder, cases
 from tests.closing import ClosingLines
 from tests.server.chat_model import write_chat_model
 from tests.server.daemon_process import DaemonProcess, serve_flags
@@ -50,8 +50,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(cache_folder.remove)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the files with slow tests first, so that no process is left alone with one at the end."""
+    cases.mark_as_slow(items)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 

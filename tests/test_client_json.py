@@ -35,6 +35,7 @@ def values(size: int) -> Iterator[tuple[str, Any]]:
         yield f"wide by {name}", make(size * PARTS)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("walk", WALKS)
 def test_the_work_grows_as_the_value(walk: str) -> None:
     run = WALKS[walk]
@@ -49,6 +50,7 @@ def test_the_work_grows_as_the_value(walk: str) -> None:
     assert too_much == []
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("walk", WALKS)
 def test_each_takes_any_json_where_a_schema_may_stand(walk: str) -> None:
     chosen = random.Random(6)
@@ -57,6 +59,7 @@ def test_each_takes_any_json_where_a_schema_may_stand(walk: str) -> None:
         WALKS[walk](value)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", NESTED)
 def test_the_deepest_json_that_a_body_may_hold_is_taken_by_each(name: str) -> None:
     """Deeper JSON is refused where a body is parsed, before any of them runs."""
@@ -110,6 +113,7 @@ def recursive_functions(path: Path) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_each_function_that_calls_itself_is_among_those_that_are_measured() -> None:
     """Such a function walks something nested. A new one that walks a client's JSON needs a walk in `client_json.py`."""
     work = Work()

@@ -1,4 +1,5 @@
-"""A run of CI fails for a skip that nobody accepts, and names the tests without a mark that take long."""
+"""A run of CI fails for a skip that nobody accepts, and names the tests without a mark that take long. Of a test with
+many cases it runs some."""
 
 from __future__ import annotations
 
@@ -31,6 +32,20 @@ def test_of_a_folder():
 def test_one():
     pass
 """
+CASES = """
+import pytest
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("upper", [1, 2, 3])
+@pytest.mark.parametrize("lower", [4, 5, 6])
+def test_cases(upper, lower):
+    pass
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("case", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_a_slow_case(case):
+    pass
+"""
 ACCEPTED, OTHER = 'pytest.skip("needs root")', 'pytest.skip("nobody knows why")'
 
 
@@ -47,18 +62,41 @@ ACCEPTED, OTHER = 'pytest.skip("needs root")', 'pytest.skip("nobody knows why")'
 def test_what_fails_a_run_of_ci_and_what_takes_long_is_named(
     is_ci: bool, skip: str, longest_s: float, mark: str, line: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "conftest.py").write_text(CONFTEST.format(longest_s=longest_s))
-    (tmp_path / "test_it.py").write_text(TESTS.format(skip=skip, mark=mark))
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
+    ended = run(tmp_path, CONFTEST.format(longest_s=longest_s), TESTS.format(skip=skip, mark=mark), is_ci=is_ci)
+    assert ended.returncode == (1 if "skip" in line else 0), ended.stdout
+    assert line in ended.stdout
+    assert line or "make it cheaper" not in ended.stdout
+
+
+def run(
+    folder: Path, conftest: str, tests: str, *options: str, is_ci: bool = False
+) -> subprocess.CompletedProcess[str]:
+    (folder / "conftest.py").write_text(conftest)
+    (folder / "test_it.py").write_text(tests)
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow\n    cases\n")
     environment = {name: value for name, value in os.environ.items() if name != "DISKPREFIX_TEST_MISSING"}
     environment |= {"PYTHONPATH": str(ROOT)} | ({"DISKPREFIX_TEST_MISSING": ""} if is_ci else {})
     # To import its plugins takes longer than the tests.
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    command = [sys.executable, "-m", "pytest", "--rootdir", str(tmp_path), "-p", "no:cacheprovider", str(tmp_path)]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert ended.returncode == (1 if "skip" in line else 0), ended.stdout
-    assert line in ended.stdout
-    assert line or "make it cheaper" not in ended.stdout
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--rootdir",
+        str(folder),
+        "-p",
+        "no:cacheprovider",
+        *options,
+        str(folder),
+    ]
+    return subprocess.run([*command, str(folder)], env=environment, capture_output=True, text=True, check=False)
+
+
+def test_of_the_cases_of_a_test_some_run_always_and_all_if_asked(tmp_path: Path) -> None:
+    conftest = "from tests.cases import mark_as_slow as pytest_collection_modifyitems\n"
+    for options, told in [(("-m", "not slow"), "3 passed, 8 deselected"), ((), "11 passed")]:
+        ended = run(tmp_path, conftest, CASES, *options)
+        assert told in ended.stdout
 
 
 def test_a_skip_is_listed_by_words_of_its_reason() -> None:

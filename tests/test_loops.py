@@ -80,6 +80,7 @@ def unbounded(source: str) -> list[int]:
     return sorted(found)
 
 
+@pytest.mark.cases(61)
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
 def test_each_loop_has_an_upper_bound(file: Path) -> None:
     """Evident in its condition, or in a comment above it that begins with "Bound:"."""

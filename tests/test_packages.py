@@ -184,6 +184,7 @@ def reachable(start: str, imports: Mapping[str, set[str]]) -> set[str]:
     return seen
 
 
+@pytest.mark.cases(188)
 @pytest.mark.parametrize("module", list(SOURCES))
 def test_a_module_imports_only_what_is_below_it(module: str) -> None:
     assert package_of(module) in BELOW, "a new package: give it its place in BELOW"
@@ -261,6 +262,7 @@ OF_FEW_REQUESTS = {
 OF_THE_ROUTER = "app", "cli.serve_command", "extras.router.router_server", "extras.catalogue.catalogue"
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("modules", "slow"),
     [

@@ -280,6 +280,7 @@ def threads() -> set[str]:
     return (found | set(get_args(WorkKind))) - COMMAND_THREADS
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_each_file_class_member_and_constant_that_a_page_names_exists(page: Path) -> None:
     assert list(wrong_names(page)) == []

@@ -168,6 +168,7 @@ def largest_count(pattern: str) -> int:
     return max((int(count) for pair in counts for count in pair if count), default=0)
 
 
+@pytest.mark.cases(26)
 @pytest.mark.parametrize("used", PATTERNS, ids=lambda used: used.where)
 def test_the_work_of_every_regular_expression_grows_as_its_text(used: Used) -> None:
     assert largest_count(used.pattern.pattern) <= LARGEST_COUNT
@@ -175,6 +176,7 @@ def test_the_work_of_every_regular_expression_grows_as_its_text(used: Used) -> N
     assert found < MOST_GROWTH, f"the work grows by {found:.0f} for a text of {unit!r} that is {FACTOR} times as long"
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("pattern", [r"\s+x", "a[^b]*b", "-(?:[^a]|aa)*b"])
 def test_a_regular_expression_that_is_not_linear_is_found(pattern: str) -> None:
     assert growth(Used("", re.compile(pattern), ("search",)))[0] > MOST_GROWTH
@@ -237,6 +239,7 @@ def require_linear(parsed: Parsed, begin: str, unit: str, end: str) -> None:
     assert any(one <= MOST_GROWTH for one in grown), f"behind {begin!r}, many {unit!r} are not read in one pass"
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("size", [None, 8], ids=["whole", "in pieces"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_work_of_every_parser_of_replies_grows_as_the_reply(name: str, size: int | None) -> None:
@@ -247,6 +250,7 @@ def test_the_work_of_every_parser_of_replies_grows_as_the_reply(name: str, size:
         require_linear(parsed, begin, "a", "!")
 
 
+@pytest.mark.cases(13)
 @pytest.mark.parametrize("size", [None, 8], ids=["whole", "in pieces"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_calls_in_calls_that_are_none_are_not_read_again_and_again(name: str, size: int | None) -> None:
@@ -257,6 +261,7 @@ def test_calls_in_calls_that_are_none_are_not_read_again_and_again(name: str, si
         require_linear(parsed, "", f"\n{begin}", "!")
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", [family.name for family in FAMILIES if family.channels])
 def test_many_tags_in_a_long_text_are_read_in_one_pass(name: str) -> None:
     format, family = FORMATS[name]

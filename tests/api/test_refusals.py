@@ -416,6 +416,7 @@ def places(value: Any) -> list[tuple[Any, Any]]:
     return [(value, key) for key in keys] + [place for key in keys for place in places(value[key])]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("api", APIS)
 @given(st.data())
 @settings(max_examples=100)

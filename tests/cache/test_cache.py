@@ -160,6 +160,7 @@ def test_pages_that_lmdb_cannot_read_make_a_miss_and_the_file_is_moved_aside(
     runner.wait_for(lambda: runner.cache.stats()["state"] != "degraded")
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("step", ["restore", "copy", "pages", "logits", "submit"])
 @pytest.mark.parametrize("error", [MemoryError("none left"), torch.OutOfMemoryError("none left")], ids=repr)
 def test_a_cache_without_memory_fails_no_request_and_leaks_nothing(

@@ -78,6 +78,7 @@ def note_rounds(monkeypatch: pytest.MonkeyPatch) -> Found:
     return found
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("victim", VICTIMS)
 @pytest.mark.parametrize("state", MODELS)
 def test_a_damaged_node_ends_a_restore_after_one_round(

@@ -56,6 +56,7 @@ def during_prefill(patch: pytest.MonkeyPatch, act: Callable[[CachedRequest, KVSe
     patch.setattr(CachedRequest, "after_step", and_act)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("scope", ["full", 40 * BLOCK])
 def test_what_is_saved_waits_in_pages_however_slow_the_disk_is(
@@ -144,6 +145,7 @@ def test_blocks_are_stored_before_the_prompt_is_computed_and_its_entry_after(
     assert not store.evictor.pinned()
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("wanted_after", [1, 2, 5, 7])
 def test_where_the_memory_is_wanted_while_the_disk_is_slow_what_was_queued_before_is_stored(
@@ -183,6 +185,7 @@ def test_where_the_memory_is_wanted_while_the_disk_is_slow_what_was_queued_befor
     assert runner.run(prompt, "full").report.restored == len(prompt)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("error", [StoreFull("no room"), StoreUnavailable("the disk is away"), MemoryError()], ids=repr)
 @pytest.mark.parametrize("lost", [0, 3])
@@ -280,6 +283,7 @@ def ttls_s(runner: Runner) -> list[tuple[int, NodeKind, int]]:
     return sorted((node.end, node.kind, ttl) for node, ttl in zip(nodes, ttls, strict=True) if node is not None)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("options", [FULL, AUTO, only(2 * BLOCK)], ids=["full", "auto", "number"])
 @pytest.mark.parametrize("steps", [1, 3, 6])

@@ -108,6 +108,7 @@ REAL_ALTERNATING = {
 }
 
 
+@pytest.mark.slow
 def test_the_real_templates_that_demand_alternation_are_found_and_no_other(with_template: Any) -> None:
     names = {
         name
@@ -117,6 +118,7 @@ def test_the_real_templates_that_demand_alternation_are_found_and_no_other(with_
     assert names == REAL_ALTERNATING
 
 
+@pytest.mark.slow
 def test_real_templates_accept_any_order_and_keep_accepted_ones(
     with_template: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +145,7 @@ def alternating_templates() -> dict[str, str]:
     return ALTERNATING | real
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", sorted({*ALTERNATING, *REAL_ALTERNATING}))
 def test_any_order_of_messages_keeps_all_words_in_order(
     name: str, with_template: Any, monkeypatch: pytest.MonkeyPatch
@@ -163,6 +166,7 @@ def test_any_order_of_messages_keeps_all_words_in_order(
     assert 5 < num_as_before < 200
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", sorted({*ALTERNATING, *REAL_ALTERNATING}))
 def test_an_added_message_keeps_the_rendered_beginning(name: str, with_template: Any) -> None:
     renderer = with_template(alternating_templates()[name])

@@ -315,6 +315,7 @@ def restored_share(prompts: list[Prompt]) -> float:
     return simulator.totals.restored_share
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_turns_of_a_changing_client_hit_with_its_canonicaliser(
     render: Callable[[Conversation, str], Prompt], name: str

@@ -76,6 +76,7 @@ def written(family: Family, prompt: Prompt) -> str:
     return str(tokenizer_of(family).decode(prompt.token_ids.tolist(), skip_special_tokens=False))
 
 
+@pytest.mark.cases(4)
 @families
 @pytest.mark.parametrize("where", PLACES)
 def test_no_added_token_comes_of_a_text_of_a_client(family: Family, where: str) -> None:
@@ -129,6 +130,7 @@ def test_in_a_reply_turns_are_text_and_tags_are_tags(family: Family) -> None:
         assert prompt.token_ids.tolist() == raw.token_ids.tolist(), tag
 
 
+@pytest.mark.cases(22)
 @families
 @pytest.mark.parametrize("where", ["system", "user", "assistant", "result", "tool", "arguments"])
 def test_a_request_may_ask_for_tokens_in_texts_and_no_boundary_moves(family: Family, where: str) -> None:
@@ -173,6 +175,7 @@ WORDS = [
 TEXTS = st.lists(st.sampled_from(WORDS), min_size=1, max_size=8).map(lambda words: "".join(words) + ".")
 
 
+@pytest.mark.cases(2)
 @families
 @given(text=TEXTS)
 def test_other_texts_have_the_tokens_of_the_templates_text(family: Family, text: str) -> None:
@@ -188,6 +191,7 @@ def without_added_tokens(family: Family) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(source | {"added_tokens": [], "post_processor": None}))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["qwen3", "gemma-4"])
 def test_a_text_is_encoded_as_by_a_tokenizer_without_added_tokens(name: str) -> None:
     family = named(name)

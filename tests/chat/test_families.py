@@ -78,6 +78,7 @@ def shared(earlier: Prompt, later: Prompt) -> int:
     return earlier.last_safe(common_prefix_length(earlier.token_ids, later.token_ids))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 def test_the_tokenizers_give_the_token_ids_that_their_publishers_give(vocabulary: str) -> None:
     tokenizer = Tokenizer.from_file(str(folder() / f"{vocabulary}.json"))
@@ -88,6 +89,7 @@ def test_the_tokenizers_give_the_token_ids_that_their_publishers_give(vocabulary
         assert tokenizer.encode(text, add_special_tokens=False).ids == [int(index) for index in line.split()], text
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("name", "text", "index"),
     [
@@ -107,6 +109,7 @@ def test_the_marker_of_a_turn_is_the_token_that_the_model_knows(name: str, text:
     assert markers_of(named(name))[index] == text
 
 
+@pytest.mark.cases(5)
 @families
 @pytest.mark.parametrize("tools", [False, True], ids=["plain", "tools"])
 def test_every_marker_of_the_template_is_a_boundary_and_nothing_else_is(family: Family, tools: bool) -> None:

@@ -258,6 +258,7 @@ CASES = [
 ]
 
 
+@pytest.mark.cases(97)
 @pytest.mark.parametrize(("family", "with_tools", "index"), CASES)
 def test_a_mark_ends_behind_its_message_and_before_the_next(family: Family, with_tools: bool, index: int) -> None:
     messages = LOOP if with_tools else CHAT

@@ -231,6 +231,7 @@ SWITCHES = {
 }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("template", "switch"), SWITCHES.items(), ids=SWITCHES)
 def test_a_template_that_can_keep_thoughts_keeps_them(template: str, switch: dict[str, bool]) -> None:
     family = dataclasses.replace(QWEN3, template=template)

@@ -273,6 +273,7 @@ def test_each_model_that_is_known_by_name_is_checked_and_none_is_a_problem(
     assert (level, "loaded" in text) == ("note", False), "nothing is known of either"
 
 
+@pytest.mark.slow
 def test_doctor_compares_the_memory_of_all_models_with_the_limit(run: Run, chat_model: Path, tmp_path: Path) -> None:
     file = tmp_path / "models.toml"
 

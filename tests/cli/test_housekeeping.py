@@ -126,6 +126,7 @@ def test_purge_removes_prompts_that_meet_all_conditions_as_a_dry_run_says(
         assert f"{name(pubs[0])[:12]} tiny 48 tokens" in shown
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("flags", "held", "shrinks"),
     [
@@ -160,6 +161,7 @@ def test_blocks_that_cannot_go_and_a_file_that_was_moved_aside_are_told(
     assert f"{folder / 'damaged.mdb'}, which a daemon moved aside, may contain the prompts too" in ended.stderr
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("answer", "exit_code", "left"), [("y\n", 0, 0), ("n\n", 1, 3), ("\n", 1, 3), ("\x03", 130, 3)]
 )
@@ -402,6 +404,7 @@ def test_a_backup_leaves_the_store_and_a_restore_brings_it_back(run: Run, folder
 NUM_DAMAGED = examples(12)
 
 
+@pytest.mark.slow
 def test_no_damaged_backup_is_restored_and_the_old_store_stays(run: Run, tmp_path: Path) -> None:
     """A few bytes of each backup are changed: the first half anywhere, the other in pages of B-trees."""
     backup, folder, damaged_copy = tmp_path / "backup", tmp_path / "kv", tmp_path / "damaged"

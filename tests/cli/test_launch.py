@@ -413,6 +413,7 @@ def test_launch_sends_no_key_to_another_program_on_the_port(
     assert {key for key in stranger.keys if key and user_key() in key} == set()
 
 
+@pytest.mark.slow
 def test_a_second_launch_shares_the_daemon_and_changes_nothing_under_the_first(
     run: Run, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:

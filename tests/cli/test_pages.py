@@ -119,6 +119,7 @@ def at_home(place: Path, run: Run, daemon: DaemonProcess, tmp_path: Path, monkey
     return tmp_path
 
 
+@pytest.mark.cases(13)
 @pytest.mark.parametrize(
     ("page", "command"), [shown for shown in SHOWN if reason_not_to_run(shown[1]) is None], ids=lambda one: one[:60]
 )

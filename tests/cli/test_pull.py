@@ -215,6 +215,7 @@ HOSTILE_NAMES = [
 ]
 
 
+@pytest.mark.cases(14)
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
@@ -268,6 +269,7 @@ LIES: dict[str, Callable[[FakeHub], object]] = {
 }
 
 
+@pytest.mark.cases(9)
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize(("refused", "num_honest"), [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1), (0, 3)])
 @pytest.mark.parametrize("model", [f"{REPO}:Q8_0", "org/whole"])
@@ -309,6 +311,7 @@ def test_a_large_file_whose_bytes_do_not_have_the_announced_sha_256_is_an_error_
     assert way == "xet" or hub.fetched() == ["tiny-q8_0.gguf"]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("endless", "model", "words"),
     [

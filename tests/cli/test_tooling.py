@@ -41,6 +41,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("commands", "needed"),
     [
@@ -109,6 +110,7 @@ WRITERS = [["inspect"], ["inspect", "--json"], ["verify"], ["verify", "--json"],
 HELP = [["--help"], ["serve", "--help"]]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("args", [*([*args, "--kv-cache-dir", "kv"] for args in WRITERS), *HELP])
 def test_output_that_nobody_reads_or_that_cannot_be_written_ends_it_with_its_exit_code(
     place: Path, monkeypatch: pytest.MonkeyPatch, args: list[str]
@@ -149,6 +151,7 @@ def test_the_folder_of_the_environment_may_begin_with_a_tilde(
     assert (ended.exit_code, ended.stdout.endswith(f"in {place / 'kv'}\n")) == (0, True)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("command", "verb"), [("verify", "verifying"), ("compact", "compacting"), ("purge --all --yes", "purging")]
 )

@@ -172,6 +172,7 @@ PLACES: list[tuple[type, str]] = [
 ]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(("owner", "name"), PLACES, ids=[f"{owner.__name__}.{name}" for owner, name in PLACES])
 def test_an_error_anywhere_fails_one_request(
     owner: type, name: str, engine: Engine, monkeypatch: pytest.MonkeyPatch

@@ -133,6 +133,7 @@ def test_what_needs_nothing_from_the_disk_does_not_wait_for_a_restore(
     assert gate.calls.total() <= len(gate.calls) + 2 < 2 * len(gate.calls)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("hangs", [(Snapshot, "last_under"), (DiskView, "has"), (DiskView, "_decode")])
 @pytest.mark.usefixtures("impatient")
 def test_a_disk_that_does_not_answer_stops_no_request(
@@ -280,6 +281,7 @@ def test_a_request_that_has_waited_for_the_disk_elsewhere_waits_no_more(
         gate.opened.set()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("hangs", ["has", "_decode"])
 def test_a_slow_disk_uses_up_the_patience_of_a_request_and_of_those_that_wait_behind_it(
     hangs: str, engine: Engine, stored: tuple[Path, list[list[int]]], monkeypatch: pytest.MonkeyPatch

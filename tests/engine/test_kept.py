@@ -203,6 +203,7 @@ def reply_ends(engine: Engine) -> list[int]:
 WHOLE = [4 * BLOCK, 5 * BLOCK, PROMPT + 39]
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     ("scope", "ends"),
     [

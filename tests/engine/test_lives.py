@@ -370,6 +370,7 @@ class Life:
         self.clients, self.is_excused = [], False
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("number", range(examples(4)))
 def test_every_reply_is_the_one_computed_alone(
     number: int, folder: Path, tmp_path: Path, alone: Alone, monkeypatch: pytest.MonkeyPatch

@@ -45,6 +45,7 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
         yield open_on
 
 
+@pytest.mark.cases(1)
 def test_a_prompt_stored_on_one_cpu_is_restored_on_every_other(opened: Open) -> None:
     asked = request(tokens(LENGTH), logprobs=2, max_tokens=8)
     engine = opened(CPUS[0])

@@ -207,6 +207,7 @@ CUTS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.cases(10)
 @pytest.mark.parametrize("vocab", [7, 1000])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("params", CUTS, ids=str)

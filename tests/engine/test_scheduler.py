@@ -206,6 +206,7 @@ def rows_that_pass(length: int, short: int) -> int:
     return sum(world.prefilled.values()) - length
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("short", [1, 255, 300])
 def test_after_four_times_its_length_nothing_new_passes_a_prompt(short: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What waited already may: five short ones, and one more step."""

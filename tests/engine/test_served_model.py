@@ -320,6 +320,7 @@ def one_pass(model: PreTrainedModel, ids: torch.Tensor) -> Logits:
     return found
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("model_type", "fields"), MODELS.values(), ids=MODELS)
 def test_the_reply_of_a_model_that_bypasses_the_cache_is_what_generate_gives(
     model_type: str, fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -142,6 +142,7 @@ def no_recheck(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
         yield patch
 
 
+@pytest.mark.cases(1)
 def test_a_build_that_computes_other_bits_gets_a_root_of_its_own_and_the_old_one_goes_on(
     opened: Opened, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -169,6 +170,7 @@ def test_a_build_that_computes_other_bits_gets_a_root_of_its_own_and_the_old_one
     assert opened("two").cache.root == own
 
 
+@pytest.mark.cases(1)
 @pytest.mark.usefixtures("no_recheck")
 def test_what_a_build_restored_before_the_difference_was_known_is_not_shared_after_it(
     opened: Opened, no_recheck: pytest.MonkeyPatch
@@ -209,6 +211,7 @@ def test_nothing_is_saved_beside_what_was_not_compared(opened: Opened, no_rechec
     assert content(second, old).keys() > stored.keys()
 
 
+@pytest.mark.cases(1)
 def test_a_request_that_comes_when_the_difference_is_found_does_not_hide_it(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,6 +237,7 @@ def test_a_request_that_comes_when_the_difference_is_found_does_not_hide_it(
     assert opened("two").cache.root != old
 
 
+@pytest.mark.cases(1)
 def test_while_a_difference_cannot_be_recorded_nothing_is_restored_shared_or_saved(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,6 +264,7 @@ def test_while_a_difference_cannot_be_recorded_nothing_is_restored_shared_or_sav
     assert [said(second).restored for _ in range(2)] == [0, 200]
 
 
+@pytest.mark.cases(1)
 def test_a_request_between_the_new_epoch_and_the_new_root_has_neither(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -307,6 +312,7 @@ def test_a_recheck_that_fails_leaves_it_known_that_nothing_was_compared(
     assert not opened("two").cache.must_recheck
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("is_marked", [False, True])
 def test_a_store_that_cannot_be_read_at_the_start_hides_no_difference(
     is_marked: bool,
@@ -339,6 +345,7 @@ def test_a_store_that_cannot_be_read_at_the_start_hides_no_difference(
     assert said(again).restored == 200
 
 
+@pytest.mark.cases(1)
 @pytest.mark.usefixtures("no_recheck")
 def test_a_process_takes_the_root_that_another_one_of_its_build_got(opened: Opened) -> None:
     said(opened("one"))
@@ -370,6 +377,7 @@ def models(engine: Engine) -> list[str]:
         return [model.build for _, model in snapshot.models()]
 
 
+@pytest.mark.cases(1)
 def test_a_purge_leaves_the_record_of_the_model_that_is_served(opened: Opened) -> None:
     said(opened("one"))
     second = opened("two")
@@ -415,6 +423,7 @@ def test_a_request_goes_before_the_recheck(opened: Opened, monkeypatch: pytest.M
     wait_for(lambda: second.pages.pool.used_bytes == used)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("bits", ["bits", "other bits"])
 def test_blocks_of_another_build_are_evicted_first(opened: Opened, bits: str) -> None:
     """Of one with other bits, and of one whose root differs by the build alone; its encoded pictures too."""

@@ -16,6 +16,7 @@ def layer_kinds(config: PreTrainedConfig, pattern: str) -> set[str]:
     return set(getattr(config.get_text_config(decoder=True), pattern, None) or ())
 
 
+@pytest.mark.cases(11)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_next_token_depends_on_every_token_before_it(name: str) -> None:
     model = tiny_model(name, torch.float32)

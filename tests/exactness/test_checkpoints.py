@@ -65,6 +65,7 @@ class Chat:
 AUTO = CacheOptions(scope=parse_scope("auto:30", param="scope"))
 
 
+@pytest.mark.cases(3)
 def test_the_next_turn_computes_what_is_new(kind: str, tmp_path: Path) -> None:
     runner, chat = open_runner(kind, tmp_path), Chat(1)
     known = random_prompt(0, 0)
@@ -85,6 +86,7 @@ def test_the_next_turn_computes_what_is_new(kind: str, tmp_path: Path) -> None:
     runner.close()
 
 
+@pytest.mark.cases(3)
 def test_it_is_exact_wherever_a_checkpoint_is(kind: str, tmp_path: Path) -> None:
     """Checkpoints at random places, prompts that leave in other places, and a restart before each."""
     runner, random = open_runner(kind, tmp_path), np.random.default_rng(3)

@@ -328,6 +328,7 @@ def no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Snapshot, "has", lambda self, name, *_, **__: self.get_record("nodes", name) is not None)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("name", "broken"),
@@ -397,6 +398,7 @@ def test_it_goes_red_when_a_scale_of_q8_is_not_restored(
     assert row.bitwise != without, row.reason
 
 
+@pytest.mark.cases(3)
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mamba2"])
 @pytest.mark.parametrize("at_grid", [True, False], ids=["grid", "token"])
@@ -406,6 +408,7 @@ def test_the_suite_is_green_when_nothing_is_broken(tmp_path: Path, name: str, at
     assert row.exact_at == ("grid" if at_grid else "token")
 
 
+@pytest.mark.cases(3)
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next", "lfm2", "mamba2"])
 def test_what_is_exact_at_every_token_needs_no_grid(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
@@ -441,6 +444,7 @@ def test_rows_of_another_picture_turn_the_suite_red(monkeypatch: pytest.MonkeyPa
     assert [case.case for case in row.cases if case.reason] == ["shorter"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("name", "dtype", "at_grid"),
     [

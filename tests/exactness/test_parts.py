@@ -32,6 +32,7 @@ def of_a_conversation(rng: random.Random, stored: list[TokenIds]) -> TokenIds:
     return np.concatenate([before[:cut], more])[: 8 * BLOCK]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

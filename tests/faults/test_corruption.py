@@ -56,6 +56,7 @@ def test_no_damage_leads_to_a_wrong_byte_a_crash_a_hang_or_a_crash_loop(tmp_path
     assert all(verdicts[kind].total() == CASES for kind in KINDS)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("kind", "seed", "verdict"),
     [

@@ -267,6 +267,7 @@ def serve_in_another_process(folder: Path, budget_bytes: int) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("pages_left", [0, 1, 2, 3, 4, 5, 9, 20])
 @pytest.mark.parametrize("place", ["new", "without lock.mdb", "with a lower budget"])
 def test_a_daemon_starts_on_a_full_disk_whatever_it_would_have_to_write(

@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 NOTHING: Any = None
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("first", range(0, 60, 20))
 def test_in_no_history_is_a_reply_wrong_or_lost(first: int, tmp_path: Path) -> None:
     found = run_histories(range(first, first + 20), tmp_path)
@@ -34,6 +35,7 @@ def test_in_no_history_is_a_reply_wrong_or_lost(first: int, tmp_path: Path) -> N
     assert all(found.events[kind] for kind in (*kinds, "meet_a_strangers_purge"))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("mutant", ["the tenant of memory", "the wake behind a fetch", "the mark of others"])
 def test_without_a_protection_a_history_is_wrong(mutant: str, tmp_path: Path) -> None:
     assert run_histories(range(40), tmp_path, without=mutant, until=MUTANTS[mutant].shows).failures
@@ -100,6 +102,7 @@ def trace_of(seed: int) -> list[str]:
     return lines
 
 
+@pytest.mark.slow
 def test_a_seed_is_one_order_of_the_threads() -> None:
     assert trace_of(1) == trace_of(1)
     assert len({tuple(trace_of(seed)) for seed in range(4)}) == 4

@@ -92,6 +92,7 @@ def result_of(part: Part, folder: Path, share: int, shares: int, samples: int = 
     return check_moments(recording, moments, folder, samples, until_red=part not in PARTS)
 
 
+@pytest.mark.cases(1)
 @needs("cc")
 @pytest.mark.parametrize(("deed", "share", "shares"), [("save", 4, 26), ("compact", 2, 4)])
 def test_a_power_failure_loses_nothing_that_was_acknowledged(
@@ -115,6 +116,7 @@ def test_without_a_barrier_an_image_is_wrong(deed: str, removed: str, share: int
     assert result_of(part, tmp_path, share, shares).failures
 
 
+@pytest.mark.cases(1)
 @needs("cc")
 @pytest.mark.parametrize(("number", "step"), [(0, 26), (2, 47)])
 def test_after_a_fault_of_the_disk_everything_is_saved_again(number: int, step: int, tmp_path: Path) -> None:

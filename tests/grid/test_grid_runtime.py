@@ -37,6 +37,7 @@ def step(runtime: GridRuntime, sequence: KVSequence, num_tokens: int, seed: int)
     return runtime.run([Rows(sequence, ids[start : start + num_tokens])]).logits[0]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", KINDS)
 def test_sequences_that_take_turns_have_the_bits_of_each_alone(name: str) -> None:
     """Also when one begins again, and when a step failed in its midst."""

@@ -264,6 +264,7 @@ MODELS: dict[str, dict[str, Any]] = {
 SETTINGS = settings(max_examples=examples(10), stateful_step_count=40)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("model", MODELS)
 def test_each_sequence_has_the_state_of_its_own_tokens(model: str) -> None:
     run_state_machine_as_test(type("History", (Histories,), MODELS[model]), settings=SETTINGS)

@@ -69,6 +69,7 @@ def stepwise_on_transformers(model: PreTrainedModel, layout: Layout) -> list[tor
     return logits
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_our_layers_answer_what_transformers_own_do(name: str, dtype: torch.dtype) -> None:

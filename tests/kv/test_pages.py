@@ -182,6 +182,7 @@ def test_a_sequence_that_ends_is_gone_at_once() -> None:
 # Bounds.
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_does_not_fit_is_refused_with_figures_and_takes_nothing(
     kind: str, monkeypatch: pytest.MonkeyPatch

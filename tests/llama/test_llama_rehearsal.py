@@ -41,6 +41,7 @@ def with_gpu(**changes: Any) -> ScriptedLlama:
     return api
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_of_model_passes_and_has_a_layout(name: str) -> None:
     api = ScriptedLlama(name)

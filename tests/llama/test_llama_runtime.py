@@ -101,6 +101,7 @@ def restored(sequence: KVSequence, pool: PagePool) -> KVSequence:
     return copy
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("block", [32, 96])
 @pytest.mark.parametrize("name", KINDS)
 def test_a_restored_sequence_has_the_bits_of_an_uninterrupted_run(name: str, block: int) -> None:
@@ -117,6 +118,7 @@ def test_a_restored_sequence_has_the_bits_of_an_uninterrupted_run(name: str, blo
         assert content(again) == whole, end
 
 
+@pytest.mark.cases(9)
 @pytest.mark.parametrize("num_contexts", [1, 2, 3])
 @pytest.mark.parametrize("name", SOME)
 def test_conversations_in_turn_have_the_bits_of_each_alone(name: str, num_contexts: int) -> None:
@@ -219,6 +221,7 @@ def test_the_pages_decide_what_a_sequence_is_that_was_changed() -> None:
     assert served.steps(one, STEPS[3:], 2) == alone("dense", 2)[0][3:]
 
 
+@pytest.mark.cases(9)
 @pytest.mark.parametrize("num_contexts", [1, 2])
 @pytest.mark.parametrize("name", SOME)
 def test_a_context_grows_with_its_sequence(name: str, num_contexts: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,6 +276,7 @@ def test_without_memory_for_any_context_the_message_says_what_to_do() -> None:
     assert served.steps(sequence, STEPS) == alone("dense", 1)[0]
 
 
+@pytest.mark.cases(34)
 @pytest.mark.parametrize("number", range(len(STEPS)))
 @pytest.mark.parametrize("name", SOME)
 def test_after_a_failed_step_the_sequence_goes_on_with_its_bits(name: str, number: int) -> None:

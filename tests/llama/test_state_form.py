@@ -118,6 +118,7 @@ def test_a_windowed_section_has_only_the_tokens_that_the_last_one_sees(name: str
     assert found == [*[(0, 20)] * num_whole, (8, 12)]
 
 
+@pytest.mark.cases(7)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_cut_state_is_refused(name: str) -> None:
     state, form = state_of(name)
@@ -128,6 +129,7 @@ def test_a_cut_state_is_refused(name: str) -> None:
         rows_of(np.append(state, np.uint8(0)), form)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", ["dense", "plane", "short window", "sparse hybrid"])
 def test_no_changed_byte_of_a_state_is_an_error_of_another_kind(name: str) -> None:
     """Rows may have any bytes. A number of a header that is not possible is named."""

@@ -50,6 +50,7 @@ def found_in(model: PreTrainedModel) -> dict[str, tuple[torch.Tensor, float]]:
     }
 
 
+@pytest.mark.cases(10)
 @pytest.mark.parametrize(("name", "fields"), CASES, ids=[f"{name}-{'-'.join(fields)}" for name, fields in CASES])
 def test_layouts_and_positions_are_those_of_the_modules(name: str, fields: dict[str, Any]) -> None:
     model = tiny_model(name, torch.bfloat16, **fields)

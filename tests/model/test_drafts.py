@@ -117,6 +117,7 @@ def test_the_memory_of_the_draft_layer_may_lag_within_a_block(name: str) -> None
     assert memory_of(sequence) == memory_of(whole)
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", WITH_DRAFT_LAYER)
 @torch.inference_mode()
@@ -242,6 +243,7 @@ def hidden_of_module(model: PreTrainedModel, token_ids: torch.Tensor, before: to
     return hidden
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("name", WITH_DRAFT_LAYER)
 @torch.inference_mode()
 def test_draft_tokens_equal_those_of_transformers_module(name: str) -> None:
@@ -260,6 +262,7 @@ def test_draft_tokens_equal_those_of_transformers_module(name: str) -> None:
         before, ids = torch.cat([before, its], 1), torch.cat([ids, torch.tensor([[token]])], 1)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("weights", ["", "Q8_0", "Q4_1", "float32"])
 @torch.inference_mode()
 def test_the_likeliest_draft_token_is_returned(weights: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,6 +110,7 @@ def test_defaults_are_those_of_the_class(kind: str) -> None:
     assert_same(kind, {})
 
 
+@pytest.mark.cases(55)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_tiny_configurations_are_the_same_as_they_are_saved_and_with_less_said(name: str, tmp_path: Path) -> None:
     config = ARCHITECTURES[name].build().get_text_config(decoder=True)

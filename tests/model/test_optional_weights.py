@@ -43,6 +43,7 @@ def require_each(model: PreTrainedModel, seen: set[str]) -> None:
             PlanRuntime(weights, model.config, plan_layout(weights, model.config), 16).prepare()
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_options_decide_about_biases_as_in_transformers(name: str) -> None:
     seen, options = set[str](), list[dict[str, Any]]([{}, *other_options(name)])

@@ -110,6 +110,7 @@ def are_equal(one: Bits, other: Bits) -> bool:
     return all(state == its and same(a, b) for (state, a), (its, b) in zip(one, other, strict=True))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "name",
     [

@@ -142,6 +142,7 @@ def test_the_configuration_says_which_layers_see_whole_pictures() -> None:
     assert [*map(sees_pictures_whole, configs)] == ["", "all", "otherwise", "otherwise", ""]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", VISION_MODELS)
 def test_an_encoder_without_its_decoder_gives_the_rows_of_the_whole_model(name: str, tmp_path: Path) -> None:
     loaded = load_model(Settings(model=str(VISION_MODELS[name](tmp_path)), dtype="bfloat16"), lambda _: None)

@@ -109,6 +109,7 @@ def oracle(model: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
     return logits
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_plan_has_the_logits_of_transformers(name: str) -> None:
     config = tiny_model(name, torch.float32).config.get_text_config(decoder=True)
@@ -185,11 +186,13 @@ BESIDES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.cases(9)
 @pytest.mark.parametrize(("name", "fields"), BESIDES)
 def test_a_plan_follows_further_options_of_the_configuration(name: str, fields: dict[str, Any]) -> None:
     require_logits(tiny_model(name, torch.float32, **fields))
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_plan_in_bfloat16_errs_no_more_than_transformers_does(name: str) -> None:
     # The router of a mixture may choose another expert for a token, and all tokens behind it differ where there are
@@ -227,6 +230,7 @@ def test_sums_of_layers_are_float32_if_the_configuration_says_so(name: str, laye
     assert errors[0] < 0.5 * errors[1]
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize(
     ("name", "form"),
     [

@@ -197,6 +197,7 @@ LARGEST = "llama gemma3n gemma4 gpt_oss mimo_v2_flash deepseek_v3+draft qwen3_ne
 """Those that have all fields of a configuration and all that calls keep between them."""
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("name", LARGEST.split())
 def test_each_leaf_of_a_configuration_changes_the_identity(name: str) -> None:
     model = tiny_model(name, torch.bfloat16)
@@ -211,6 +212,7 @@ def test_each_leaf_of_a_configuration_changes_the_identity(name: str) -> None:
     assert {f".DecoderConfig.{one}" for one in fields_of} <= seen
 
 
+@pytest.mark.cases(7)
 @pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", LARGEST.split())

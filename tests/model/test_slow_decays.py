@@ -49,12 +49,14 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float(((found.double() - expected).norm(dim=1) / spread).max())
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", RECURRENT.split())
 def test_a_plan_remembers_as_the_equations_of_the_papers_do(name: str) -> None:
     model = remembering(name)
     assert error(of_plan(model), oracle(in_float64(model), prompt())) < 1e-4
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", STATE_SPACES)
 def test_the_comparison_sees_a_floor_under_the_steps(name: str) -> None:
     model = remembering(name, time_step_limit=FLOOR)

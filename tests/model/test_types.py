@@ -80,6 +80,7 @@ def test_families_read_options_through_the_declared_ones_alone() -> None:
         assert {*asked} <= {"context", "is_heterogeneous", "use_bidirectional_attention"}, path.name
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("kind", TYPES)
 def test_a_record_lists_the_options_that_it_derives_and_no_class_declares(kind: str) -> None:
     given: dict[str, Any]

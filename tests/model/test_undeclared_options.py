@@ -129,6 +129,7 @@ def tiny_options(kind: str) -> dict[str, Any]:
     return {}
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("kind", TYPES)
 def test_the_options_of_all_other_types_change_nothing(kind: str) -> None:
     given = {**tiny_options(kind), "model_type": kind}
@@ -154,6 +155,7 @@ def test_nor_do_they_in_a_configuration_of_transformers(kind: str) -> None:
         assert everything(plan_config(stray)) == expected
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("kind", WHOLES.split())
 def test_undeclared_options_of_a_model_with_encoders_change_nothing(kind: str) -> None:
     expected: dict[str, Any] = {}

@@ -164,6 +164,7 @@ def has_tiles(operators: Operators, dtype: torch.dtype) -> bool:
     return operators.rows == "bf16" and dtype == torch.bfloat16
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("operators", "dtype", "name"),
     [
@@ -198,6 +199,7 @@ def seeing(start: int, end: int) -> Run:
     return Run(start, end - start, tuple(span for span in PICTURES if span[0] < end and start < span[1]))
 
 
+@pytest.mark.cases(3)
 @pytest.mark.usefixtures("operators")
 @pytest.mark.parametrize("name", WHOLE)
 def test_tokens_of_a_picture_see_each_other_with_the_same_bits_in_every_step(name: str) -> None:
@@ -262,6 +264,7 @@ def test_a_nan_score_makes_a_nan_row_in_any_batch(softcap: float) -> None:
     assert all(layer.attended(Run(position, 1)).isnan().all() for position in range(300, 332))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.usefixtures("operators")
 @pytest.mark.parametrize("page_tokens", [256, 512, 64, 48, 500])
 def test_scattered_pages_give_the_bits_of_one_memory(page_tokens: int) -> None:

@@ -67,6 +67,7 @@ SETS: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {
 }
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("numbers", SETS)
 def test_multiply_and_add_rounds_once(operators: Operators, numbers: str) -> None:
     added, left, right = SETS[numbers]

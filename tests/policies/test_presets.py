@@ -80,6 +80,7 @@ def test_each_preset_has_a_workload_and_all_regimes_are_tried() -> None:
     assert {regime for _, _, regime, _, _ in CASES} == set(REGIMES)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("preset", "workload", "regime", "least_restored", "most_written"), CASES)
 def test_a_preset_does_what_it_is_for(
     preset: str, workload: str, regime: Regime, least_restored: float, most_written: float

@@ -86,6 +86,7 @@ def next_question(reply: dict[str, Any]) -> list[dict[str, str]]:
     return [*LOOP, said("assistant", reply["choices"][0]["message"]["content"]), said("user", "And lakes?")]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("forgets", [False, True], ids=["memory", "disk"])
 def test_the_next_question_restores_the_rewritten_history(serving: AppServer, tmp_path: Path, forgets: bool) -> None:
     engine = serving.engine

@@ -127,6 +127,7 @@ def served(request: pytest.FixtureRequest, chat_model: Path) -> Iterator[AppServ
         yield server
 
 
+@pytest.mark.cases(24)
 @pytest.mark.parametrize("name", REQUESTS)
 def test_agent_bodies_are_counted_as_they_are_computed(served: AppServer, name: str) -> None:
     path, body, words = REQUESTS[name]

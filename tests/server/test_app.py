@@ -98,6 +98,7 @@ def test_health_is_503_while_loading_and_requests_wait(chat_model: Path, engine:
         assert [request.result().status_code for request in waiting] == [200, 200, 200]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("error", [None, ModelError("no such model")], ids=["loads", "fails"])
 @pytest.mark.parametrize(
     ("path", "stream", "sign"),
@@ -521,6 +522,7 @@ def test_the_request_reaches_the_engine_with_what_the_body_said(server: AppServe
     assert [[mark.ttl_s for mark in request.prompt.marks] for request in (chat, continued)] == [[1800.0, 300.0], []]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("header", SESSION_HEADERS)
 def test_a_header_that_names_a_session_groups_its_prompts(
     server: AppServer, engine: ScriptedEngine, header: str
@@ -569,6 +571,7 @@ def test_every_response_has_the_id_of_its_request(server: AppServer) -> None:
     assert ids == [answer.headers["request-id"] for answer in answers]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("owner", "name", "path", "body"),
     [

@@ -375,6 +375,7 @@ LATE: list[tuple[str, dict[str, Any], str]] = [
 """What is found out when the prompt is rendered and the constraint compiled."""
 
 
+@pytest.mark.cases(28)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "fields", "param"), LATE)
 def test_a_missing_ability_is_a_400_before_anything_is_queued(
@@ -391,6 +392,7 @@ def test_a_missing_ability_is_a_400_before_anything_is_queued(
 WRONG: list[Any] = [-1, 1.5, True, "\0", "9" * 50, [], [{}], {"a": {}}, 2**64]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("path", BODIES)
 def test_every_field_takes_a_value_or_refuses_it_by_its_name(client: httpx.Client, path: str) -> None:
     document = client.get("/openapi.json").json()

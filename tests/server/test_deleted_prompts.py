@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.schema import DATABASES
@@ -142,6 +143,7 @@ def entries_with(client: httpx.Client, text: str) -> list[dict[str, Any]]:
     return [entry for entry in listed["entries"] if text in entry["preview"]]
 
 
+@pytest.mark.slow
 def test_a_purge_that_erases_beside_a_daemon_leaves_no_byte_in_the_file(chat_model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     with running_daemon(chat_model, folder) as daemon, daemon.client() as client:

@@ -19,6 +19,7 @@ from tools.faults.hostile.program import write_keys
 from tools.faults.hostile.requests import KINDS
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("hostile", REQUESTS.values(), ids=REQUESTS)
 def test_a_request_that_once_was_a_failure_is_served_or_refused(daemon: DaemonProcess, hostile: Hostile) -> None:
     with daemon.client() as client:

@@ -318,6 +318,7 @@ def test_a_name_that_no_model_can_have_is_refused_and_not_repeated(chat_model: P
             assert "xxx" not in answer.text
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("penalty", [0.01, 100])
 @pytest.mark.parametrize("temperature", [1e-5, 2])
 def test_the_ends_of_all_ranges_together_are_served(client: httpx.Client, penalty: float, temperature: float) -> None:

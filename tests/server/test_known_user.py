@@ -50,6 +50,7 @@ def test_the_users_programs_restore_a_commands_state_with_any_bearer(daemon: Dae
             assert restored(client, prompt, headers, salt="of a user") == 0
 
 
+@pytest.mark.cases(1)
 def test_another_user_learns_no_more_of_a_right_guess_than_of_a_wrong_one(daemon: DaemonProcess) -> None:
     secret, wrong = ("The alarm code of the house is CODE. Tell nobody. ".replace("CODE", code) * 8 for code in "48")
     with httpx.Client(base_url=daemon.url, timeout=60) as own:

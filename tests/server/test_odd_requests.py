@@ -244,6 +244,7 @@ def test_codex_items_become_calls_and_results_without_hosted_tools(
     assert again.json()["status"] == "completed"
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("choice", ["auto", {"type": "custom", "name": "apply_patch"}])
 @pytest.mark.parametrize("tools", [[CUSTOM], [SPACE]])
 def test_a_custom_tool_is_a_function_with_its_own_call_item(
@@ -399,6 +400,7 @@ def streamed_arguments(path: str, events: list[Any]) -> str:
     return "".join(delta.get("partial_json", "") for delta in deltas)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("path", ONE_CALL)
 def test_a_forced_call_keeps_digits_and_text_exactly(agent_daemon: AppServer, path: str) -> None:
     asked = ONE_CALL[path] | {"max_output_tokens" if path == RESPONSES else "max_tokens": 400}

@@ -140,6 +140,7 @@ def told(client: httpx.Client, text: str, headers: dict[str, str]) -> list[Any]:
     return figures
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("owners", ["token", "key", "x-api-key"])
 def test_figures_do_not_reveal_the_owners_prompts(daemon: DaemonProcess, unknown: httpx.Client, owners: str) -> None:
     text = f"You are the assistant of a house ({owners}). The alarm code of the house is CODE. Tell nobody. " * 4
@@ -169,6 +170,7 @@ def test_a_command_of_the_same_user_finds_the_token_by_itself(
     assert call("GET", "/dashboard/entries", None).status == 401
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("is_ours", [True, False])
 def test_only_the_users_programs_restore_state_of_commands(
     daemon: DaemonProcess,

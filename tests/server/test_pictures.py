@@ -175,6 +175,7 @@ DOORS = (
 )
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("door", DOORS, ids=lambda door: door.__name__)
 def test_every_form_of_base64_is_the_same_picture_at_every_door(
     llava: AppServer, door: Any, monkeypatch: pytest.MonkeyPatch
@@ -206,6 +207,7 @@ def test_every_form_of_base64_is_the_same_picture_at_every_door(
     assert "letters that base64 has not (*)" in refused.text
 
 
+@pytest.mark.cases(2)
 def test_a_vision_model_caches_text_requests(vision: AppServer) -> None:
     text = QUESTION * 4
     for said in (text, text + "And where is each of them deepest? "):
@@ -245,6 +247,7 @@ def pictures_of(reply: dict[str, Any]) -> tuple[int, int]:
     return reply["timings"].get("images_encoded", 0), reply["timings"].get("images_restored", 0)
 
 
+@pytest.mark.cases(2)
 def test_a_prompt_with_images_has_the_tokens_and_the_reply_of_generate(vision: AppServer) -> None:
     red, blue = image_bytes(COLORS[0]), image_bytes(COLORS[1], (30, 50), "JPEG")
     sent = body(image_part(red), text_part(QUESTION), image_part(blue, "jpeg"), text_part("Compare."), n=2)
@@ -257,6 +260,7 @@ def test_a_prompt_with_images_has_the_tokens_and_the_reply_of_generate(vision: A
     assert reply["usage"]["prompt_tokens"] == num_tokens
 
 
+@pytest.mark.cases(2)
 def test_images_are_restored_bit_for_bit_and_encoded_once(vision: AppServer) -> None:
     """The first turn, the same again, the next one with another image, and all of it without the cache."""
     messages = [said(text_part("once "), image_part(image_bytes((1, 2, 3))), text_part(QUESTION))]
@@ -304,6 +308,7 @@ def test_after_a_restart_pixels_are_not_even_looked_at(tmp_path: Path, monkeypat
         assert prepared == [2]
 
 
+@pytest.mark.cases(2)
 def test_another_image_of_the_same_size_is_a_miss_from_there_on(vision: AppServer) -> None:
     images = [image_part(image_bytes(color, (44, 33))) for color in COLORS]
     first, second = (ask(vision, body(image, text_part(QUESTION))) for image in images)
@@ -319,6 +324,7 @@ def test_another_image_of_the_same_size_is_a_miss_from_there_on(vision: AppServe
     )
 
 
+@pytest.mark.cases(2)
 def test_text_after_an_image_is_what_it_was_before(vision: AppServer) -> None:
     text = QUESTION * 5 + "after"
     cold = body(text, **OFF)
@@ -331,6 +337,7 @@ def test_text_after_an_image_is_what_it_was_before(vision: AppServer) -> None:
     assert logprobs_of(hit) == logprobs_of(before)
 
 
+@pytest.mark.cases(1)
 def test_conversations_at_once_have_the_bits_that_each_has_alone(vision: AppServer) -> None:
     """Two requests with images, which share one, and three of text, one with the placeholder as text."""
     mark = vision.engine.processor.mark

@@ -168,6 +168,7 @@ def answered(path: str, reply: dict[str, Any]) -> list[Any]:
     return [said, {"role": "tool", "tool_call_id": call["id"], "content": "rain"}]
 
 
+@pytest.mark.cases(2)
 @not_by_llama(REPLIES_LATER)
 @pytest.mark.parametrize("path", APIS)
 def test_a_call_is_restored_in_another_formatting_and_lost_without_replay(calling: AppServer, path: str) -> None:

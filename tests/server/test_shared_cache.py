@@ -51,6 +51,7 @@ def assert_hit(reply: dict[str, Any], source: str | None = None) -> None:
     assert source in (None, reply["prefix_cache"]["source"])
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("with_keys", "first", "others"),
     [

@@ -114,6 +114,7 @@ def test_a_whole_reply_is_of_the_type_of_its_api(
     read(kind, answer.text)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("route", "body", "kind"),
     [
@@ -180,6 +181,7 @@ def _values(annotation: Any) -> list[str]:
 
 
 # In the document of Open Responses, the `schema` of a format is null.
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", sorted(RESPONSES.keys() - {"format"}))
 def test_a_response_and_its_events_are_of_the_types_of_open_responses(
     client: httpx.Client, types: Any, name: str

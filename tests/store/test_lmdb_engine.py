@@ -80,6 +80,7 @@ COMMANDS: dict[str, tuple[Callable[[Path], list[subprocess.CompletedProcess[str]
 """Commands that write a file of the store, and how many saved prompts they leave."""
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("which", COMMANDS)
 def test_commands_write_files_of_lmdb_0_9_whatever_the_variable_says(which: str, folder: Path) -> None:
     command, num_entries = COMMANDS[which]

@@ -99,6 +99,7 @@ def cuts(num_bytes: int) -> list[int]:
     return sorted({*range(min(num_bytes, 90)), num_bytes - 1})
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("database", OWN)
 def test_removing_a_record_of_any_length_removes_nothing_of_another_root(store: Store, database: str) -> None:
     with store.snapshot() as snapshot:

@@ -375,6 +375,7 @@ def refused(folder: Path) -> None:
         opened(folder, A)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     "other", [lambda folder: Store(folder).close(), look, refused, lambda folder: copy_store(folder, folder / "copy")]
 )

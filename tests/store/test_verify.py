@@ -384,6 +384,7 @@ def entries(store: Store) -> set[bytes]:
         return set(snapshot.keys("entries"))
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("what", DAMAGE)
 def test_verify_finds_and_fix_mends(stored: Stored, what: str) -> None:
     damage, expected = DAMAGE[what]
@@ -404,6 +405,7 @@ def test_verify_finds_and_fix_mends(stored: Stored, what: str) -> None:
     assert problems_of(store) == []
 
 
+@pytest.mark.cases(7)
 @pytest.mark.parametrize("seed", range(60))
 def test_whatever_happens_to_records_what_is_left_after_fix_is_right(stored: Stored, seed: int) -> None:
     rng = random.Random(seed)

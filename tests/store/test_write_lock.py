@@ -159,6 +159,7 @@ def test_a_stop_does_not_wait_for_a_process_that_is_suspended(
     store.close()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -477,6 +477,7 @@ def test_paused_writer_does_everything_except_publish(store: Store, writer: Writ
     assert order == ["quarantine", "publication"]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("reason", ["flush", "close", "half of the buffer", "ten seconds"])
 def test_pauses_end_within_their_limits(store: Store, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
     pub = publication(store, prompt(1, BLOCK))

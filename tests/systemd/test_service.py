@@ -169,6 +169,7 @@ def list_models(folder: Path, model: Path, *names: str) -> Path:
     return file
 
 
+@pytest.mark.cases(1)
 def test_a_service_waits_with_its_port_reloads_hangs_recovers_and_stops(
     manager: Manager, request: pytest.FixtureRequest, chat_model: Path, tmp_path: Path
 ) -> None:

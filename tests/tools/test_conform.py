@@ -88,6 +88,7 @@ def asked(*arguments: str) -> tuple[int, Any]:
     return ran.returncode, json.loads(ran.stdout)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("colds", [("prefix_cache", {"scope": "off"}), ("cache_prompt", False), ("cache_salt", None)])
 def test_a_server_that_is_exact_is_the_same_in_all_columns(colds: tuple[str, Any]) -> None:
     with served(colds=colds) as url:
@@ -125,6 +126,7 @@ ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Pretender).serve_forever()
 """
 
 
+@pytest.mark.slow
 def test_a_server_that_forgets_is_restarted_for_cold_answers(tmp_path: Path) -> None:
     from tools.measuring.processes import free_port
 

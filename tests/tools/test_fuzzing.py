@@ -46,6 +46,7 @@ def test_each_target_has_inputs_and_all_are_small() -> None:
     assert sum(path.stat().st_size for path in archives.values()) <= corpus.MOST_BYTES
 
 
+@pytest.mark.slow
 def test_the_operators_pass_the_corpus(tmp_path: Path) -> None:
     if not build.is_complete():
         build.build()

@@ -76,6 +76,7 @@ def kept_names(cache: idea.Cache) -> set[bytes]:
         return {name for name, _ in transaction.cursor(cache.blocks)}
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("scope", SCOPES)
 def test_the_idea_keeps_the_blocks_and_restores_the_tokens_that_the_daemon_does(
     scope: str, engine: Engine, tmp_path: Path

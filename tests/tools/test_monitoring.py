@@ -90,6 +90,7 @@ def test_each_rule_says_what_is_wrong_and_what_to_do() -> None:
         assert rule["labels"]["severity"] in ("critical", "warning", "info")
 
 
+@pytest.mark.slow
 @NEEDS_PROMTOOL
 def test_promtool_finds_no_fault_in_the_rules_and_their_tests_pass() -> None:
     assert promtool("check", "rules", "alerts.yml") is None

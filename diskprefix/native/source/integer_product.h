@@ -274,21 +274,25 @@ INLINE void add_blocks(const Row* rows, const uint8_t* weights, int64_t across, 
     for (int at = 0; at < VECTORS; ++at) store(sums + row * STRIP + at * sums_across, kept[row][at]);
 }
 
-// STRIPS strips, each with its sums [num_rows, STRIP].
-template <class Form, class Row, int STRIPS, int COUNT = TOGETHER>
-void add_rows(const Row* rows, int64_t num_rows, const uint8_t* weights, int64_t count, float* sums, int64_t sums_across) {
-  if constexpr (COUNT > 1)
-    if (num_rows < COUNT) return add_rows<Form, Row, STRIPS, COUNT - 1>(rows, num_rows, weights, count, sums, sums_across);
-  if (PARTS == 1) return add_blocks<Form, Row, COUNT, STRIPS>(rows, weights, count * BLOCK_BYTES, count, sums, sums_across);
-  for (int strip = 0; strip < STRIPS; ++strip, weights += count * BLOCK_BYTES, sums += sums_across)
-    for (int part = 0; part < PARTS; part += WIDE)
-      add_blocks<Form, Row, COUNT, PARTS == 1 ? 1 : WIDE>(rows, weights + part * sizeof(Bytes), sizeof(Bytes), count, sums + part * LANES, LANES);
+// Two strips, each with its sums [num_rows, STRIP].
+template <class Form, class Row, int COUNT>
+INLINE void add_rows(const Row* rows, const uint8_t* weights, int64_t count, float* sums, int64_t sums_across) {
+  if (PARTS == 1) return add_blocks<Form, Row, COUNT, 2>(rows, weights, count * BLOCK_BYTES, count, sums, sums_across);
+#pragma GCC unroll 1
+  for (int part = 0; part < 2 * PARTS; part += WIDE)
+    add_blocks<Form, Row, COUNT, WIDE>(rows, weights + part / PARTS * count * BLOCK_BYTES + part % PARTS * sizeof(Bytes), sizeof(Bytes),
+                                       count, sums + part / PARTS * sums_across + part % PARTS * LANES, LANES);
 }
 
-template <class Form, class Row, int STRIPS>
+template <class Form, class Row>
 void multiply_many(const Row* rows, int64_t num_rows, int64_t row_blocks, const uint8_t* weights, int64_t count, float* sums) {
-  for (int64_t row = 0; row < num_rows; row += TOGETHER)
-    add_rows<Form, Row, STRIPS>(rows + row * row_blocks, num_rows - row, weights, count, sums + row * STRIP, num_rows * STRIP);
+  const int64_t across = num_rows * STRIP;
+  for (; num_rows >= TOGETHER; num_rows -= TOGETHER, rows += TOGETHER * row_blocks, sums += TOGETHER * STRIP)
+    add_rows<Form, Row, TOGETHER>(rows, weights, count, sums, across);
+  // The others have few functions: each is large.
+  if (num_rows >= 4) add_rows<Form, Row, 4>(rows, weights, count, sums, across), rows += 4, sums += 4 * STRIP;
+  if (num_rows & 2) add_rows<Form, Row, 2>(rows, weights, count, sums, across), rows += 2, sums += 2 * STRIP;
+  if (num_rows & 1) add_rows<Form, Row, 1>(rows, weights, count, sums, across);
 }
 
 template <class Weights>
@@ -296,8 +300,7 @@ Form form_with(int64_t strip_bytes) {
   typedef typename Integral<Weights>::Form Integers;
   return {unpack<Weights>, Weights::look_up, strip_bytes,
           {multiply_few<Weights, 1>, multiply_few<Weights, 2>, multiply_few<Weights, 3>, multiply_few<Weights, 4>},
-          {multiply_many<Integers, Row8, 1>, multiply_many<Integers, Row8, 2>},
-          {multiply_many<Integers, Row15, 1>, multiply_many<Integers, Row15, 2>}};
+          multiply_many<Integers, Row8>, multiply_many<Integers, Row15>};
 }
 
 struct Multiply {
@@ -346,17 +349,17 @@ struct Multiply {
 
   // Unpacks a few blocks of two strips at a time for all rows; meanwhile the sums are in memory.
   template <class Row>
-  static void many(const Part& part, const MultiplyMany<Row> (&multiply)[2], int64_t first, int64_t last, uint8_t* panel) {
+  static void many(const Part& part, MultiplyMany<Row> multiply, int64_t first, int64_t last, uint8_t* panel) {
     float* sums = (float*)(panel + UNPACKED_BYTES);
     const int64_t of_strip = part.num_rows * STRIP;
-    memset(sums, 0, (last - first) * of_strip * sizeof *sums);
+    memset(sums, 0, up_to(last - first, 2) * of_strip * sizeof *sums);
     for (int64_t block = 0; block < part.blocks; block += MANY_BLOCKS) {
       const int64_t count = least(MANY_BLOCKS, part.blocks - block);
       const Row* rows = (const Row*)part.packed + block * TOGETHER;
       for (int64_t strip = first; strip < last; strip += 2) {
-        const int64_t strips = least(2, last - strip);
-        for (int64_t i = 0; i < strips; ++i) part.unpack(strip + i, block, block + count, panel + i * count * BLOCK_BYTES);
-        multiply[strips - 1](rows, part.num_rows, part.blocks, panel, count, sums + (strip - first) * of_strip);
+        // A last strip without another one is multiplied twice.
+        for (int64_t i = 0; i < 2; ++i) part.unpack(least(strip + i, last - 1), block, block + count, panel + i * count * BLOCK_BYTES);
+        multiply(rows, part.num_rows, part.blocks, panel, count, sums + (strip - first) * of_strip);
       }
     }
     for (int64_t strip = first; strip < last; ++strip)

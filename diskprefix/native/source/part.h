@@ -22,7 +22,7 @@ constexpr int WIDE = 2;
 // Rows that are multiplied together: their blocks with the same columns lie side by side.
 constexpr int TOGETHER = 6;
 
-// Adds the products of `count` unpacked blocks of one or two strips with all rows.
+// Adds the products of `count` unpacked blocks of two strips with all rows.
 template <class Row>
 using MultiplyMany = void (*)(const Row* rows, int64_t num_rows, int64_t row_blocks, const uint8_t* weights, int64_t count, float* sums);
 
@@ -41,8 +41,8 @@ struct Form {
 #else
   // Multiplies 1 to FEW rows with the blocks of a strip.
   void (*few[FEW])(const uint8_t* strip, int64_t blocks, const float* table, const Row8* rows, Floats* out);
-  MultiplyMany<Row8> many_8[2];
-  MultiplyMany<Row15> many_15[2];
+  MultiplyMany<Row8> many_8;
+  MultiplyMany<Row15> many_15;
 #endif
 };
 

@@ -45,6 +45,7 @@ def generated(grammar: str, seed: int) -> str | None:
     return None
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_generated_calls_are_parsed_back(name: str, many: bool) -> None:
@@ -66,6 +67,7 @@ HARD = "NAME_ARGUMENTS_KEY_VALUE_IS_TEXT_MIME_TYPE_INDEX"
 PLACED = tool(HARD, **{HARD: {"type": "boolean"}, "TYPE": {"enum": [HARD, "a  INDEX"]}, "KEY": {"type": "boolean"}})
 
 
+@pytest.mark.cases(16)
 @pytest.mark.parametrize("name", NAMES)
 def test_names_and_values_may_hold_the_words_of_a_template(name: str) -> None:
     format = format_named(name)
@@ -112,6 +114,7 @@ def test_calls_of_one_reply_may_have_numbers_of_their_own() -> None:
     assert matcher.consume_tokens(list(text.encode()))
 
 
+@pytest.mark.cases(47)
 @pytest.mark.parametrize("blanks", ["\n", "\n\n", " \n"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_reply_may_end_behind_white_space_after_a_call(name: str, blanks: str) -> None:
@@ -166,6 +169,7 @@ def follows(format: OutputFormat, text: str) -> bool | None:
     return any(matcher.consume_token(byte) and matcher.is_accepting() for byte in begun.encode())
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_call_that_begins_in_a_text_follows_the_schema_of_its_tool(name: str) -> None:
     format = format_named(name)
@@ -175,6 +179,7 @@ def test_a_call_that_begins_in_a_text_follows_the_schema_of_its_tool(name: str) 
     assert follows(format, "First <b> this: {.") is None
 
 
+@pytest.mark.cases(31)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_call_without_tags_follows_its_schema_in_any_layout(name: str) -> None:
     for called, key, taken in [("a", "n", True), ("a", "m", False), ("c", "x", None)]:
@@ -182,6 +187,7 @@ def test_a_call_without_tags_follows_its_schema_in_any_layout(name: str) -> None
         assert follows(format_named(name), text) is taken
 
 
+@pytest.mark.slow
 def test_a_call_as_a_template_writes_it_is_allowed_token_by_token() -> None:
     """A special token that begins a call was none for the grammar, which then took what followed."""
     text = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
@@ -206,6 +212,7 @@ def test_a_call_as_a_template_writes_it_is_allowed_token_by_token() -> None:
     compiler.close()
 
 
+@pytest.mark.cases(21)
 @pytest.mark.parametrize("name", NAMES)
 def test_no_call_begins_in_a_text_where_none_may(name: str) -> None:
     format = format_named(name)
@@ -226,6 +233,7 @@ def test_a_tag_that_is_a_token_begins_no_call_with_its_letters_either() -> None:
     assert not takes(format.no_call_grammar([ONE]).replace("<[301]>", '"!"'), "<tool_call>")
 
 
+@pytest.mark.cases(9)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_text_that_holds_a_tag_is_read_back_whole_and_cut_anywhere(name: str) -> None:
     """Tags of the family in a string ended the call."""

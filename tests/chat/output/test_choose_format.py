@@ -107,6 +107,7 @@ def chosen(template: str, special: Sequence[str] = ()) -> Chosen:
     return choose_format(template, renderer_of(template), special=special, added=added)
 
 
+@pytest.mark.cases(20)
 @pytest.mark.parametrize(
     ("format", "name"), [*WRITTEN, *((format, name) for format, names in NAMED.items() for name in names.split())]
 )

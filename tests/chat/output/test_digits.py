@@ -51,6 +51,7 @@ def read(family: Family, tools: list[dict[str, Any]], text: str) -> Any:
     return json.loads(arguments, parse_float=str, parse_int=str)
 
 
+@pytest.mark.cases(93)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_number_of_a_call_has_the_digits_of_its_schema(family: Family, number: str) -> None:
@@ -62,6 +63,7 @@ def test_a_number_of_a_call_has_the_digits_of_its_schema(family: Family, number:
 WRITTEN = ["0.12345678901234567890", "123456789012345678901234567890", "-1.50", "1E5"]
 
 
+@pytest.mark.cases(112)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 @pytest.mark.parametrize("number", WRITTEN)
 def test_a_number_reaches_the_client_as_the_model_wrote_it(family: Family, number: str) -> None:

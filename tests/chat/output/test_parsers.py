@@ -91,6 +91,7 @@ def test_each_format_has_a_recorded_call_and_each_architecture_a_format() -> Non
     assert {name for names in OF_FILES.values() for name in names.split()} == set(ARCHITECTURES)
 
 
+@pytest.mark.cases(16)
 @pytest.mark.parametrize("case", REPLIES, ids=lambda case: f"{case['family']}: {case['text'][:60]!r}")
 def test_a_reply_is_read_as_the_other_server_reads_it_wherever_it_is_cut(case: dict[str, Any]) -> None:
     tools = [tool_of(name, arguments) for name, arguments in case.get("calls", ())]
@@ -231,6 +232,7 @@ def test_a_tool_whose_schema_lists_no_properties_has_none() -> None:
 NS = "]<]minimax[>["
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("name", "begin", "end"),
     [

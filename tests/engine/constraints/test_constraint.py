@@ -86,6 +86,7 @@ def regex(pattern: str, **kwargs: Any) -> Constraint:
     return Constraint(kind="lark", source=f"start: /{pattern}/", **kwargs)
 
 
+@pytest.mark.cases(16)
 @pytest.mark.parametrize("seed", range(60))
 def test_what_is_written_to_a_random_schema_validates(compiler: ConstraintCompiler, seed: int) -> None:
     wanted = random_schema(seed)
@@ -453,6 +454,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", REFUSED)
 def test_hostile_constraints_are_refused(compiler: ConstraintCompiler, name: str) -> None:
     kind, source, message = REFUSED[name]
@@ -698,6 +700,7 @@ ENDLESS: dict[str, JsonSchema] = {
 }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_proof_that_would_take_hours_is_given_up(name: str) -> None:
     wanted = ENDLESS[name]

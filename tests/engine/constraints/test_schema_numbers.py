@@ -85,6 +85,7 @@ def keeps(text: str, schema: dict[str, Any]) -> bool:
     )
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("seed", range(8))
 def test_nearly_each_double_has_a_text_that_llguidance_reads_as_it(seed: int) -> None:
     rng, missing = random.Random(seed), 0
@@ -100,6 +101,7 @@ def test_nearly_each_double_has_a_text_that_llguidance_reads_as_it(seed: int) ->
     assert missing <= 5
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("seed", range(8))
 def test_a_constant_is_written_as_itself_alone(seed: int) -> None:
     rng = random.Random(seed)
@@ -135,6 +137,7 @@ def near(rng: random.Random, bound: float) -> list[str]:
 KEYS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("seed", range(30))
 def test_no_number_outside_of_bounds_is_taken(seed: int) -> None:
     rng = random.Random(seed)

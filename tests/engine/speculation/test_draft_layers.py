@@ -112,6 +112,7 @@ def engine(folder: Path, tmp_path: Path) -> Iterator[Engine]:
     assert engine.check_memory() == []
 
 
+@pytest.mark.cases(2)
 def test_replies_of_several_requests_at_once_are_those_without(folder: Path, engine: Engine, tmp_path: Path) -> None:
     """Also with what was saved, and with tokens of the layer alone, which are wrong."""
     plain = drafting(folder, tmp_path / "plain")
@@ -128,6 +129,7 @@ def test_replies_of_several_requests_at_once_are_those_without(folder: Path, eng
     assert list(map(said, again)) == list(map(said, without))
 
 
+@pytest.mark.cases(2)
 def test_after_a_restart_the_first_step_guesses_as_well_as_before(folder: Path, tmp_path: Path) -> None:
     """What the layer guesses depends on its memory alone, which is restored."""
     first = request(tokens(5 * BLOCK + 7, 8), max_tokens=REPLY)

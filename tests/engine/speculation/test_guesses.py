@@ -366,6 +366,7 @@ def said_and_saved(engine: Engine, requests: list[GenerateRequest]) -> tuple[lis
     return clients, (list(map(said, clients)), saved, sorted(kept))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "kimi_linear", "granitemoehybrid", "falcon_h1", "nemotron_h"])
 def test_what_recurrent_layers_say_and_save_is_that_without_guesses(name: str, tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", name)

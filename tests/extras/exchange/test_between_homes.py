@@ -14,6 +14,7 @@ import pytest
 from diskprefix.store.store import Store
 from diskprefix.tenant_ids import short_tenant
 from diskprefix.values import Tenant
+from tests.native.variants import of_this_cpu
 from tests.server.daemon_process import DaemonProcess, clean_environment, serve_flags, wait_until
 from tests.server.test_auth import ALICE, write_keys
 
@@ -59,14 +60,28 @@ class Home:
 
 @pytest.fixture
 def homes(chat_model: Path, tmp_path: Path) -> tuple[Home, Home]:
-    return Home(tmp_path / "a", chat_model), Home(tmp_path / "b", chat_model)
+    """The second one is on an old CPU."""
+    *_, oldest = of_this_cpu()
+    return Home(tmp_path / "a", chat_model), Home(tmp_path / "b", chat_model, kernels=oldest)
 
 
+def reply_to_a_question(daemon: DaemonProcess) -> tuple[int, Any]:
+    """Returns how many tokens were restored, and the reply with its log probabilities."""
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "A flat tyre."}]
+    numbers = {"max_tokens": 8, "temperature": 0, "logprobs": True, "top_logprobs": 2}
+    body = {"model": "tiny-chat", "messages": messages, **numbers, "prefix_cache": {"save": False}}
+    with daemon.client("unused") as client:
+        reply = client.post("/v1/chat/completions", json=body).raise_for_status().json()
+    return reply["prefix_cache"]["restored"], reply["choices"]
+
+
+@pytest.mark.slow
 def test_an_import_restores_a_warmed_prompt_in_another_home(homes: tuple[Home, Home], tmp_path: Path) -> None:
     here, there = homes
     with here.serve() as daemon:
         computed = here.warm(daemon.wait_ready())
         wait_until(here.entries, "the prompt is saved")
+        known, choices = reply_to_a_question(daemon)
     assert (computed["restored"], computed["saved"]) == (0, "queued")
     here.export(path := tmp_path / "system.safetensors")
     with there.serve() as daemon:
@@ -78,8 +93,12 @@ def test_an_import_restores_a_warmed_prompt_in_another_home(homes: tuple[Home, H
         for more in ((), ("--api-key", "unused")):
             again = there.warm(daemon, *more)
             assert again["restored"] == again["prompt_tokens"] == computed["prompt_tokens"]
+        restored, same = reply_to_a_question(daemon)
+        assert restored == known > 700
+        assert same == choices
 
 
+@pytest.mark.slow
 def test_a_prompt_of_an_api_key_keeps_it_and_the_import_says_how_to_take_it_over(
     homes: tuple[Home, Home], chat_model: Path, tmp_path: Path
 ) -> None:

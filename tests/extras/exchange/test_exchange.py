@@ -478,6 +478,7 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return tiny_model(request.param, torch.bfloat16)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("has_tail", [True, False], ids=["tail", "checkpoint"])
 def test_a_model_restores_what_another_store_computed_bit_for_bit(
     run: Run, model: PreTrainedModel, tmp_path: Path, has_tail: bool

@@ -109,6 +109,7 @@ def model() -> PreTrainedModel:
     return tiny_llama()
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", KINDS)
 def test_generate_is_the_same_cold_restored_and_repeated(name: str, tmp_path: Path) -> None:
     model = tiny_model(name, torch.bfloat16)
@@ -127,6 +128,7 @@ def test_generate_is_the_same_cold_restored_and_repeated(name: str, tmp_path: Pa
     assert counts == [GRID_END, *[len(longer)] * 3]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next", "falcon_h1"])
 def test_generate_gives_what_transformers_gives_on_the_same_grid_or_from_the_cache_of_prefill(
     name: str, tmp_path: Path
@@ -187,6 +189,7 @@ def test_a_padding_token_in_the_prompt_is_a_token_like_any_other(model: PreTrain
         assert torch.equal(bits(session.generate(PROMPT, **REPLY)), bits(expected))
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     "given",
     [
@@ -323,6 +326,7 @@ def test_an_unsupported_model_is_left_to_transformers(tmp_path: Path, caplog: py
     assert "dynamic RoPE" in caplog.text
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_cache_stays_usable_after_the_session_was_used_again_and_closed(name: str, tmp_path: Path) -> None:
     model = tiny_model(name, torch.bfloat16)
@@ -334,6 +338,7 @@ def test_a_cache_stays_usable_after_the_session_was_used_again_and_closed(name: 
     assert torch.equal(rest(session, cache, GRID_END, PROMPT), expected)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", [*KINDS, "deepseek_v3", "gemma3n", "lfm2", "inkling_text", "nemotron_h"])
 def test_the_cache_of_prefill_is_the_one_that_transformers_fills(name: str, tmp_path: Path) -> None:
     """Also where the prompt is longer than the windows, with latent attention, and with layers that have no state."""
@@ -366,6 +371,7 @@ def test_what_the_owner_of_a_cache_does_with_it_is_not_saved(model: PreTrainedMo
         assert torch.equal(bits(session.generate(PROMPT, **REPLY)), bits(expected))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "mamba2"])
 def test_a_model_may_be_called_outside_no_grad(name: str, tmp_path: Path) -> None:
     model = tiny_model(name, torch.float32)
@@ -382,6 +388,7 @@ def test_a_model_may_be_called_outside_no_grad(name: str, tmp_path: Path) -> Non
         assert restored(session) == len(PROMPT)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("length", [5 * BLOCK + 1, 5 * BLOCK + 7])
 def test_prefill_finds_all_that_generate_saved_and_keeps_no_tail(name: str, length: int, tmp_path: Path) -> None:
@@ -425,6 +432,7 @@ def _float(model: PreTrainedModel) -> None:
     model.float()
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("change", [_edit, _swap, _eager, _float])
 def test_a_changed_model_never_sees_what_was_saved_before(
     change: Callable[[PreTrainedModel], None], model: PreTrainedModel, tmp_path: Path
@@ -634,6 +642,7 @@ def examples() -> list[str]:
     return [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "PrefixCacheSession" in block]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", examples())
 def test_the_example_runs_and_finds_its_prefix_again(example: str, chat_model: Path, tmp_path: Path) -> None:
     assert len([line for line in example.splitlines() if line]) <= 10

@@ -91,6 +91,7 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return load(VISION_MODELS[request.param](tmp_path_factory.mktemp("models") / "m"))
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("size", [(90, 50), (31, 64), (24, 500)])
 def test_a_picture_is_what_the_models_own_processor_makes_of_it(loaded: LoadedModel, size: tuple[int, int]) -> None:
     """Its text in the place of the mark gives the processor's tokens, and its tensors are the processor's: found from
@@ -138,6 +139,7 @@ def test_a_name_is_that_of_the_bytes_of_what_is_asked_of_the_processor_and_of_th
     assert other._settings != PictureReader(settings)._settings
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("detail", "size", "expected"),
     [
@@ -403,6 +405,7 @@ def test_a_multimodal_model_without_its_weights_is_refused(tmp_path: Path) -> No
         load(folder)
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("step", [16, 48])
 def test_text_in_steps_is_text_in_one_pass(loaded: LoadedModel, step: int) -> None:
     """Positions are right from the second step on, also where the model computes them in three axes."""

@@ -134,6 +134,7 @@ def test_a_worker_ends_whose_router_died_with_unread_messages(monkeypatch: pytes
     assert not (tmp_path / "folder").exists()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("action", "line", "number"),
     [
@@ -164,12 +165,14 @@ def test_a_hangup_is_for_the_worker_alone() -> None:
         assert daemon.stop() == 0
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("code", [2, 3, 4])
 def test_an_error_of_the_only_model_that_another_start_would_meet_too_ends_all_with_its_code(code: int) -> None:
     with small(str(code)) as daemon:
         assert daemon.process.wait(60) == code
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("action", "how"),
     [("die", "was killed by SIGKILL"), (str(DeviceLost.exit_code), f"ended with exit code {DeviceLost.exit_code}")],
@@ -284,6 +287,7 @@ def test_the_page_and_an_unknown_name_which_is_a_404_that_names_the_nearest_load
 LONG = "x" * 201
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize(
     ("method", "path", "content", "code"),
     [
@@ -368,6 +372,7 @@ def test_a_stored_response_is_found_without_the_models_name_also_when_another_mo
         assert (refused.status_code, "no model is loaded" in refused.text) == (503, True)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("path", ["/", "/chat", "/health", "/v1/models", "/v1/models/ash", "/props?model=ash"])
 def test_head_is_answered_as_get_without_a_body(daemon: DaemonProcess, path: str) -> None:
     ask(daemon, "ash").raise_for_status()
@@ -398,6 +403,7 @@ def test_ollamas_client_lists_all_models_without_loading_one_and_unloads_with_ke
         wait_until(lambda: not client.ps().models, "it is unloaded")
 
 
+@pytest.mark.slow
 def test_a_model_is_loaded_and_unloaded_by_its_routes_and_by_keep_alive(daemon: DaemonProcess) -> None:
     for what in ("load", "unload"):
         assert httpx.post(f"{daemon.url}/models/birch/{what}").status_code == 401
@@ -442,6 +448,7 @@ def test_a_worker_that_is_killed_fails_its_own_requests_alone_and_another_answer
         assert daemon.stop() == 0
 
 
+@pytest.mark.slow
 def test_an_only_model_that_was_idle_is_unloaded_and_loaded_again_by_the_next_request(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -486,6 +493,7 @@ def test_without_a_key_nothing_is_loaded(folder: Path, tmp_path: Path) -> None:
         assert daemon.stop() == 0
 
 
+@pytest.mark.slow
 def test_a_request_whose_worker_is_killed_while_it_loads_is_answered_by_the_next_one(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -497,6 +505,7 @@ def test_a_request_whose_worker_is_killed_while_it_loads_is_answered_by_the_next
         assert daemon.stop() == 0
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("whom", ["who comes", "who goes", "the router"])
 def test_conversations_continue_after_any_process_is_killed_in_a_swap(folder: Path, tmp_path: Path, whom: str) -> None:
     """With `auto` and a salt, only memory has the conversation of who goes: it is killed while that is saved."""

@@ -339,6 +339,7 @@ def agreed(daemon: Daemon, seed: int, turns: Sequence[Turn], policy: Policy = PO
     return happened
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("state", STATES)
 @settings(max_examples=examples(4))
 @given(seed=st.integers(0, 2**16), turns=st.lists(TURNS, min_size=2, max_size=12))
@@ -360,6 +361,7 @@ def an_hour() -> list[Turn]:
     return turns
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("state", STATES)
 def test_a_long_workload_with_restarts_is_foretold_to_its_end(state: str, tmp_path: Path) -> None:
     daemon = Daemon(tmp_path, state)
@@ -377,6 +379,7 @@ def test_a_long_workload_with_restarts_is_foretold_to_its_end(state: str, tmp_pa
     assert sum(one.restored > 0 for one in happened) > len(happened) // 4
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("state", ["token", "sliceable", "lfm2"])
 def test_what_a_write_budget_leaves_out_is_foretold(state: str, tmp_path: Path) -> None:
     """Each kind of request is sent while the budget is new, when it is half used, and when it is spent."""
@@ -464,6 +467,7 @@ def _in_small_tokens(prompt: Prompt) -> Prompt:
     return replace(prompt, token_ids=np.where(ids < TEXT, ids, TEXT + ids % (VOCAB - TEXT)).astype(np.int32))
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("state", "num_blocks"),
     [("token", 20), ("sliceable", 20), ("mamba2", 20), *((state, 999) for state in ("token", "lfm2", "mamba2"))],

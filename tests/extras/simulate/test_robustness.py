@@ -98,6 +98,7 @@ def simulate_disturbed(trace: Trace, policy: Policy, geometry: Geometry, disturb
     return simulator.totals
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("name", SHAPES)
 def test_nine_of_ten_requests_find_something(name: str, regime: Regime) -> None:
@@ -114,6 +115,7 @@ def test_what_is_not_shared_is_hardly_written(name: str) -> None:
     assert run(name, "sliceable", AUTO).written_tokens <= 0.3 * run(name, "sliceable", FULL).written_tokens
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("disturbance", DISTURBED)
 @pytest.mark.parametrize("room", [0.2] if examples(1) == 1 else [1.0, 0.2])
 @pytest.mark.parametrize("regime", REGIMES)

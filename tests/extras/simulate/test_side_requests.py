@@ -72,6 +72,7 @@ def restored_by_turns(
     return [outcome.restored for is_turn, outcome in outcomes if is_turn]
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("tenant", ["", "with a key"])
 @pytest.mark.parametrize("reminder", [0, 12])
 @pytest.mark.parametrize("per_turn", [1, 10])

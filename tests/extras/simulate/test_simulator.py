@@ -129,6 +129,7 @@ def there(store: SimulatedStore, numbers: range) -> list[int]:
     return [number for number in numbers if name(number) in store]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("state_bytes", [0, 20 << 20], ids=["dense", "hybrid"])
 def test_a_pause_computes_ahead_for_templates_that_drop_thoughts(state_bytes: int) -> None:
     def computed(**settings: Any) -> tuple[int, int]:

@@ -36,6 +36,7 @@ def tail(token: int) -> tuple[int, int]:
     return 100 + token, 5
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", CATALOG)
 def test_no_rule_passes_the_bound(name: str) -> None:
     trace = CATALOG[name](num_requests=40)

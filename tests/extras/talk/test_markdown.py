@@ -142,6 +142,7 @@ def replied(page: Page, *texts: str) -> None:
     say(page, "Go")
 
 
+@pytest.mark.cases(1)
 @needs("chromium")
 @pytest.mark.parametrize(("viewport", "scheme"), [(WIDE, "light"), (PHONE, "dark")])
 def test_a_reply_s_markdown_is_drawn(browser: Browser, viewport: Any, scheme: Any) -> None:
@@ -237,6 +238,7 @@ LONG = {
 """Each has about 10,000 characters."""
 
 
+@pytest.mark.cases(1)
 @needs("chromium")
 @pytest.mark.parametrize("kind", LONG)
 def test_the_work_for_a_reply_that_grows_is_linear(browser: Browser, kind: str) -> None:
@@ -248,6 +250,7 @@ def test_the_work_for_a_reply_that_grows_is_linear(browser: Browser, kind: str) 
     page.context.close()
 
 
+@pytest.mark.slow
 @needs("chromium")
 def test_a_growing_reply_shows_what_the_whole_one_shows(browser: Browser) -> None:
     page = lone_page(browser)

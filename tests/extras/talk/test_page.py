@@ -86,6 +86,7 @@ def test_a_conversation_goes_on_after_the_daemon_was_killed(browser: Browser, ch
     page.context.close()
 
 
+@pytest.mark.slow
 def test_it_asks_for_the_key_and_is_as_wide_as_a_phone(browser: Browser, chat_model: Path, tmp_path: Path) -> None:
     keys = write_keys(tmp_path / "keys", f"alice {ALICE}")
     flags = [*serve_flags(chat_model, tmp_path / "kv"), "--api-keys", str(keys)]
@@ -160,6 +161,7 @@ def answering(*texts: str) -> Callable[[Route], None]:
     return lambda route: route.fulfill(body=body)
 
 
+@pytest.mark.slow
 def test_a_reply_that_repeats_itself_is_stopped_and_a_running_prefill_has_a_line(browser: Browser) -> None:
     page = lone_page(browser)
     for repeated, others in ((["It is ", "closed on Sundays. "] * 30, ["Yes. "]), (["= "] * 250, [])):
@@ -198,6 +200,7 @@ def lone_page(browser: Browser, path: str = "/chat", *, takes: tuple[str, ...] =
     return page
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("viewport", "scheme"), [(WIDE, "light"), (PHONE, "dark")])
 def test_who_comes_for_the_first_time_finds_something_to_try(browser: Browser, viewport: Any, scheme: Any) -> None:
     page = lone_page(browser, viewport=viewport, color_scheme=scheme)
@@ -256,6 +259,7 @@ def asking(page: Page, *texts: str) -> list[Any]:
     return asked
 
 
+@pytest.mark.slow
 def test_an_edited_message_replaces_what_followed_it(browser: Browser) -> None:
     page = lone_page(browser)
     asked = asking(page, "First.", "Second.", "Third.")
@@ -290,6 +294,7 @@ def test_the_address_may_fill_the_box_and_sends_nothing(browser: Browser) -> Non
     page.context.close()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("viewport", "scheme"), [(WIDE, "light"), (PHONE, "dark")])
 def test_conversations_are_found_by_their_words(browser: Browser, viewport: Any, scheme: Any) -> None:
     page = lone_page(browser, viewport=viewport, color_scheme=scheme)
@@ -334,6 +339,7 @@ PNG = base64.b64decode(
 )
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("takes", [("text",), ("text", "image")])
 def test_dropped_texts_and_pictures_go_with_the_next_message(browser: Browser, takes: tuple[str, ...]) -> None:
     page = lone_page(browser, takes=takes)
@@ -367,6 +373,7 @@ def test_dropped_texts_and_pictures_go_with_the_next_message(browser: Browser, t
     page.context.close()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("begun", ["Half an", ""])
 def test_a_reply_that_breaks_off_says_so_and_what_came_of_it_is_no_error(browser: Browser, begun: str) -> None:
     page = lone_page(browser)

@@ -253,6 +253,7 @@ def logits_of(model: Any, found: LoadedModel) -> torch.Tensor:
     return logits
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_model_of_two_files_has_the_parameters_and_logits_of_the_model(name: str, tmp_path: Path) -> None:
     family = FAMILIES[name]

@@ -97,6 +97,7 @@ def is_served(said: str) -> bool:
     return not said.startswith("refused: ")
 
 
+@pytest.mark.cases(40)
 @pytest.mark.parametrize("architecture", sorted(MODEL_TYPES))
 def test_a_number_for_each_block_is_the_number(architecture: str) -> None:
     base, checked = sound(architecture), 0
@@ -118,6 +119,7 @@ def others(key: str) -> Iterator[tuple[str, Any]]:
     yield "texts", ("a", "b")
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("architecture", sorted(MODEL_TYPES))
 def test_an_odd_value_is_refused_if_it_changes_a_result(architecture: str) -> None:
     """What is served with an odd value differs from what is served without it, or no value of the key changes it."""

@@ -195,6 +195,7 @@ def test_a_folder_and_a_file_give_the_same_layer(family: str, tmp_path: Path) ->
         assert one.fit.needs.weights_bytes == pytest.approx(taken, rel=0.01)
 
 
+@pytest.mark.cases(7)
 @pytest.mark.parametrize("weights", ["auto", "native"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_models_last_norm_replaces_a_missing_norm_of_the_draft_layer(
@@ -312,6 +313,7 @@ def test_a_folder_with_a_part_of_the_layer_is_refused(name: str, tmp_path: Path)
 IN_FILES = ("nextn.eh_proj.weight", "nextn.hnorm.weight", "attn_q.bias", "ffn_down_exps.weight", "ffn_gate_inp.weight")
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("weights", ["auto", "native"])
 @pytest.mark.parametrize("name", IN_FILES)
 def test_a_file_with_a_part_of_the_layer_is_refused(name: str, weights: str, tmp_path: Path) -> None:

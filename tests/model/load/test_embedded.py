@@ -133,6 +133,7 @@ def full_disk(patch: pytest.MonkeyPatch, _index: Path) -> None:
     patch.setattr(embedded, "download_wheel", None)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("lack", "words"),
     [

@@ -59,6 +59,7 @@ def with_adapter(*, weight: float, rank: int = 4, active: str = "tuned") -> Any:
     return model
 
 
+@pytest.mark.cases(23)
 @pytest.mark.parametrize("mode", ["strict", "portable"])
 @pytest.mark.parametrize(
     "changed",
@@ -152,6 +153,7 @@ def test_device_and_libraries_count_in_strict_mode_alone(name: str) -> None:
         assert (other.identity(256, 1, LAYOUT) != print_.identity(256, 1, LAYOUT)) is counts
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("mode", ["strict", "portable"])
 @pytest.mark.parametrize(
     ("file", "computes"),
@@ -311,6 +313,7 @@ def test_a_compiled_model_has_another_identity() -> None:
     assert root_of(model) != plain
 
 
+@pytest.mark.slow
 def test_another_instruction_set_of_torch_is_another_kind_of_cpu() -> None:
     code = "from diskprefix.model.load.kernel_settings import cpu_kind; print(cpu_kind())"
     environment = os.environ | {"ATEN_CPU_CAPABILITY": "default"}
@@ -384,6 +387,7 @@ def restored_after(folder: Path, kv: Path, before: int, after: int, **changes: A
     return restored
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cache", "threads_put_back")
 def test_daemons_do_not_share_a_store_over_numbers_of_threads(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model", dtype=torch.float16, max_position_embeddings=512)

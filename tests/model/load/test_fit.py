@@ -127,6 +127,7 @@ def test_the_longest_sequence_is_the_one_that_fits(state: TokenState) -> None:
         assert tokens == state.positions or state.num_bytes(tokens + 1) > num_bytes
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3", "qwen3_next"])
 @pytest.mark.parametrize("kv_type", ["auto", "q8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

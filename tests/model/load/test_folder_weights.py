@@ -19,6 +19,7 @@ from tests.model.tensor_weights import weights_of
 from tests.model.test_plan import FAMILIES
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("is_published", [True, False], ids=["published", "as transformers"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_folder_gives_a_plan_the_weights_that_it_gives_to_modules(

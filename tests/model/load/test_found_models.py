@@ -274,6 +274,7 @@ def test_names_of_the_user_and_the_hub_precede_names_of_other_programs(
     assert not caplog.messages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "is_alone"), [pytest.param("qwen2.5:latest", True, marks=pytest.mark.slow), ("split:1b", False)]
 )

@@ -356,6 +356,7 @@ def require_equal(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 * float(expected.std()))
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_file_gives_the_logits_of_its_model(family: str, tmp_path: Path) -> None:
     architecture, model_type, sizes, values = FAMILIES[family]
@@ -456,6 +457,7 @@ def distance(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float(((found - exact).norm(dim=1) / exact.norm(dim=1)).median())
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("is_split", [True, False], ids=["new", "old"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_file_of_deepseek_gives_the_parameters_and_logits_of_the_model(

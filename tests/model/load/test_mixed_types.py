@@ -109,6 +109,7 @@ def weights_of(file: Path, *, has_quants: bool) -> tuple[GgufWeights, Any]:
     return read.decoder_weights("bfloat16", MatrixPacking(compiled()) if has_quants else None), read.config
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("kinds", [("Q4_K", "Q6_K"), ("Q6_K", "Q4_K"), ("Q8_0", "BF16"), ("Q4_K", "Q4_K")])
 @pytest.mark.parametrize("architecture", FILES)
 def test_joined_matrices_of_two_types_keep_their_quants(

@@ -131,6 +131,7 @@ PUBLISHED = [
 ]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("vocabulary", "model_type", "class_name", "settings"),
     [pytest.param(*one, marks=[] if one[0] in SMALL else [pytest.mark.slow]) for one in PUBLISHED],
@@ -178,6 +179,7 @@ CLASSES = (
 TYPES = ("llama", "qwen2", "qwen3", "granite", "mistral", "falcon", "gpt_neox")
 
 
+@pytest.mark.cases(27)
 @pytest.mark.parametrize("class_name", CLASSES)
 @pytest.mark.parametrize("number", range(len(SETTINGS)))
 def test_settings_of_a_folder_change_the_tokens_as_in_transformers(
@@ -189,6 +191,7 @@ def test_settings_of_a_folder_change_the_tokens_as_in_transformers(
     assert_equal(write(tmp_path / "made", small, model_type, tokenizer_class=class_name, **settings))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("class_name", ["PreTrainedTokenizerFast", "LlamaTokenizer", "CohereTokenizer"])
 def test_files_beside_the_settings_of_older_folders_add_tokens(class_name: str, small: Path, tmp_path: Path) -> None:
     folder = write(tmp_path / "made", small, "falcon", tokenizer_class=class_name, additional_special_tokens=["<c>"])

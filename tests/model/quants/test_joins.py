@@ -105,6 +105,7 @@ def assembled(weights: GgufWeights, name: str, shape: tuple[int, ...]) -> torch.
     return found
 
 
+@pytest.mark.cases(73)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("join", JOINS)
 def test_no_join_of_two_types_becomes_bfloat16(join: str, kind: str, tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ def listening(kind: str, folder: Path) -> tuple[socket.socket, list[str]]:
     return listener, [str(int(family)), host, str(listener.getsockname()[1])]
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("user", [0, OTHER_USER, NOBODY])
 def test_the_user_is_that_of_the_process_which_connected(user: int, kind: str) -> None:

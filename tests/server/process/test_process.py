@@ -63,6 +63,7 @@ def next_data(lines: Iterator[str]) -> str:
     return next(line for line in lines if line.startswith("data: "))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_with_0_after_requests_and_pending_saves(
     chat_model: Path, cache: Path, number: signal.Signals
@@ -173,6 +174,7 @@ def test_a_bucket_that_does_not_answer_keeps_no_daemon_from_ending(chat_model: P
         assert daemon.lines[-1].endswith("stopped")
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("ends", "code", "said"),
     [
@@ -204,6 +206,7 @@ cli.main(["serve"])
     assert (ended.returncode, lines) == (code, said)
 
 
+@pytest.mark.cases(1)
 @not_by_llama("the library reads the weights before the model is served")
 @pytest.mark.parametrize("problem", ["", "the disk is gone"])
 def test_a_stored_prompt_is_answered_before_the_weights_are_read(
@@ -262,6 +265,7 @@ def notifications(tmp_path: Path) -> Iterator[tuple[str, Notifications]]:
     listener.close()
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("wrong", "code", "words"),
     [
@@ -347,6 +351,7 @@ def test_the_ready_line_warns_of_a_disk_with_less_than_the_budget(room: int, cap
     assert [said in line for line in caplog.messages if "the disk has room" in line] == [True] * (room < 4 << 30)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="a round takes another time")
 @pytest.mark.parametrize(
     ("own", "engine", "read"),

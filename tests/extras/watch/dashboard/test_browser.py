@@ -73,6 +73,7 @@ def ask(daemon: DaemonProcess, text: str, **fields: Any) -> httpx.Response:
         return client.post(CHAT, json=body)
 
 
+@pytest.mark.slow
 def test_the_page_follows_the_requests(browser: Browser, daemon: DaemonProcess) -> None:
     text = "the page follows this prompt, which is long enough to be saved <b>and</b> has markup in it " * 20
     ask(daemon, text)
@@ -93,6 +94,7 @@ def test_the_page_follows_the_requests(browser: Browser, daemon: DaemonProcess) 
         trunk.press("ArrowLeft")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("typed", ["the token", "the text of its file", "the digits alone"])
 def test_without_the_token_the_page_says_where_it_is(browser: Browser, daemon: DaemonProcess, typed: str) -> None:
     ask(daemon, "what the page says of the day needs a request")
@@ -113,6 +115,7 @@ def test_without_the_token_the_page_says_where_it_is(browser: Browser, daemon: D
     page.close()
 
 
+@pytest.mark.slow
 def test_a_request_that_was_stopped_is_no_failure_and_figures_for_few_are_behind_a_fold(
     browser: Browser, daemon: DaemonProcess
 ) -> None:
@@ -141,6 +144,7 @@ def test_a_request_that_was_stopped_is_no_failure_and_figures_for_few_are_behind
         assert violations(page) == []
 
 
+@pytest.mark.slow
 def test_no_server_at_another_port_gets_the_token(browser: Browser, daemon: DaemonProcess) -> None:
     got: list[str] = []
 
@@ -200,6 +204,7 @@ class Stranger(ThreadingHTTPServer):
         return {bearer for each in found for bearer in each}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "kind",
     ["alone", "with keys", *(pytest.param(f"router {end}", marks=pytest.mark.slow) for end in ("", "with keys"))],
@@ -250,6 +255,7 @@ def test_an_open_page_sends_no_token_to_another_program_on_the_port(
         assert opened_by == []
 
 
+@pytest.mark.slow
 def test_a_new_link_in_the_same_tab_takes_the_place_of_an_old_token(browser: Browser, daemon: DaemonProcess) -> None:
     ask(daemon, "what the page says of the day needs a request")
     page = browser.new_page()
@@ -293,6 +299,7 @@ def test_a_tree_that_the_daemon_had_kept_is_asked_for_again(browser: Browser, da
 PLACE = {"needed_bytes": 1 << 30, "is_pinned": False, "idle_unload_s": None, "num_active": 1}
 
 
+@pytest.mark.slow
 def test_of_several_models_the_chosen_one_is_shown(browser: Browser, daemon: DaemonProcess) -> None:
     names = {"org/ash:Q8_0": "ready", "birch": "ready", "cedar": "loading"}
     router = {"memory_limit": 4 << 30, "models": [PLACE | {"model": name, "phase": names[name]} for name in names]}
@@ -323,6 +330,7 @@ def test_of_several_models_the_chosen_one_is_shown(browser: Browser, daemon: Dae
         page.locator("#status.idle", has_text="no model is loaded").wait_for()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("viewport", "scheme"), [(WIDE, "dark"), (PHONE, "light")])
 def test_the_page_offers_all_models_when_none_is_loaded(browser: Browser, viewport: Any, scheme: Any) -> None:
     context = browser.new_context(viewport=viewport, color_scheme=scheme)
@@ -356,6 +364,7 @@ def test_the_page_offers_all_models_when_none_is_loaded(browser: Browser, viewpo
     context.close()
 
 
+@pytest.mark.slow
 def test_the_page_dims_its_figures_and_shows_the_start_command_after_a_kill(
     browser: Browser, chat_model: Path, tmp_path: Path
 ) -> None:
@@ -420,6 +429,7 @@ def of_forty_prompts(entries: dict[str, Any]) -> dict[str, Any]:
     return entries | {"trees": [tree | {"nodes": [trunk, *(leaf | {"id": str(number)} for number in range(40))]}]}
 
 
+@pytest.mark.slow
 def test_a_day_fits_two_screens_and_begins_with_a_sentence(browser: Browser, daemon: DaemonProcess) -> None:
     ask(daemon, "a prompt for the page after a day, which is long enough to be saved and to have a trunk. " * 3)
     daemon.wait_saved()
@@ -547,6 +557,7 @@ def test_a_crowded_page_is_no_wider_than_a_telephone(browser: Browser, daemon: D
         assert row.evaluate("(one) => getComputedStyle(one).display") == "grid", "a request is a card"
 
 
+@pytest.mark.slow
 def test_the_shortest_trunk_can_be_clicked(browser: Browser, daemon: DaemonProcess) -> None:
     for name in ("one", "another"):
         ask(daemon, f"both prompts begin so: {name} is long enough to be saved and to continue a short trunk. " * 3)
@@ -571,6 +582,7 @@ def test_the_shortest_trunk_can_be_clicked(browser: Browser, daemon: DaemonProce
         assert page.inner_text("#trunk dd").startswith(f"0 to {trunk['end']},")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("viewport", "scheme"), [(WIDE, "light"), (PHONE, "dark")])
 def test_nothing_keeps_people_from_using_it(
     browser: Browser, daemon: DaemonProcess, viewport: dict[str, int], scheme: str
