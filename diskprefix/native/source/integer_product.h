@@ -157,9 +157,10 @@ INLINE void add_group(const Codes<Weights>& codes, int part, const typename Weig
   for (int row = 0; row < COUNT; ++row) kept[part][row] = fma(zeros, all(rows[row].totals[PLACE]), kept[part][row]);
 }
 
-// Rows of 15 bits, which are seldom chosen, have no code of their own for few rows.
-template <class Weights, int COUNT>
-void multiply_few(const uint8_t* strip, int64_t blocks, const float* table, const Row8* rows, Floats* out) {
+template <class Weights, int COUNT = FEW>
+void multiply_few(const uint8_t* strip, int64_t blocks, const float* table, const Row8* rows, int64_t num_rows, Floats* out) {
+  if constexpr (COUNT > 1)
+    if (num_rows < COUNT) return multiply_few<Weights, COUNT - 1>(strip, blocks, table, rows, num_rows, out);
   const typename Codes<Weights>::Table integers(table);
   Floats kept[PARTS][COUNT] = {};
   for (int64_t block = 0; block < blocks; block += Weights::BLOCKS) {
@@ -298,9 +299,7 @@ void multiply_many(const Row* rows, int64_t num_rows, int64_t row_blocks, const 
 template <class Weights>
 Form form_with(int64_t strip_bytes) {
   typedef typename Integral<Weights>::Form Integers;
-  return {unpack<Weights>, Weights::look_up, strip_bytes,
-          {multiply_few<Weights, 1>, multiply_few<Weights, 2>, multiply_few<Weights, 3>, multiply_few<Weights, 4>},
-          multiply_many<Integers, Row8>, multiply_many<Integers, Row15>};
+  return {unpack<Weights>, Weights::look_up, strip_bytes, multiply_few<Weights>, multiply_many<Integers, Row8>, multiply_many<Integers, Row15>};
 }
 
 struct Multiply {
@@ -309,6 +308,7 @@ struct Multiply {
 
   static NoScope scope_of(const Part& part) { return NoScope(part.num_rows); }
 
+  // Rows of 15 bits, which are seldom chosen, have no code of their own for few rows.
   static bool is_few(const Part& part) { return part.num_rows <= FEW && part.matrix->row_bits == 8; }
 
   static bool takes_packed(const Part&) { return true; }
@@ -324,7 +324,7 @@ struct Multiply {
   static void few(const Part& part, int64_t strip, int64_t last, uint8_t*) {
     for (; strip < last; ++strip) {
       Floats sums[FEW][PARTS];
-      part.form.few[part.num_rows - 1](part.strip(strip), part.blocks, part.matrix->table, (const Row8*)part.packed, sums[0]);
+      part.form.few(part.strip(strip), part.blocks, part.matrix->table, (const Row8*)part.packed, part.num_rows, sums[0]);
       for (int64_t row = 0; row < part.num_rows; ++row) part.put(sums[row], row, strip);
     }
   }

@@ -16,7 +16,12 @@ struct Part;
 
 #if !defined(HAS_ROWS)
 
+// Rows that are multiplied while a block is unpacked.
+#if defined(MULTIPLIES_BYTES)
 constexpr int FEW = 4;
+#else
+constexpr int FEW = 1;  // with four, this code would be two thirds of the library
+#endif
 // Vectors of rows of strips that are multiplied together: parts of a strip, or whole strips.
 constexpr int WIDE = 2;
 // Rows that are multiplied together: their blocks with the same columns lie side by side.
@@ -40,7 +45,7 @@ struct Form {
   void (*multiply[2][2])(const Part& part, int64_t strip, uint8_t* factors);
 #else
   // Multiplies 1 to FEW rows with the blocks of a strip.
-  void (*few[FEW])(const uint8_t* strip, int64_t blocks, const float* table, const Row8* rows, Floats* out);
+  void (*few)(const uint8_t* strip, int64_t blocks, const float* table, const Row8* rows, int64_t num_rows, Floats* out);
   MultiplyMany<Row8> many_8;
   MultiplyMany<Row15> many_15;
 #endif
