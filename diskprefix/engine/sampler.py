@@ -6,7 +6,6 @@ the place of a cut or a draw. Only the scores at this place are sorted, or added
 
 from __future__ import annotations
 
-import math
 import secrets
 
 import numpy as np
@@ -14,6 +13,7 @@ import numpy.typing as npt
 from numpy.random import Philox
 
 from diskprefix.engine.constraints.constrained_reply import ConstrainedCalls, ConstrainedReply, Forbidden
+from diskprefix.engine.exponential import exponential, natural_logarithm
 from diskprefix.engine.request import SamplingParams, TokenLogprob
 from diskprefix.engine.thought_limit import ThoughtLimit
 from diskprefix.errors import InvalidRequest, NonFiniteLogits
@@ -146,7 +146,7 @@ class Sampler:
         if 0 < params.top_k < len(scores):
             kept = _at_least_highest(scores, params.top_k)
             scores = scores[kept]
-        weights = np.exp(scores - highest)
+        weights = exponential(scores - highest)
         if params.top_p < 1:
             _cut(weights, scores, highest, params.top_p)
         if params.min_p > 0:
@@ -161,7 +161,7 @@ def log_probability(logits: Logits, token: int, num: int) -> TokenLogprob:
     highest = logits.max()
     if not np.isfinite(highest):
         raise NonFiniteLogits("the model computed logits that are not finite (NaN or infinity)")
-    log_sum = math.log(np.exp(logits - highest).sum(dtype=np.float64))
+    log_sum = natural_logarithm(float(exponential(logits - highest).sum(dtype=np.float64)))
     best = _at_least_highest(logits, num) if num else np.empty(0, np.int64)
     best = best[np.argsort(-logits[best], kind="stable")][:num]
     chosen, *top = (
