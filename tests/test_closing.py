@@ -78,17 +78,7 @@ def run(
     environment |= {"PYTHONPATH": str(ROOT)} | ({"DISKPREFIX_TEST_MISSING": ""} if is_ci else {})
     # To import its plugins takes longer than the tests.
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "--rootdir",
-        str(folder),
-        "-p",
-        "no:cacheprovider",
-        *options,
-        str(folder),
-    ]
+    command = [sys.executable, "-m", "pytest", "--rootdir", str(folder), "-p", "no:cacheprovider", *options]
     return subprocess.run([*command, str(folder)], env=environment, capture_output=True, text=True, check=False)
 
 

@@ -30,7 +30,8 @@ _DIGEST_AT = b"diskprefix source "
 _TICK_S = 4.0
 """The longest time without a word while the operators are compiled."""
 
-# -O3 takes twice as long, and its code is no faster: what matters is unrolled in the sources.
+# -O3 takes a third longer, and its code is no faster. Without -fpeel-loops the loops over a few rows would not be
+# unrolled, and prompts would take twice as long.
 _OPTIMISED = ("-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-fpeel-loops")
 _FLAGS = (*_OPTIMISED, "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread", "-w")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
@@ -143,7 +144,7 @@ def _compiled(compiler: Sequence[str], folder: Path, wanted: Sequence[str], say:
 
     # Each takes up to 400 MiB of memory.
     with ThreadPoolExecutor(runpy.run_path(str(_CONTROL_GROUPS))["num_cpus"]()) as pool:
-        # `baseline`, the last one, takes longest.
+        # The last ones take longest.
         running = {name: pool.submit(compile_variant, name) for name in reversed(wanted)}
         _watch(list(running.values()), say)
     done = {name: running[name].result() for name in wanted}

@@ -87,7 +87,6 @@ def operators() -> Operators:
     return chosen("auto")
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize("rows", ROWS_OF_ALL)
 @pytest.mark.parametrize("variant", of_this_cpu())
 def test_each_family_computes_its_golden_bits(variant: str, rows: str) -> None:
@@ -107,7 +106,6 @@ def is_of(name: str, rows: str) -> bool:
     return name.endswith(OF_15) == (rows == "15")
 
 
-@pytest.mark.cases(16)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", MODELS)
 def test_neither_threads_nor_steps_change_bits(operators: Operators, name: str, form: str) -> None:

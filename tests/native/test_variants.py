@@ -37,7 +37,6 @@ def other(request: pytest.FixtureRequest, record_property: Callable[[str, object
     return str(request.param)
 
 
-@pytest.mark.cases(3)
 @pytest.mark.parametrize("rows", ROWS_OF_ALL)
 def test_products_with_quants_have_the_same_bits(other: str, rows: str) -> None:
     for kind in TYPES:
@@ -52,7 +51,6 @@ def test_products_with_quants_have_the_same_bits(other: str, rows: str) -> None:
             assert bits(computed) == bits(expected), kind
 
 
-@pytest.mark.cases(3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_attention_has_the_same_bits(other: str, dtype: torch.dtype) -> None:
     for name in CASES:
