@@ -43,6 +43,8 @@ Reason: TypeAlias = Literal[
     "tokens",
     "marks",
     "continues",
+    "room",
+    "no_room",
     "likely_repeat",
     "learning",
     "shared_prefix",

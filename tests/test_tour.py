@@ -263,7 +263,7 @@ def values(tmp_path_factory: pytest.TempPathFactory) -> Values:
     with running() as client, tapped(found):
         response = client.post("/v1/chat/completions", json=body).raise_for_status()
         # With the reply there is a publication of its own.
-        num_lines = 1 if ENGINE == "llama" else 4
+        num_lines = 1 if ENGINE == "llama" else 3
         wait_until(lambda: len(found["store/writer.py"]) == num_lines, "the state is written")
     found["server/streaming.py"] = events(response.text)
     return found

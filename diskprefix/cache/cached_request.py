@@ -14,7 +14,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from diskprefix.cache.cache import PrefixCache
-from diskprefix.cache.choosing import marked_nodes, selection_ahead, selection_of, sighting_of
+from diskprefix.cache.choosing import marked_nodes, refused_tokens, selection_ahead, selection_of, sighting_of
 from diskprefix.cache.context import RequestContext
 from diskprefix.cache.matching import RestoreResult
 from diskprefix.cache.misses import find_lost_prefix, lost_tokens, why_missed
@@ -189,8 +189,10 @@ class CachedRequest:
         stored = restored.stored_tokens
         rules = Rules.of(cache.settings, cache.layout.state_kind, cache.layout.state_bytes)
         self._spending = cache.spending(options.tenant)
-        self._sighting = sighting_of(self.namespace.seen, prompt, options, self.nodes.path.block_names)
+        evictor, names = cache.store.evictor, self.nodes.path.block_names
+        self._sighting = sighting_of(self.namespace.seen, prompt, options, names, evictor.stays_s)
         selection = selection_of(self._sighting, rules, prompt, options, stored)
+        evictor.refuse(refused_tokens(self._sighting, selection, stored) * cache.layout.bytes_per_token)
         had, is_asked = max(restored.num_tokens, stored), options.is_asked
         selection = within_budget(selection, prompt, self._spending, rules, stored=stored, had=had, is_asked=is_asked)
         if self._context.goes_on and selection.keep_tail:
@@ -300,7 +302,8 @@ class CachedRequest:
     def _save_prompt(self, sequence: KVSequence, logits: Logits | None, seen: TokenPath | None) -> None:
         """Queues the rest of the prompt, with the entry, and the prompt as `seen`."""
         saver, planner, selection = self._saver, self._saver.planner, self.selection
-        plan = Plan() if saver.save.has_failed else planner.plan(selection, saver.states_at)
+        with_end = not planner.leaves_end(selection)
+        plan = Plan() if saver.save.has_failed else planner.plan(selection, saver.states_at, with_end=with_end)
         self._is_stored = plan.last_node is not None
         has_tail = bool(plan.nodes) and plan.nodes[-1].kind == NodeKind.TAIL
         assert logits is not None or not selection.keep_tail, "a prompt that goes on has no tail"
@@ -339,12 +342,14 @@ class CachedRequest:
 
     def _save_reply(self, sequence: KVSequence, nodes: PromptNodes) -> None:
         saver, planner, num_tokens = self._saver, self._saver.planner, len(nodes.token_ids)
-        if not (stop := planner.reply_stop(num_tokens, self.selection)):
+        stop, spending = planner.reply_stop(num_tokens, self.selection), self._spending
+        stored, is_asked = planner.restored.stored_tokens, self.options.is_asked
+        if stop and spending is not None and not spending.allows_reply(num_tokens, stored, is_asked=is_asked):
+            stop = 0
+        if not stop:
+            self._save_end(sequence)
             return
-        if (spending := self._spending) is not None:
-            stored = planner.restored.stored_tokens
-            if not spending.allows_reply(num_tokens, stored, is_asked=self.options.is_asked):
-                return
+        if spending is not None:
             num_new = max(0, num_tokens - self.selection.kept)
             self.cache.spend(self.options.tenant, num_new * spending.bytes_per_token)
         if self.cache.layout.states:
@@ -354,6 +359,12 @@ class CachedRequest:
             saver.queue(sequence, replace(plan, has_entry=True))
             # The reply takes the place of the tail.
             self._save_logits()
+
+    def _save_end(self, sequence: KVSequence) -> None:
+        """Queues the end of a prompt that was left for a reply, because the reply is not saved."""
+        planner, selection = self._saver.planner, self.selection
+        if self.is_published and planner.leaves_end(selection):
+            self._saver.queue(sequence, planner.plan(selection, self._saver.states_at))
 
     def save_partial(self, sequence: KVSequence, token_ids: TokenIds) -> None:
         """Queues the state of a request that is cancelled or waits for memory, so that the request continues there when
@@ -365,6 +376,7 @@ class CachedRequest:
             return
         with self._context.guarded("the state of the cancelled or waiting request is not saved"):
             sequence.complete_pages()
+            self._save_end(sequence)
             self._save_all(sequence, self.nodes.extended(token_ids), _MIN_TTL_S)
 
     def _save_all(self, sequence: KVSequence, nodes: PromptNodes, min_ttl_s: float) -> None:

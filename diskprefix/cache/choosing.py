@@ -11,16 +11,26 @@ from diskprefix.tokens import floor_to_grid
 from diskprefix.values import DEFAULT_WINDOW, CacheOptions, Mark, Prompt, Scope, Selection
 
 
-def sighting_of(seen: SeenPrompts, prompt: Prompt, options: CacheOptions, block_names: Sequence[bytes]) -> Sighting:
-    """Returns the knowledge about a prompt from earlier ones. `block_names` are the names of its full blocks."""
+def sighting_of(
+    seen: SeenPrompts, prompt: Prompt, options: CacheOptions, block_names: Sequence[bytes], stays_s: float
+) -> Sighting:
+    """Returns the knowledge about a prompt from earlier ones. `block_names` are the names of its full blocks. The store
+    keeps what is not used for `stays_s`."""
     window = options.scope.value if options.scope.kind == "auto" else DEFAULT_WINDOW
-    return seen.sighting_of(prompt.token_ids, block_names, window, options.group)
+    return seen.sighting_of(prompt.token_ids, block_names, window, options.group, stays_s)
 
 
 def selection_of(sighting: Sighting, rules: Rules, prompt: Prompt, options: CacheOptions, stored: int) -> Selection:
     """Returns the part of a prompt to keep. The store has its first `stored` tokens."""
     selection = select(options.scope, prompt, rules, sighting, restored=stored)
     return selection if options.save or options.scope.kind == "off" else selection.keeping_nothing("read_only")
+
+
+def refused_tokens(sighting: Sighting, selection: Selection, stored: int) -> int:
+    """Returns the tokens of a prompt that are not stored for want of room; the store has the first `stored` ones. State
+    that cannot be cut is left out for other reasons."""
+    is_asked = selection.scope.kind == "auto" and not sighting.has_room and not selection.price
+    return max(0, selection.prompt_tokens - max(selection.kept, stored)) if is_asked else 0
 
 
 def selection_ahead(prompt: Prompt, scope: Scope, state: StateKind, grid: int) -> Selection:

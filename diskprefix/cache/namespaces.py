@@ -42,7 +42,7 @@ class TenantNamespace(Struct, eq=False):
     ) -> None:
         """Adds a prompt as the newest, which came at `came_at` and expires `lasts_s` seconds later. `block_names` are
         the names of its full blocks."""
-        self.seen.remember(token_ids, block_names, group)
+        self.seen.remember(token_ids, block_names, group, came_at)
         self._note_times(came_at, lasts_s)
 
     def has_expired(self, now: float) -> bool:
@@ -123,7 +123,7 @@ class TenantNamespaces:
         if self._on_prompts is not None:
             self._on_prompts(namespace.root, (prompt.token_ids for prompt in prompts))
         for prompt in prompts:
-            seen.remember(prompt.token_ids, tuple(prompt.blocks), prompt.record.group)
+            seen.remember(prompt.token_ids, tuple(prompt.blocks), prompt.record.group, prompt.record.came_at)
         records = (prompt.record for prompt in prompts)
         namespace.replace(seen, ((record.came_at, record.ttl_s or self._ttl_s or math.inf) for record in records))
 

@@ -54,26 +54,32 @@ class Plan(Struct, frozen=True):
 @dataclass
 class Planner:
     """Plans the nodes that one request stores. `nodes` are the nodes of the prompt, later also of the reply. Tokens
-    after `prompt_tokens` were decoded. `submitted` has the names of the nodes that the request has stored itself."""
+    after `prompt_tokens` were decoded. Fewer than `min_tokens` tokens of prompt and reply are not saved. `submitted`
+    has the names of the nodes that the request has stored itself."""
 
     nodes: PromptNodes
     restored: RestoreResult
     state: StateKind
     prompt_tokens: int
+    min_tokens: int = 0
     submitted: set[bytes] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._restorable = self.restored.stored_tokens
         """The last position at which a later request could continue."""
 
-    def plan(self, selection: Selection, states_at: Collection[int]) -> Plan:
+    def leaves_end(self, selection: Selection) -> bool:
+        """Returns whether the partial block at the end of the prompt is written with the reply, which fills it."""
+        return self.state == "token" and selection.saves_reply and not selection.keep_tail
+
+    def plan(self, selection: Selection, states_at: Collection[int], *, with_end: bool = True) -> Plan:
         """Returns the selected nodes that are not stored yet. `states_at`: the positions whose states are stored
-        too."""
+        too. Without `with_end`, the end and the entry come later (see `leaves_end`)."""
         aligned, num_blocks = selection.aligned, selection.aligned // self.nodes.block_size
         missing = self.missing(aligned, states_at)
         if selection.keep_tail:
             last = self.nodes.tail()
-        elif self.state == "token" and aligned % self.nodes.block_size:
+        elif self.state == "token" and aligned % self.nodes.block_size and with_end:
             last = self.nodes.partial_block(aligned)
         elif self.state in AT_CHECKPOINTS:
             if aligned in states_at:
@@ -82,7 +88,8 @@ class Planner:
             is_stored = self.restored.stored_tokens == aligned
             return Plan(missing, self.restored.last_node if is_stored else None, aligned)
         else:
-            return Plan(missing, self.nodes.parent(num_blocks) if num_blocks else None, aligned)
+            end = self.nodes.parent(num_blocks) if num_blocks else None
+            return Plan(missing, end, num_blocks * self.nodes.block_size, has_entry=with_end)
         if (holder := self._holder(last)) is None:
             return Plan((*missing, last), last.name, last.end)
         # With state kind `token`, a longer node may replace the holder before this is written: it gets no entry.
@@ -95,6 +102,7 @@ class Planner:
         limit = selection.scope.most
         stop = num_tokens if limit is None else min(limit, num_tokens)
         is_saved = self.state in AT_ANY_TOKEN and selection.saves_reply and stop > self.prompt_tokens
+        is_saved &= stop >= self.min_tokens
         return stop if is_saved and (stop == num_tokens or self.state == "token") else 0
 
     def plan_reply(self, nodes: PromptNodes, stop: int, selection: Selection, states_at: Collection[int]) -> Plan:
@@ -154,7 +162,9 @@ class Saver:
         token_ids, block_size = context.prompt.token_ids, cache.settings.block_size
         path = TokenPath(context.epoch.secret, context.namespace.root, token_ids, block_size)
         nodes = PromptNodes(path, cache.payload_layout)
-        self.planner = Planner(nodes, RestoreResult(), cache.layout.state_kind, len(token_ids))
+        self.planner = Planner(
+            nodes, RestoreResult(), cache.layout.state_kind, len(token_ids), cache.settings.kv_cache_min_tokens
+        )
         self.states_at: set[int] = set()
         """The positions whose states are with the writer, or on their way."""
         self._anchors: tuple[int, ...] | None = None

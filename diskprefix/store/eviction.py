@@ -119,6 +119,18 @@ def bytes_to_free(*, used: int, need: int, usable: int, budget: int) -> int:
     return max(excess, budget // _EVICT_AHEAD) if excess > 0 else 0
 
 
+def measured_bytes(budget: int) -> int:
+    """Returns the bytes after whose refusal a full store looks anew at what it would evict: as many as it evicts at a
+    time."""
+    return budget // _EVICT_AHEAD
+
+
+def age_of(table: UsageTable, victims: Sequence[bytes], now: float) -> float:
+    """Returns how long a store keeps what is not used: the median seconds since the last use of the nodes that it
+    evicts, at least one."""
+    return float(np.median(table.ages_s(now)[[table.row_of[name] for name in victims]]))
+
+
 def choose_victims(
     table: UsageTable,
     parent_of: Callable[[bytes], bytes],

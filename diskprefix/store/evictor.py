@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import struct
 import threading
@@ -13,7 +14,15 @@ from contextlib import suppress
 
 from diskprefix.errors import CacheError, LargerThanStore, StoreCorrupt, StoreFull
 from diskprefix.store.changes import NODES_AT_ONCE, RECORDS_AT_ONCE, Changes, batches
-from diskprefix.store.eviction import UsageTable, bytes_to_free, choose_victims, expired, usable_bytes
+from diskprefix.store.eviction import (
+    UsageTable,
+    age_of,
+    bytes_to_free,
+    choose_victims,
+    expired,
+    measured_bytes,
+    usable_bytes,
+)
 from diskprefix.store.folder import FULL_BELOW_BYTES, FolderUnavailable, disk_full, file_errors, free_bytes
 from diskprefix.store.ghosts import PROMPTS_AT_ONCE, forget_prompts, has_expired
 from diskprefix.store.note_record import SHORT_TTL_S
@@ -45,6 +54,9 @@ class Evictor:
         self.served: tuple[str, ...] = ()
         """The identities of the models that the store is served with. State that other builds computed for these models
         is evicted first."""
+        self.stays_s = math.inf
+        """How long state stays that is not used: the age of what was evicted last, infinite while there is room."""
+        self._refused_bytes = 0
         self._file, self._before_drop = file, before_drop
         self._pins: Counter[bytes] = Counter()
         self._pins_lock = threading.Lock()
@@ -77,15 +89,7 @@ class Evictor:
             if not wanted:
                 return 0
             roots = snapshot.roots_beyond(budget // _ROOTS_SHARE)
-            table = snapshot.usages()
-            victims = choose_victims(
-                table,
-                snapshot.parent,
-                bytes_wanted=wanted,
-                pinned=keep | self.pinned(),
-                now=self._file.clock(),
-                saves_nothing=snapshot.saves_nothing(self.served),
-            )
+            table, victims = self._victims(snapshot, wanted, keep)
             freed = sum(int(table.records["stored_bytes"][table.row_of[name]]) for name in victims)
             _log_eviction(snapshot, "disk" if self._is_limited_by_disk() else "budget", table, victims)
             if need_bytes and used + need_bytes - freed > usable:
@@ -94,6 +98,39 @@ class Evictor:
         self._drop_roots(roots)
         self._evict(victims)
         return len(victims)
+
+    def _victims(self, snapshot: Snapshot, bytes_wanted: int, keep: frozenset[bytes]) -> tuple[UsageTable, list[bytes]]:
+        """Returns all usage records and the nodes to evict, and measures their age."""
+        table, now = snapshot.usages(), self._file.clock()
+        victims = choose_victims(
+            table,
+            snapshot.parent,
+            bytes_wanted=bytes_wanted,
+            pinned=keep | self.pinned(),
+            now=now,
+            saves_nothing=snapshot.saves_nothing(self.served),
+        )
+        self.stays_s = age_of(table, victims, now) if victims else self.stays_s
+        return table, victims
+
+    def refuse(self, num_bytes: int) -> None:
+        """Counts state that is not stored for want of room. For one thread, which need not be the writer's."""
+        self._refused_bytes += num_bytes
+
+    def measure_again(self) -> None:
+        """Measures `stays_s` again if as much was refused as the store evicts at a time: what is refused evicts
+        nothing, so nothing else would tell that the stored state is no longer used, or that there is room again."""
+        need = measured_bytes(self._file.budget_bytes)
+        if self._refused_bytes < need:
+            return
+        self._refused_bytes = 0
+        with self._file.reads.snapshot() as snapshot:
+            used, usable = snapshot.used_bytes(), self.usable_bytes()
+            wanted = bytes_to_free(used=used, need=need, usable=usable, budget=self._file.budget_bytes)
+            if wanted:
+                self._victims(snapshot, wanted, frozenset())
+            else:
+                self.stays_s = math.inf
 
     def expire(self, ttl_s: float) -> int:
         """Removes nodes that were not used for `ttl_s` seconds (0: no limit) or for the time that a request asked for,

@@ -440,6 +440,8 @@ class Writer:
             if save is not None:
                 self._end_writing(save, is_done=is_done)
             attempt(self.notes.make_fit)
+            if self._store.problem is None:
+                attempt(self._store.evictor.measure_again)
             if self._has_ended:
                 with suppress(CacheError):
                     # Records a fact that was measured about a model just before the end. Otherwise the next start has

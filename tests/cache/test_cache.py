@@ -230,6 +230,7 @@ def test_the_miss_reason_says_what_would_help(runner: Runner) -> None:
     runner.flush()
     stats = runner.cache.stats()
     assert (stats["blocks"], stats["prompts"]) == (0, 0)
+    runner.cache.store.evictor.stays_s = 60.0
     for reason in ("new", "not_stored"):
         report = runner.run(PROMPT, "auto:1", boundaries=(3,)).report
         assert (report.miss_reason, report.diverged_at, report.saved) == (reason, None, "none")
@@ -299,6 +300,7 @@ def test_a_prompt_that_leaves_another_in_its_system_message_has_diverged(
     """One that leaves it later, but in the first block, is another conversation."""
     runner = opened(block_size=3 * BLOCK)
     prompt = random_prompt(21, 6 * BLOCK)
+    runner.cache.store.evictor.stays_s = 60.0
     assert runner.run(prompt, "auto:1", boundaries=(3,)).report.selection.kept == 0
     prompt[common] = (prompt[common] + 1) % 100
     report = runner.run_prompt(Prompt(prompt, system_end=system_end), FULL).report
@@ -494,7 +496,7 @@ def test_first_prompts_are_tried_of_each_key_but_of_no_salt(runner: Runner) -> N
 def test_the_store_is_read_with_the_fetch_and_not_by_the_engine(
     runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert [why_kept(runner, PROMPT) for _ in range(2)] == ["no_history", "shared_prefix"]
+    assert [why_kept(runner, PROMPT) for _ in range(2)] == ["room", "continues"]
     here, snapshot, more = threading.current_thread(), runner.cache.store.reads.snapshot, longer(PROMPT, 2 * BLOCK)
 
     def reading() -> AbstractContextManager[Snapshot]:
@@ -523,9 +525,9 @@ def test_a_tenant_that_could_not_be_read_is_read_by_its_next_request(
     runner.reopen()
     with monkeypatch.context() as patched:
         patched.setattr(namespaces_module, "newest_first", unavailable)
-        assert why_kept(runner, PROMPT) == "no_history", "and the prompt is restored all the same"
+        assert why_kept(runner, PROMPT) == "room", "and the prompt is restored all the same"
     assert runner.cache.counters["errors"] == 1
-    assert why_kept(runner, PROMPT) == "shared_prefix"
+    assert why_kept(runner, PROMPT) == "continues"
     assert len(runner.cache.namespaces.get(ALICE).seen) == 3
     assert held(runner)[ALICE] > before > 0
 

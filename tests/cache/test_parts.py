@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from diskprefix.cache.cached_request import CachedRequest
+from diskprefix.engine.forward import prefill
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run
 from diskprefix.store.note_record import NoteKind, StoredNote
@@ -438,3 +439,57 @@ def test_what_is_not_to_be_saved_leaves_no_logits(runner: Runner) -> None:
     for options in (OFF, READ_ONLY, CacheOptions(scope=Scope("tokens", BLOCK))):
         ask(runner, random_prompt(8, GRID + 5), options, reply=6)
     assert kept(runner) == []
+
+
+# Prompts and replies of `auto`, while there is room.
+
+
+def test_the_last_block_of_a_prompt_is_written_once_with_its_reply(runner: Runner) -> None:
+    prompt = random_prompt(1, BLOCK + 10)
+    answer = ask(runner, prompt, AUTO, reply=5)
+    assert nodes(runner) == [(0, BLOCK), (BLOCK, BLOCK + 14)]
+    assert runner.cache.writer.written_tokens == BLOCK + 14
+    assert entries(runner) == [BLOCK + 14]
+    assert (answer.report.selection.reason, answer.report.saved) == ("room", "queued")
+    runner.reopen()
+    assert restored(runner, prompt) == len(prompt) - 1
+
+
+def test_at_the_ends_of_blocks_no_prompt_waits_for_its_reply(opened: Opened) -> None:
+    runner = opened("grid", block_size=BLOCK)
+    runner.run(random_prompt(1, 2 * BLOCK + 10), "auto", reply=5)
+    runner.flush()
+    assert (nodes(runner), entries(runner)) == ([(0, BLOCK), (BLOCK, 2 * BLOCK)], [2 * BLOCK])
+
+
+def test_it_is_written_without_a_reply_that_is_saved(runner: Runner) -> None:
+    prompt = random_prompt(1, BLOCK + 10)
+    for reply in (0, 1):
+        ask(runner, prompt, AUTO, reply=reply)
+        assert (nodes(runner), entries(runner)) == ([(0, BLOCK), (BLOCK, BLOCK + 10)], [BLOCK + 10])
+
+
+def test_it_is_written_when_the_client_goes_away_in_the_reply(runner: Runner) -> None:
+    """What was computed of the reply is not kept for as long."""
+    prompt = random_prompt(1, BLOCK + 10)
+    cached = CachedRequest(runner.cache, Prompt(prompt), AUTO)
+    sequence = runner.new_sequence(len(prompt))
+    cached.restore(sequence)
+    logits = prefill(runner.runtime, sequence, prompt, start=0, block_size=BLOCK, after_step=cached.after_step)
+    cached.publish(sequence, logits, 0.0)
+    greedy = runner._decode(logits, 4)
+    cached.save_partial(sequence, np.concatenate([prompt, greedy[:-1]]).astype(np.int32))
+    cached.close()
+    runner.flush()
+    assert is_sound(runner)
+    assert (nodes(runner)[1:], entries(runner)) == ([(BLOCK, BLOCK + 10), (BLOCK, BLOCK + 13)], [BLOCK + 10])
+
+
+def test_a_short_prompt_is_kept_with_a_reply_that_makes_it_long_enough(opened: Opened) -> None:
+    runner = opened("token", block_size=BLOCK, kv_cache_min_tokens=30)
+    prompt = random_prompt(1, 20)
+    for reply, stored in ((10, []), (11, [(0, 30)])):
+        report = ask(runner, prompt, AUTO, reply=reply).report
+        assert (report.selection.reason, nodes(runner)) == ("short_prompt", stored)
+    runner.reopen()
+    assert restored(runner, longer(prompt, 20)) == 20

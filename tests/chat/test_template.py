@@ -296,7 +296,7 @@ def test_auto_keeps_plain_text_of_a_tokenizer_that_adds_a_bos(tokenizer_with_bos
     earlier = Earlier(
         SeenPrompt((), first.token_ids.tobytes()), common_prefix_length(first.token_ids, second.token_ids)
     )
-    kept = select(auto, second, rules, Sighting(recent=(earlier,)))
+    kept = select(auto, second, rules, Sighting(recent=(earlier,), stays_s=60.0, seen_share=1.0))
     assert kept.reason == "shared_prefix"
     assert kept.aligned > 64
 

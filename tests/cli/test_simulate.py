@@ -71,7 +71,7 @@ def test_without_options_there_is_one_table_with_all_scopes(
     found = rows(run("simulate", trace, "--json"))
     scopes = "off", "2048", "auto:2", "auto:8", "auto:30", "auto:100", "full"
     expected: list[object] = [(name, scope, regime, 4 * GIB) for scope in scopes]
-    expected.append((name, "upper-bound", regime, None))
+    expected.append((name, "optimum", regime, 4 * GIB))
     assert [(row["trace"], row["scope"], row["regime"], row["budget_bytes"]) for row in found] == expected
 
 
@@ -79,7 +79,7 @@ def test_options_reach_the_policy_and_the_geometry(made: Made, run: Run) -> None
     flags = "--scope full --scope FULL --regime checkpoints --budget 1GiB --budget 1024MiB --budget unlimited"
     flags += " --block-size 64 --kv-cache-min-tokens 3000 --kv-cache-ttl 10s --json"
     found = rows(run("simulate", made("interleaved", 30), *flags.split()))
-    assert [row["scope"] for row in found] == ["full", "full", "upper-bound"], "what is given twice is one row"
+    assert [row["scope"] for row in found] == ["full", "optimum"] * 2, "what is given twice is one row"
     policy = Policy(scope=Scope("full"), block_size=64, min_tokens=3000, ttl_s=10.0)
     trace = read_trace(made("interleaved", 30))
     totals = simulate(trace, policy, CHECKPOINTS)
@@ -137,7 +137,7 @@ def test_the_table_shows_each_row_with_its_figures(made: Made, run: Run) -> None
     titles = ["scope", "hits", "restored", "written", "bytes", "evictions", "saved", "ahead"]
     assert of_first[0].split() == titles
     assert [line.split()[0] for line in of_first[1:] if line] == [
-        "sliceable,", "auto:8", "upper-bound", "sliceable,", "chat"
+        "sliceable,", "auto:8", "optimum", "sliceable,", "chat"
     ]  # fmt: skip
     assert any(line.startswith("chat (auto") for line in of_first), "a policy file, beside its scope"
     verdicts = [line for line in lines if line.startswith("verdict: ")]
@@ -153,8 +153,7 @@ def test_simulate_counts_the_options_of_requests_below_the_table(run: Run, tmp_p
     own = record(tmp_path / "own.jsonl", block_size=256, options=asked)
     expected = "8 have a scope of their own, 8 only read (save: false)"
     assert (
-        run("simulate", own, *SHORT).stdout.splitlines()[-1]
-        == f"of the requests, in every row but upper-bound: {expected}"
+        run("simulate", own, *SHORT).stdout.splitlines()[-1] == f"of the requests, in every row but optimum: {expected}"
     )
     plain = record(tmp_path / "plain.jsonl", block_size=256)
     assert run("simulate", plain, *SHORT).stdout.splitlines()[-1].startswith("verdict: ")
@@ -224,7 +223,7 @@ def test_a_recording_says_what_its_daemon_and_its_model_were(run: Run, tmp_path:
     totals = simulate(read_trace(states), policy, Geometry(1024, 5 * MIB, 800))
     file = tmp_path / "mine.toml"
     file.write_text("kv_cache_min_tokens = 100")
-    row, of_policy, _ = rows(
+    row, _, of_policy = rows(
         run("simulate", states, "--scope", "full", "--budget", "unlimited", "--policy", file, "--json")
     )
     assert (row["restored_tokens"], row["written_bytes"]) == (totals.restored_tokens, totals.written_bytes)

@@ -61,9 +61,9 @@ def test_an_unknown_preset_is_refused_with_the_names_of_those_that_exist() -> No
 NUM_REQUESTS = 150
 PURPOSES: dict[str, list[tuple[str, Regime, float, float]]] = {
     "agent": [("interleaved", "sliceable", 0.82, 0.14), ("moving-reminder", "checkpoints", 0.8, 0.14)],
-    "batch": [("shared-anchor", "sliceable", 0.6, 0.1), ("one-off", "sliceable", 0.0, 0.3)],
+    "batch": [("shared-anchor", "sliceable", 0.6, 0.3), ("one-off", "sliceable", 0.0, 0.75)],
     "chat": [("shared-anchor", "checkpoints", 0.6, 0.1), ("interleaved", "token", 0.87, 0.15)],
-    "rag": [("retrieval", "sliceable", 0.4, 0.12), ("retrieval", "checkpoints", 0.38, 0.12)],
+    "rag": [("retrieval", "sliceable", 0.4, 0.5), ("retrieval", "checkpoints", 0.38, 0.12)],
     "shared-server": [("interleaved", "sliceable", 0.6, 0.25), ("interleaved", "checkpoints", 0.65, 0.2)],
 }
 """Workloads that a preset is for; the least that it must restore of their tokens, and the most that it may write."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import closing
+from itertools import count, islice
 from pathlib import Path
 
 from diskprefix.cache.tiered_store import open_store
@@ -12,7 +14,7 @@ from diskprefix.store.eviction import usable_bytes
 from diskprefix.store.housekeeping import Housekeeping
 from diskprefix.store.store import Store
 from tests import forked
-from tests.store.building import Clock, is_clean
+from tests.store.building import BLOCK, Clock, is_clean, prompt, publication
 from tests.store.other_process import beside, fill
 
 SMALL, LARGE, NEW = 16 << 20, 64 << 20, 32 << 20
@@ -144,3 +146,34 @@ def test_the_settings_of_presets_and_of_serve_evict_nothing_of_each_other(tmp_pa
             assert store.budget_bytes == LARGE
     with closing(open_store(Settings(kv_cache_dir=tmp_path, kv_cache_budget=SMALL))) as store:
         assert store.budget_bytes == SMALL
+
+
+def test_a_full_store_says_how_long_state_stays_that_is_not_used(tmp_path: Path) -> None:
+    clock, seeds = Clock(), count()
+
+    def fill_up(num_prompts: int) -> None:
+        for seed in islice(seeds, num_prompts):
+            clock.now += 10.0
+            store.publish(publication(store, prompt(seed, 3 * BLOCK), payload_bytes=50_000))
+
+    with closing(serve(tmp_path, clock, new_budget_bytes=SMALL)) as store:
+        evictor = store.evictor
+        fill_up(3)
+        assert evictor.stays_s == math.inf
+        fill_up(150)
+        # Less is free than the store evicts at a time.
+        while store.counts()["used_bytes"] + SMALL // 64 <= usable_bytes(SMALL):
+            fill_up(1)
+        stays_s = evictor.stays_s
+        assert 300 < stays_s < 1500
+        clock.now += 10_000.0
+        evictor.refuse(SMALL // 64 - 1)
+        evictor.measure_again()
+        assert evictor.stays_s == stays_s, "too little was refused to look again"
+        evictor.refuse(1)
+        evictor.measure_again()
+        assert stays_s + 9000 < evictor.stays_s < stays_s + 10_100, "what would be evicted next is used no longer"
+        evictor.expire(1.0)
+        evictor.refuse(SMALL // 64)
+        evictor.measure_again()
+        assert evictor.stays_s == math.inf, "there is room again"

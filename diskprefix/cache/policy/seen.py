@@ -4,21 +4,22 @@ A ghost is a block that was seen, whether its state is stored or not. An earlier
 prompts that share a beginning share its ghosts. The token ids of a ghost are dropped with the last prompt that needs
 them. The ghost's name, which stands for the whole prefix up to its end, is remembered for longer.
 
-The tree also tells whether a new prompt is worth keeping. Each prompt is a trial, which succeeds when most of its new
-part comes again. Prompts with about as many new blocks are of one kind: nearly every trial of an agent's turns
-succeeds, and none of one-off questions.
+The tree also tells whether a new prompt is worth keeping: how many similar prompts come again, and after what time (see
+`reuse`).
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+import math
+from collections import Counter, OrderedDict, deque
+from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 from msgspec import Struct
 
+from diskprefix.cache.policy.reuse import ReuseTimes, kind_of_new, kind_of_used
 from diskprefix.tokens import ID_BYTES, TokenIds, num_common
 
 MAX_PROMPT_BYTES = 16 << 20
@@ -31,29 +32,33 @@ _GHOST_BYTES, _PROMPT_BYTES, _PATH_BYTES, _END_BYTES = 320, 384, 8, 128
 their token ids."""
 _MAX_OLDER = 1000
 """The maximum number of prompts before the window that are compared."""
-_MAX_ENDS = 16
-"""The maximum number of prompts with the same last block whose ends are remembered: turns of a conversation, and
-requests beside it that ask for a title or a summary."""
-_ENOUGH_TRIALS = 10
+_MAX_ENDS = 64
+"""The maximum number of prompts with the same last block whose ends are remembered: turns of a conversation, requests
+beside it that ask for a title or a summary, and chats shorter than a block."""
+ENOUGH_TRIALS = 10
 """The minimum number of trials that say something about similar prompts."""
 _LIKELY = 2 / 5
-"""Prompts of a kind are kept at once if a larger share of them came again, because computing takes far longer than
-writing. With 1/2, an agent restored 1.7 points less (`openhands-mock` of `tools/bench`)."""
+"""The end of a prompt gets a checkpoint if a larger share of similar prompts came again."""
 
 
 class Ghost:
     """A block of earlier prompts, of which `num_prompts` are remembered. `token_ids` are int32, little-endian, and
-    empty without such prompts. `ends` are the last token ids of prompts that end after this block and before the next
-    one is full, newest last. `size_class` is the kind of prompt whose trial this block decides, 0 for none, and
-    `came_again` the result."""
+    empty without such prompts. `ends` are the ends of prompts after this block, each shorter than a block and without a
+    name, newest last. Its prompt made it one of `new_kind`; since then it came again `uses` times, the last time at
+    `used_at`."""
 
-    __slots__ = ("came_again", "ends", "name", "num_prompts", "size_class", "token_ids")
+    __slots__ = ("ends", "name", "new_kind", "num_prompts", "token_ids", "used_at", "uses")
 
-    def __init__(self, name: bytes) -> None:
-        self.name, self.token_ids = name, b""
-        self.num_prompts = self.size_class = 0
-        self.ends: tuple[bytes, ...] = ()
-        self.came_again = False
+    def __init__(self, name: bytes, new_kind: int, token_ids: bytes = b"") -> None:
+        self.name, self.new_kind, self.token_ids = name, new_kind, token_ids
+        self.num_prompts = self.uses = 0
+        self.used_at = 0.0
+        self.ends: tuple[Ghost, ...] = ()
+
+    @property
+    def kind(self) -> int:
+        """Its kind for `reuse`."""
+        return kind_of_used(self.uses) if self.uses else self.new_kind
 
 
 class SeenPrompt(Struct, frozen=True, eq=False):
@@ -93,6 +98,9 @@ class Sighting(Struct, frozen=True):
     with the new prompt than any of the window, or None. The first `num_blocks` blocks were seen before. Of `trials`
     similar prompts, `again` came again. `continues`: the new prompt begins with a whole earlier one. `is_trusting`: the
     new prompt is kept if too few similar ones were seen.
+
+    `stays_s` is how long the store keeps what is not used, infinite while it has room. `new_share` of similar prompts
+    come again in this time, and `seen_share` of prompts that were seen as often as the first part of this one.
     """
 
     num_blocks: int = 0
@@ -100,18 +108,26 @@ class Sighting(Struct, frozen=True):
     again: int = 0
     continues: bool = False
     is_trusting: bool = False
+    stays_s: float = math.inf
+    new_share: float = 0.0
+    seen_share: float = 0.0
     recent: tuple[Earlier, ...] = ()
     older: Earlier | None = None
 
     @property
+    def has_room(self) -> bool:
+        """The store has not had to evict anything."""
+        return self.stays_s == math.inf
+
+    @property
     def is_learning(self) -> bool:
         """The prompt is kept to find out whether similar prompts come again."""
-        return self.is_trusting and self.trials < _ENOUGH_TRIALS
+        return self.is_trusting and self.trials < ENOUGH_TRIALS
 
     @property
     def is_likely_repeat(self) -> bool:
         """Similar prompts come again often enough to keep this one at once."""
-        return self.trials >= _ENOUGH_TRIALS and self.again > _LIKELY * self.trials
+        return self.trials >= ENOUGH_TRIALS and self.again > _LIKELY * self.trials
 
 
 class SeenPrompts:
@@ -134,13 +150,14 @@ class SeenPrompts:
         self._block_bytes = ID_BYTES * block_size
         self.is_trusting = is_trusting
         self._max_bytes, self._max_ghosts = max_bytes, max_ghosts
+        self._root = Ghost(b"", 0)
+        """The empty prefix, after which the prompts end that are shorter than a block."""
         self._ghosts: OrderedDict[bytes, Ghost] = OrderedDict()
         """By name, the least recently seen first. A ghost comes before the ghosts that it continues."""
         self._prompts: deque[SeenPrompt] = deque()
         self._windows: dict[bytes, deque[SeenPrompt]] = {}
         """The prompts of each group, oldest first. The empty name has the prompts without a group."""
-        self._counts: dict[int, list[int]] = {}
-        """For each kind of prompt: the number of trials, and of successful trials."""
+        self._reuse = ReuseTimes()
         self._prompt_bytes = self._end_bytes = 0
 
     def __len__(self) -> int:
@@ -152,37 +169,42 @@ class SeenPrompts:
         """The approximate size in memory."""
         return self._prompt_bytes + self._end_bytes + _GHOST_BYTES * len(self._ghosts)
 
-    def sighting_of(self, token_ids: TokenIds, names: Sequence[bytes], window: int, group: bytes = b"") -> Sighting:
-        """Returns the knowledge about a prompt. `window` is the number of recent prompts of its group."""
+    def sighting_of(
+        self, token_ids: TokenIds, names: Sequence[bytes], window: int, group: bytes = b"", stays_s: float = math.inf
+    ) -> Sighting:
+        """Returns the knowledge about a prompt. `window` is the number of recent prompts of its group. For `stays_s`
+        see `Sighting`."""
         content, path = token_ids.tobytes(), self._path(names)
-        trials, again = self._counts.get(_size_class(len(names) - len(path)), (0, 0))
+        continues = any(self._ends(content, path))
+        kind, reuse = kind_of_new(len(names) - len(path), continues=continues), self._reuse
+        seen_kind = kind_of_used(path[-1].uses + 1 if path else 1)
+        trials = reuse.num_prompts(kind)
         newest_first = reversed(self._windows.get(group, deque()))
         recent = tuple(Earlier(prompt, self._common(prompt, content, path)) for prompt in islice(newest_first, window))
         return Sighting(
             num_blocks=len(path),
             trials=trials,
-            again=again,
-            continues=self._continues(content, path),
+            again=round(trials * reuse.measured_share(kind)),
+            continues=continues,
             is_trusting=self.is_trusting,
+            stays_s=stays_s,
+            new_share=reuse.share(kind, stays_s),
+            seen_share=reuse.share(seen_kind, stays_s),
             recent=recent,
             older=self._older(islice(newest_first, _MAX_OLDER), content, path, recent),
         )
 
-    def remember(self, token_ids: TokenIds, names: Sequence[bytes], group: bytes = b"") -> None:
-        """Adds a prompt as the newest, unless it is empty."""
+    def remember(self, token_ids: TokenIds, names: Sequence[bytes], group: bytes = b"", came_at: float = 0.0) -> None:
+        """Adds a prompt as the newest, unless it is empty. It came at `came_at`, in seconds since any time."""
         if not len(token_ids):
             return
         content, path = token_ids.tobytes(), self._path(names)
-        for ghost in path:
-            if ghost.size_class and not ghost.came_again:
-                ghost.came_again = True
-                self._counts[ghost.size_class][1] += 1
-        num_seen = len(path)
-        path += map(Ghost, names[num_seen:])
-        if num_new := len(names) - num_seen:
-            trial = path[num_seen + 3 * num_new // 4]
-            trial.size_class = _size_class(num_new)
-            self._counts.setdefault(trial.size_class, [0, 0])[0] += 1
+        ends = list(self._ends(content, path))
+        kind = kind_of_new(len(names) - len(path), continues=bool(ends))
+        self._end_trials([*path, *ends], came_at)
+        path += (Ghost(name, kind) for name in names[len(path) :])
+        own = self._own_end(path[-1] if path else self._root, content[len(path) * self._block_bytes :], kind)
+        self._begin_trials({*path, *ends, own}, came_at)
         for number, ghost in enumerate(path):
             if not ghost.num_prompts:
                 ghost.token_ids = content[number * self._block_bytes : (number + 1) * self._block_bytes]
@@ -192,9 +214,6 @@ class SeenPrompts:
             self._ghosts[ghost.name] = ghost
             self._ghosts.move_to_end(ghost.name)
         prompt = SeenPrompt(tuple(path), content[len(path) * self._block_bytes :], group)
-        if path:
-            others = [end for end in path[-1].ends if end != prompt.rest]
-            self._set_ends(path[-1], (*others, prompt.rest)[-_MAX_ENDS:])
         self._prompts.append(prompt)
         self._windows.setdefault(group, deque()).append(prompt)
         self._prompt_bytes += _bytes_of(prompt)
@@ -225,11 +244,21 @@ class SeenPrompts:
             self._forget_oldest_prompt()
         self._set_ends(ghost, ())
         del self._ghosts[ghost.name]
-        if ghost.size_class:
-            self._counts[ghost.size_class][0] -= 1
-            self._counts[ghost.size_class][1] -= ghost.came_again
 
-    def _set_ends(self, ghost: Ghost, ends: tuple[bytes, ...]) -> None:
+    def _end_trials(self, ghosts: Collection[Ghost], came_at: float) -> None:
+        """Counts ghosts that come again."""
+        for (kind, used_at), num_blocks in Counter((ghost.kind, ghost.used_at) for ghost in ghosts).items():
+            self._reuse.end_trials(kind, came_at - used_at, num_blocks)
+        for ghost in ghosts:
+            ghost.uses += 1
+
+    def _begin_trials(self, ghosts: Collection[Ghost], came_at: float) -> None:
+        for kind, num_blocks in Counter(ghost.kind for ghost in ghosts).items():
+            self._reuse.begin_trials(kind, num_blocks)
+        for ghost in ghosts:
+            ghost.used_at = came_at
+
+    def _set_ends(self, ghost: Ghost, ends: tuple[Ghost, ...]) -> None:
         self._end_bytes += _bytes_of_ends(ends) - _bytes_of_ends(ghost.ends)
         ghost.ends = ends
 
@@ -276,21 +305,23 @@ class SeenPrompts:
                 max_common, best = common, Earlier(prompt, common)
         return best
 
-    def _continues(self, content: bytes, path: Sequence[Ghost]) -> bool:
-        """Returns whether the prompt begins with a whole earlier prompt of at least a block."""
-        size = self._block_bytes
-        ends = ((end, number * size) for number, ghost in enumerate(path, start=1) for end in ghost.ends)
-        return any(content.startswith(end, start) for end, start in ends)
+    def _ends(self, content: bytes, path: Sequence[Ghost]) -> Iterator[Ghost]:
+        """Yields the ends of the earlier prompts with which the prompt begins."""
+        for number, ghost in enumerate((self._root, *path)):
+            for end in ghost.ends:
+                if content.startswith(end.token_ids, number * self._block_bytes):
+                    yield end
+
+    def _own_end(self, last: Ghost, rest: bytes, kind: int) -> Ghost:
+        """Returns the end of a prompt after its last block, which is now the newest one there."""
+        own = next((end for end in last.ends if end.token_ids == rest), None) or Ghost(b"", kind, rest)
+        self._set_ends(last, (*(end for end in last.ends if end is not own), own)[-_MAX_ENDS:])
+        return own
 
 
 def _bytes_of(prompt: SeenPrompt) -> int:
     return _PROMPT_BYTES + _PATH_BYTES * len(prompt.blocks) + len(prompt.rest)
 
 
-def _bytes_of_ends(ends: Sequence[bytes]) -> int:
-    return sum(_END_BYTES + len(end) for end in ends)
-
-
-def _size_class(num_new: int) -> int:
-    """Returns the kind of prompts with so many new blocks: from one power of two up to the next."""
-    return num_new.bit_length()
+def _bytes_of_ends(ends: Sequence[Ghost]) -> int:
+    return sum(_END_BYTES + len(end.token_ids) for end in ends)

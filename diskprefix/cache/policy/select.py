@@ -3,8 +3,9 @@
 policies/README.md explains the rules. `auto` only cuts at safe boundaries: positions between messages, after which
 other prompts may differ.
 
-Where state can be cut anywhere (`sliceable`), the longest prefix that this prompt shares with an earlier one is kept,
-and more if the prompt is expected to come again (`_expected`) or has a new system message (`_system_guess`).
+Where state can be cut anywhere, all of a prompt is kept while the store has room. Once it had to evict something, the
+age of what it evicts is compared with the ages at which similar prompts come again. If too few come again before that
+age, only the longest prefix is kept that this prompt shares with an earlier one, or nothing.
 
 Under every scope but `off`, a prompt is kept at least up to the last position that the client marked.
 
@@ -29,7 +30,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from msgspec import Struct
 
-from diskprefix.cache.policy.seen import Earlier, Sighting
+from diskprefix.cache.policy.seen import ENOUGH_TRIALS, Earlier, Sighting
 from diskprefix.settings import Settings
 from diskprefix.tokens import LEAST_TOKENS, floor_to_grid
 from diskprefix.values import Prompt, Reason, Scope, Selection
@@ -44,6 +45,10 @@ AT_CHECKPOINTS: tuple[StateKind, ...] = ("token_checkpoints", "checkpoints")
 
 _SHORT_END = 8
 """A prompt belongs to an earlier one's conversation if at most this part (1/8) of the earlier one was rewritten."""
+_WORTHWHILE = 1 / 5
+"""In a store without room, state is written if at least this share of similar state comes again before it would be
+evicted. Computing takes far longer than writing. With 1/10, presets in a loop restored 25 points less (`cline-prompts`
+of `tools/bench policies`), with 2/5 a trace of documents and an agent 3 (`mooncake`, `openhands-mock`)."""
 _MIN_UNLIKE = 8
 """The number of recent prompts without a common beginning after which a new system message is not kept at once."""
 _BYTES_FOR_A_TOKEN = 256 << 10
@@ -182,7 +187,7 @@ def select(scope: Scope, prompt: Prompt, rules: Rules, sighting: Sighting, *, re
         selected=selected,
         aligned=aligned,
         keep_tail=keep_tail,
-        saves_reply=choice.goes_on and (keep_tail or aligned > 0 or reason == "already_saved"),
+        saves_reply=choice.goes_on and (keep_tail or aligned > 0 or reason in ("already_saved", "short_prompt")),
         checkpoints=checkpoints,
         anchors=tuple(sorted(anchors - {0})) if at_checkpoints else (),
         votes=tuple(support[position] for position in checkpoints) if choice.support is not None else (),
@@ -208,7 +213,7 @@ def _choose_boundary(scope: Scope, prompt: Prompt, rules: Rules, window: _Window
         return _Choice(min(scope.value, num_tokens), "tokens", goes_on=scope.value > num_tokens)
     if rules.state in AT_CHECKPOINTS:
         return _by_support(prompt, window, rules, min_tokens, restored)
-    return _by_sighting(prompt, window, min_tokens)
+    return _by_sighting(prompt, window)
 
 
 def _checkpoints_of_scope(scope: Scope, prompt: Prompt, rules: Rules, choice: _Choice, aligned: int) -> set[int]:
@@ -225,15 +230,22 @@ def _checkpoints_of_scope(scope: Scope, prompt: Prompt, rules: Rules, choice: _C
     return {floor_to_grid(at, rules.grid) for at in positions}
 
 
-def _by_sighting(prompt: Prompt, window: _Window, min_tokens: int) -> _Choice:
-    """Returns the boundary if state can be cut anywhere."""
-    expected = _expected(prompt, window)
-    if expected is not None and expected.selected > window.known:
+def _by_sighting(prompt: Prompt, window: _Window) -> _Choice:
+    """Returns the boundary if state can be cut anywhere: all of the prompt while the store has room, then the part that
+    comes again before it would be evicted. Turns are expected to, until their kind is known."""
+    sighting = window.sighting
+    if sighting.has_room:
+        reason: Reason = "continues" if sighting.continues else "room"
+        return _Choice(len(prompt.token_ids), reason, is_whole=False, goes_on=True)
+    expected = _expected(prompt, window, "likely_repeat")
+    is_new_kind = sighting.continues and sighting.trials < ENOUGH_TRIALS
+    comes_again = is_new_kind or sighting.new_share >= _WORTHWHILE
+    if comes_again and expected.selected > window.known:
         return expected
-    if (guess := _system_guess(prompt, window, min_tokens)) is not None:
-        return guess
+    if sighting.seen_share < _WORTHWHILE:
+        return _Choice(0, "no_room" if window.known else _why_nothing(window))
     safe = prompt.last_safe(window.known)
-    goes_on = expected is not None and expected.goes_on and safe == expected.selected
+    goes_on = comes_again and expected.goes_on and safe == expected.selected
     return _Choice(safe, "shared_prefix", goes_on=goes_on) if safe else _Choice(0, _why_nothing(window))
 
 
@@ -259,7 +271,10 @@ def _by_support(prompt: Prompt, window: _Window, rules: Rules, min_tokens: int, 
     if window.seen > window.common:
         votes[floor_to_grid(prompt.last_safe(window.seen), grid)] += 1
     reasons: dict[int, Reason] = {}
-    guess, expected = _system_guess(prompt, window, min_tokens), _expected(prompt, window)
+    guess = _system_guess(prompt, window, min_tokens)
+    is_likely, is_learning = window.sighting.is_likely_repeat, window.sighting.is_learning
+    end = _expected(prompt, window, "likely_repeat" if is_likely else "learning")
+    expected = end if is_likely or is_learning or end.reason == "continues" else None
     for choice in (guess, expected):
         if choice is not None:
             aligned = floor_to_grid(choice.selected, grid)
@@ -267,9 +282,9 @@ def _by_support(prompt: Prompt, window: _Window, rules: Rules, min_tokens: int, 
             reasons[aligned] = choice.reason
     ends = () if expected is None else (floor_to_grid(at, grid) for at in (expected.selected, prompt.question_end))
     prices = dict.fromkeys(ends, min(price, max(LEAST_TOKENS, grid)))
-    for end in prices.keys() - reasons.keys():
+    for at in prices.keys() - reasons.keys():
         # The last question may be where the next one leaves: a template drops the thoughts after it.
-        votes[end] += 1
+        votes[at] += 1
     goes_on = expected is not None and expected.goes_on
     anchors = tuple(_best_positions({at: n for at, n in of_others.items() if at >= min_tokens}, 0, price))
     ahead = {at: n for at, n in votes.items() if at > restored and at >= min_tokens}
@@ -285,8 +300,9 @@ def _by_support(prompt: Prompt, window: _Window, rules: Rules, min_tokens: int, 
     return _Choice(0, _why_short(prompt, min_tokens) if any(votes) else _why_nothing(window), {})
 
 
-def _expected(prompt: Prompt, window: _Window) -> _Choice | None:
-    """Returns the part of the prompt that is expected to come again, alone or with more after it; None if none is.
+def _expected(prompt: Prompt, window: _Window, otherwise: Reason) -> _Choice:
+    """Returns the part of the prompt that comes again, alone or with more after it, if any does. `otherwise` is the
+    reason if the prompt does not continue an earlier one.
 
     A client may rewrite the end of a conversation in each turn (the beginning of a reply, a reminder, a list of open
     files). As many tokens of this prompt are expected to be rewritten as were of the earlier one.
@@ -302,9 +318,7 @@ def _expected(prompt: Prompt, window: _Window) -> _Choice | None:
     goes_on = not (is_same and window.lost)
     if is_same and 0 < window.lost * _SHORT_END <= common + window.lost:
         return _Choice(end, "continues", is_whole=False)
-    if window.sighting.is_likely_repeat:
-        return _Choice(end, "likely_repeat", is_whole=False, goes_on=goes_on)
-    return _Choice(end, "learning", is_whole=False, goes_on=goes_on) if window.sighting.is_learning else None
+    return _Choice(end, otherwise, is_whole=False, goes_on=goes_on)
 
 
 def _system_guess(prompt: Prompt, window: _Window, min_tokens: int) -> _Choice | None:

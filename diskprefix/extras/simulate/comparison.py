@@ -10,19 +10,19 @@ from msgspec import Struct
 from msgspec.structs import asdict, replace
 
 from diskprefix.extras.simulate.geometry import CHECKPOINTS, SLICEABLE, TOKEN, Geometry
+from diskprefix.extras.simulate.optimum import optimum
 from diskprefix.extras.simulate.simulator import Policy, Totals, simulate
 from diskprefix.extras.simulate.trace import Trace, TraceRequest
-from diskprefix.extras.simulate.upper_bound import upper_bound
 
 Regime: TypeAlias = Literal["token", "sliceable", "checkpoints"]
 
 GEOMETRIES: Mapping[Regime, Geometry] = {"token": TOKEN, "sliceable": SLICEABLE, "checkpoints": CHECKPOINTS}
 REGIMES: tuple[Regime, ...] = tuple(GEOMETRIES)
-UPPER_BOUND = "upper-bound"
+OPTIMUM = "optimum"
 """The name of the baseline, used in place of a scope."""
 
 Simulate: TypeAlias = Callable[[Trace, Policy, Geometry], Totals]
-"""Runs a workload under the daemon's rules, or for the upper bound."""
+"""Runs a workload under the daemon's rules, or for the optimum."""
 
 
 def regime_of(geometry: Geometry | None) -> Regime:
@@ -83,19 +83,19 @@ def cases(
     presets: Mapping[str, Policy],
     reference: Policy,
 ) -> list[Case]:
-    """Returns the runs over a workload, by regime: the `policies` for each budget, the largest first, the `presets`,
-    which have their own budgets, and the upper bound, which has the settings of `reference`."""
+    """Returns the runs over a workload, by regime: the `policies` and the optimum for each budget, the largest first,
+    then the `presets`, which have their own budgets. The optimum has the finest settings of all."""
     own = (reference, *presets.values())
     block_size, min_tokens = min(policy.block_size for policy in own), min(policy.min_tokens for policy in own)
-    finest = replace(reference, budget_bytes=None, block_size=block_size, min_tokens=min_tokens)
+    finest = replace(reference, block_size=block_size, min_tokens=min_tokens)
     largest_first = sorted(set(budgets), key=lambda budget: (budget is not None, -(budget or 0)))
     runs: list[Case] = []
     for regime, geometry in geometries.items():
         case = partial(Case, regime=regime, geometry=geometry)
         for budget in largest_first:
             runs += [case(scope=str(p.scope), policy=replace(p, budget_bytes=budget)) for p in policies]
+            runs.append(case(scope=OPTIMUM, policy=replace(finest, budget_bytes=budget), simulate=optimum))
         runs += [case(scope=str(p.scope), policy=p, preset=name) for name, p in presets.items()]
-        runs.append(case(scope=UPPER_BOUND, policy=finest, simulate=upper_bound))
     return runs
 
 
@@ -104,10 +104,17 @@ def compare(
 ) -> Iterator[Row]:
     """Yields the row of each case, in order. Calls `on_requests` with the number of requests since its last call."""
 
+    left = 0
+
     def replay() -> Iterator[TraceRequest]:
+        nonlocal left
         for request in trace:
             yield request
-            on_requests(1)
+            # The optimum reads a trace several times.
+            if left:
+                left -= 1
+                on_requests(1)
 
     for case in cases:
+        left = len(trace)
         yield Row(trace.name, case, case.simulate(Trace(trace.name, len(trace), replay), case.policy, case.geometry))

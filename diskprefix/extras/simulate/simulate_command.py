@@ -131,8 +131,7 @@ def simulate(
     \b
     The line below the table names the scope that writes least among those that restore
     the most, to within one point.
-    upper-bound      the limit of all rules: every token that a prompt shares with an
-                     earlier one is restored
+    optimum is a store of the same size that knows all requests to come (Belady's MIN).
     """
     cases_of = partial(
         _cases,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from itertools import accumulate, islice, takewhile
 
 import numpy as np
@@ -14,12 +14,14 @@ from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.store.eviction import (
     UsageTable,
     after_use,
+    age_of,
     bytes_to_free,
     choose_victims,
     expired,
     expiry_interval_s,
     limits_s,
     longer_ttl,
+    measured_bytes,
     recorded_ttl,
     superseded_ends,
     usable_bytes,
@@ -49,6 +51,9 @@ class SimulatedStore:
     useless (see `store.eviction`). Nodes expire `ttl_s` seconds after their last use; 0 keeps them."""
 
     def __init__(self, budget_bytes: int | None, *, has_states: bool, ttl_s: float = 0.0) -> None:
+        self.stays_s = math.inf
+        """As `Evictor.stays_s`."""
+        self._refused_bytes = 0
         self.used_bytes = 0
         self.evicted = 0
         self.dropped = 0
@@ -208,17 +213,8 @@ class SimulatedStore:
         wanted = bytes_to_free(used=self.used_bytes, need=sum(sizes), usable=usable, budget=self._budget_bytes)
         if not wanted:
             return len(sizes)
-        table = self._table()
-        victims = choose_victims(
-            table,
-            self.parent,
-            bytes_wanted=wanted,
-            pinned=keep,
-            now=now,
-            saves_nothing=(lambda name: self._nodes[self._rows[name]].kind == NodeKind.BLOCK)
-            if self._has_states
-            else None,
-        )
+        victims = self._victims(wanted, keep, now)
+        self._measure(victims, now)
         room = usable - self.used_bytes
         room += sum(int(self._records["stored_bytes"][self._rows[name]]) for name in victims)
         num_fitting = sum(total <= room for total in accumulate(sizes))
@@ -226,6 +222,35 @@ class SimulatedStore:
             self._delete(victims)
             self.evicted += len(victims)
         return num_fitting
+
+    def _victims(self, bytes_wanted: int, keep: Container[bytes], now: float) -> list[bytes]:
+        saves_nothing: Callable[[bytes], bool] | None = None
+        if self._has_states:
+            saves_nothing = lambda name: self._nodes[self._rows[name]].kind == NodeKind.BLOCK  # noqa: E731
+        return choose_victims(
+            *(self._table(), self.parent),
+            bytes_wanted=bytes_wanted,
+            pinned=keep,
+            now=now,
+            saves_nothing=saves_nothing,
+        )
+
+    def refuse(self, num_bytes: int, now: float) -> None:
+        """Counts state that is not stored for want of room, and measures again how long state stays, as `Evictor`
+        does."""
+        self._refused_bytes += num_bytes
+        if self._budget_bytes is None or self._refused_bytes < measured_bytes(self._budget_bytes):
+            return
+        self._refused_bytes = 0
+        need, usable = measured_bytes(self._budget_bytes), usable_bytes(self._budget_bytes)
+        wanted = bytes_to_free(used=self.used_bytes, need=need, usable=usable, budget=self._budget_bytes)
+        if wanted:
+            self._measure(self._victims(wanted, frozenset(), now), now)
+        else:
+            self.stays_s = math.inf
+
+    def _measure(self, victims: Sequence[bytes], now: float) -> None:
+        self.stays_s = age_of(self._table(), victims, now) if victims else self.stays_s
 
     def _delete(self, names: Sequence[bytes]) -> None:
         for name in names:

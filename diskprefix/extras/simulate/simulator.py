@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from diskprefix.cache.choosing import marked_nodes, selection_ahead, selection_of, sighting_of, ttl_at
+from diskprefix.cache.choosing import marked_nodes, refused_tokens, selection_ahead, selection_of, sighting_of, ttl_at
 from diskprefix.cache.matching import Matcher, RestoreResult
 from diskprefix.cache.policy.seen import SeenPrompts
 from diskprefix.cache.policy.select import Rules
@@ -141,7 +141,9 @@ class Simulator:
         is_asked = request.scope is not None or request.ttl_s is not None
         options = CacheOptions(scope=scope, group=request.group, save=request.save, is_asked=is_asked)
         spending, stored = self._spending(request.when), restored.stored_tokens
-        selection = selection_of(sighting_of(seen, prompt, options, names), self._rules, prompt, options, stored)
+        sighting = sighting_of(seen, prompt, options, names, self.store.stays_s)
+        selection = selection_of(sighting, self._rules, prompt, options, stored)
+        self.store.refuse(refused_tokens(sighting, selection, stored) * geometry.bytes_per_token, request.when)
         had = max(in_memory, stored)
         selection = within_budget(selection, prompt, spending, self._rules, stored=stored, had=had, is_asked=is_asked)
         self.totals.unaffordable += selection.reason == "write_budget"
@@ -153,7 +155,7 @@ class Simulator:
             loaded = replace(restored, num_tokens=max(restored.num_tokens, in_memory))
             written = self._publish(request, nodes, loaded, selection)
             if request.save and len(prompt.token_ids) >= policy.min_tokens:
-                seen.remember(prompt.token_ids, names, request.group)
+                seen.remember(prompt.token_ids, names, request.group, request.when)
         if scope.kind != "off":
             whole = np.concatenate([prompt.token_ids, request.reply])
             num_exact = len(whole if geometry.exact_at == "token" else prompt.token_ids)
@@ -224,9 +226,12 @@ class Simulator:
 
     def _publish(self, request: TraceRequest, nodes: PromptNodes, restored: RestoreResult, selection: Selection) -> int:
         """Publishes the prompt, then its reply. Returns the number of written tokens."""
-        planner = Planner(nodes, restored, self._geometry.state_kind, len(nodes.token_ids))
+        state, min_tokens = self._geometry.state_kind, self._policy.min_tokens
+        planner = Planner(nodes, restored, state, len(nodes.token_ids), min_tokens)
         # Restored tokens are not computed, so they leave no checkpoint.
-        plan = planner.plan(selection, {at for at in selection.checkpoints if at > restored.num_tokens})
+        with_end = not (len(request.reply) and planner.leaves_end(selection))
+        states_at = {at for at in selection.checkpoints if at > restored.num_tokens}
+        plan = planner.plan(selection, states_at, with_end=with_end)
         written = self._store(request, planner, plan, selection)
         keeps_logits = selection.keep_tail and self._geometry.state_kind == "token"
         if keeps_logits and not (plan.nodes and plan.nodes[-1].kind == NodeKind.TAIL):

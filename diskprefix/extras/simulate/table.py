@@ -9,14 +9,14 @@ from typing import Any
 import click
 
 from diskprefix.cli.tooling import plain, print_table
-from diskprefix.extras.simulate.comparison import UPPER_BOUND, Row
+from diskprefix.extras.simulate.comparison import OPTIMUM, Row
 from diskprefix.extras.simulate.simulator import Totals
 from diskprefix.extras.simulate.trace import Trace
 from diskprefix.printable import printable_only
 from diskprefix.settings import Settings
 from diskprefix.units import counted, format_duration, format_size
 
-_BASELINE = "upper-bound: every shared token is restored"
+_BASELINE = "optimum: a store of this size that knows all requests to come"
 _A_POINT = 0.01
 """Shares of the prompt tokens that differ by less than this count as equal."""
 
@@ -32,7 +32,7 @@ def show(traces: Sequence[Trace], rows: Sequence[Row]) -> None:
         _print_table(own)
         click.echo(f"\n{_BASELINE}\n{_verdict(own)}")
         if options := _request_options(trace):
-            click.echo(f"of the requests, in every row but upper-bound: {options}")
+            click.echo(f"of the requests, in every row but optimum: {options}")
 
 
 def _assumptions(rows: Sequence[Row]) -> str:
@@ -73,17 +73,17 @@ def _print_table(rows: Sequence[Row]) -> None:
 def _verdict(rows: Sequence[Row]) -> str:
     """Returns a sentence about the first regime under its smallest budget."""
     own = [row for row in rows if row.case.regime == rows[0].case.regime and row.case.preset is None]
-    shared = next(row.totals.restored_share for row in own if row.case.scope == UPPER_BOUND)
-    scopes = [row for row in own if row.case.scope != UPPER_BOUND]
-    scopes = [row for row in scopes if row.case.policy.budget_bytes == scopes[-1].case.policy.budget_bytes]
+    own = [row for row in own if row.case.policy.budget_bytes == own[-1].case.policy.budget_bytes]
+    optimum = next(row.totals.restored_share for row in own if row.case.scope == OPTIMUM)
+    scopes = [row for row in own if row.case.scope != OPTIMUM]
     highest = max(scopes, key=lambda row: row.totals.restored_share)
     if not highest.totals.restored_tokens:
-        return f"verdict: no scope restores anything; prompts share {shared:.1%} of their tokens at most"
+        return f"verdict: no scope restores anything; the optimum restores {optimum:.1%} of the prompt tokens"
     enough = [row for row in scopes if row.totals.restored_share >= highest.totals.restored_share - _A_POINT]
     usual = Settings().disk_prefix_cache
     best = min(enough, key=lambda row: (round(row.totals.written_share, 3), row.case.scope != usual))
     figures = f"{best.totals.restored_share:.1%} of the prompt tokens and writes {best.totals.written_share:.1%}"
-    verdict = f"verdict: --disk-prefix-cache {best.case.scope} restores {figures}; {shared:.1%} are shared"
+    verdict = f"verdict: --disk-prefix-cache {best.case.scope} restores {figures}; the optimum restores {optimum:.1%}"
     if highest.totals.restored_share - best.totals.restored_share < _A_POINT / 10:
         return verdict
     more = f"{highest.totals.restored_share:.1%} and writes {highest.totals.written_share:.1%}"

@@ -296,9 +296,9 @@ class SchedulerSide:
         self._namespaces.read_seen(namespace)
         names = tracked.names[0][1:]
         restored = tracked.num_matched * self._block_size
-        selection = selection_of(
-            sighting_of(namespace.seen, prompt, options, names), self._rules, prompt, options, restored
-        )
+        evictor = self._shared.store.evictor
+        sighting = sighting_of(namespace.seen, prompt, options, names, evictor.stays_s)
+        selection = selection_of(sighting, self._rules, prompt, options, restored)
         if options.save and len(prompt.token_ids) >= self._settings.kv_cache_min_tokens:
             self._remember(tracked, namespace, names)
         return selection

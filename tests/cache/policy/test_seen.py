@@ -85,23 +85,39 @@ def test_prompts_with_about_as_many_new_blocks_are_of_one_kind() -> None:
 
 def test_only_the_new_blocks_of_a_prompt_make_its_kind() -> None:
     seen = nothing_seen()
-    add(seen, blocks(1, 8))
+    add(seen, joined(blocks(1, 8), [7]))
     add(seen, joined(blocks(1, 8), blocks(2, 2)))
     assert [of_kind(seen, n)[0] for n in (8, 2, 10)] == [1, 1, 1], "10 is of the kind of 8"
     sighting = sighting_of(seen, joined(blocks(1, 8), blocks(3, 2)))
     assert (sighting.num_blocks, sighting.trials) == (8, 1)
 
 
-@pytest.mark.parametrize(
-    ("known", "new", "shared", "again"),
-    [(0, 8, 5, 0), (0, 8, 6, 0), (0, 8, 7, 1), (0, 8, 8, 1), (8, 4, 8, 0), (8, 4, 10, 0), (8, 4, 12, 1)],
-)
-def test_a_prompt_came_again_when_most_of_what_was_new_did(known: int, new: int, shared: int, again: int) -> None:
-    """Of eight new blocks the seventh tells. What was known before says nothing about them."""
-    seen, whole = nothing_seen(), joined(blocks(1, known), blocks(2, new))
-    for prompt in (blocks(1, known), whole, joined(whole[: shared * BLOCK], blocks(3, 1))):
-        add(seen, prompt)
-    assert of_kind(seen, new) == (1, again)
+def test_turns_of_conversations_are_of_a_kind_of_their_own() -> None:
+    seen = nothing_seen()
+    add(seen, blocks(1, 3))
+    add(seen, joined(blocks(1, 3), blocks(2, 3)))
+    sightings = [sighting_of(seen, token_ids) for token_ids in (blocks(3, 3), joined(blocks(1, 3), blocks(4, 3)))]
+    assert [(sighting.continues, sighting.trials) for sighting in sightings] == [(False, 1), (True, 1)]
+
+
+def test_shares_are_of_what_comes_again_before_it_would_be_evicted() -> None:
+    """Chats of a block and a half go on after a minute, other prompts of three blocks come again after an hour."""
+    seen = nothing_seen()
+    for number in range(1, 200):
+        chat, again = joined(blocks(2 * number, 1), [7, 7]), blocks(2 * number + 1, 3)
+        for token_ids, came_at in ((chat, 0.0), (joined(chat, [7, 7, 7]), 60.0), (again, 0.0), (again, 3600.0)):
+            seen.remember(token_ids, names(token_ids), came_at=came_at + 1e5 * number)
+
+    def shares(token_ids: TokenIds, stays_s: float) -> tuple[int, int]:
+        sighting = seen.sighting_of(token_ids, names(token_ids), 0, stays_s=stays_s)
+        return round(sighting.new_share), round(sighting.seen_share)
+
+    assert [shares(blocks(900, 1), stays_s) for stays_s in (30.0, 90.0)] == [(0, 0), (1, 0)]
+    assert [shares(blocks(900, 3), stays_s) for stays_s in (90.0, 3000.0, 4000.0)] == [
+        (0, 0),
+        (0, 0),
+        (1, 0),
+    ]
 
 
 def test_a_request_beside_a_conversation_does_not_take_the_place_of_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,14 +193,12 @@ def test_what_is_known_is_what_the_last_prompts_say(
         assert sighting.older.lost == len(first) - most_older
     shared = (common_prefix_length(token_ids, one) // block_size for one, _ in told)
     assert sighting.num_blocks == max(shared, default=0), "names are remembered for longer"
-    whole = [one.tolist() for one, _ in told if len(one) >= block_size]
+    whole = [one.tolist() for one, _ in told]
     assert sighting.continues == any(token_ids[: len(one)].tolist() == one for one in whole)
 
 
 @given(PROMPTS, st.integers(1, 12), st.integers(1, 12))
-def test_the_bounds_hold_and_the_counts_are_those_of_what_is_left(
-    prompts: list[tuple[TokenIds, bytes]], most: int, most_ghosts: int
-) -> None:
+def test_the_bounds_hold(prompts: list[tuple[TokenIds, bytes]], most: int, most_ghosts: int) -> None:
     seen = SeenPrompts(1, is_trusting=False, max_bytes=450 * most, max_ghosts=most_ghosts)
     for number, (token_ids, group) in enumerate(prompts):
         add(seen, token_ids, 1, group)
@@ -194,12 +208,9 @@ def test_the_bounds_hold_and_the_counts_are_those_of_what_is_left(
         for name, ghost in seen._ghosts.items():
             assert bool(ghost.token_ids) == (ghost.num_prompts > 0) == any(ghost in one.blocks for one in seen._prompts)
             assert ghost.name == name
-        kinds = [sighting_of(seen, as_token_ids([99] * (1 << bits)), 1) for bits in range(5)]
-        assert sum(kind.trials for kind in kinds) == sum(ghost.size_class > 0 for ghost in seen._ghosts.values())
-        assert sum(kind.again for kind in kinds) == sum(ghost.came_again for ghost in seen._ghosts.values())
     while seen._ghosts:
         seen._forget_oldest_ghost()
-    assert (seen.num_bytes, seen._windows) == (0, {})
+    assert (seen.num_bytes, seen._windows) == (rules._bytes_of_ends(seen._root.ends), {})
 
 
 def test_of_what_is_forgotten_the_ends_go_before_their_beginnings() -> None:

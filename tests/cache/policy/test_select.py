@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 from typing import Any, TypeAlias, get_args
@@ -29,10 +30,12 @@ BEGIN, END, THINK = 1, 2, 3
 """Markers around messages, and one that is no marker of this template."""
 ROLE = 4
 MARKER = -1
-LIKELY = Sighting(trials=10, again=5)
-UNLIKELY = Sighting(trials=10)
-"""Of a prompt whose kind never came again."""
-CONTINUES = replace(UNLIKELY, continues=True)
+LIKELY = Sighting(trials=10, again=5, stays_s=3600.0, new_share=0.2, seen_share=0.2)
+"""In a store without room. Of a prompt whose kind comes again in time."""
+UNLIKELY = replace(LIKELY, again=0, new_share=0.199)
+CONTINUES = replace(LIKELY, again=0, continues=True)
+ROOM = replace(UNLIKELY, stays_s=math.inf, seen_share=0.0)
+ROOM_GROWN = replace(ROOM, continues=True)
 Shown: TypeAlias = "Prompt | TokenIds"
 """An earlier prompt."""
 
@@ -166,7 +169,9 @@ MARKED = Prompt(ids(4123), (1, 1432, 4100), 1432, marks=(Mark(600), Mark(1432, 3
 MARKED_EARLY = Prompt(ids(4123), (1, 1432), 1432, marks=(Mark(300), Mark(500)))
 TRUSTING, TRUSTED = Sighting(trials=9, is_trusting=True), Sighting(trials=10, is_trusting=True)
 SEEN_4, SEEN_5, SEEN_6 = seen(4), seen(5), seen(6)
-GOES_ON = replace(SEEN_5, older=earlier(TURN, REWRITTEN))
+GOES_ON = replace(LIKELY, num_blocks=5, older=earlier(TURN, REWRITTEN))
+NEW_TURN, SELDOM_TURN = (replace(UNLIKELY, continues=True, trials=trials) for trials in (9, 10))
+EVICTED = replace(UNLIKELY, seen_share=0.199)
 
 KEPT_BY_AUTO: dict[str, tuple[Prompt, list[Shown], Sighting, int, int, Reason, bool]] = {
     "the last safe boundary of the best match": (
@@ -174,14 +179,11 @@ KEPT_BY_AUTO: dict[str, tuple[Prompt, list[Shown], Sighting, int, int, Reason, b
         [sharing(4000, 90), sharing(3000, 1500), sharing(5000, 800)],
         *(UNLIKELY, 1432, 1280, "shared_prefix", False),
     ),
-    "a new system message": (TURN, [], UNLIKELY, 1001, 768, "new_system_prompt", False),
-    "a new one beside seven others": (TURN, [*OTHERS[:7]], UNLIKELY, 1001, 768, "new_system_prompt", False),
-    "where none of eight came again": (TURN, [*OTHERS], UNLIKELY, 1, 0, "short_prefix", False),
-    "where one came again": (TURN, [*OTHERS, OTHERS[7]], UNLIKELY, 1001, 768, "new_system_prompt", False),
+    "a new system message": (TURN, [], UNLIKELY, 0, 0, "no_history", False),
+    "a new one beside others": (TURN, [*OTHERS], UNLIKELY, 1, 0, "short_prefix", False),
     "a known system message": (TURN, [chat(SYSTEM, (9, 300))], UNLIKELY, 1001, 768, "shared_prefix", False),
     "known from before the window": (TURN, [ids(4000, 7)], SEEN_4, 1001, 768, "shared_prefix", False),
-    "a system message known in part": (TOOLS, [OTHER_TOOLS], UNLIKELY, 701, 512, "new_system_prompt", False),
-    "raw text before": (TURN, [ids(4000, 1)], UNLIKELY, 1001, 768, "new_system_prompt", False),
+    "known, but evicted before it comes again": (TURN, [chat(SYSTEM, (9, 300))], EVICTED, 0, 0, "no_room", False),
     "nothing was seen": (LONG, [], UNLIKELY, 0, 0, "no_history", False),
     "nothing is shared": (Prompt(ids(4123), (1,)), [sharing(4000, 0)], UNLIKELY, 0, 0, "no_match", False),
     "no boundary": (Prompt(ids(4123), (900,)), [sharing(4000, 899)], UNLIKELY, 0, 0, "no_safe_boundary", False),
@@ -190,14 +192,14 @@ KEPT_BY_AUTO: dict[str, tuple[Prompt, list[Shown], Sighting, int, int, Reason, b
     "the beginning of another": (LONG, [ids(5000)], UNLIKELY, 4123, 4123, "shared_prefix", False),
     "an end on a boundary": (Prompt(ids(999), (1, 999)), [ids(999)], UNLIKELY, 999, 999, "shared_prefix", False),
     "a conversation grew": (TURN, [FIRST_TURN], CONTINUES, 2201, 2048, "continues", True),
-    "the reply begins otherwise": (TURN, [THINKING], UNLIKELY, 1701, 1536, "continues", False),
+    "the reply begins otherwise": (TURN, [THINKING], LIKELY, 1701, 1536, "continues", False),
     "a message is missing": (
         TURN, [chat(SYSTEM, ASKED, (6, 400), (7, 300))], UNLIKELY, 1301, 1280, "shared_prefix", False
     ),
     "another question of a word": (TURN, [chat(SYSTEM, (6, 9))], UNLIKELY, 1001, 768, "shared_prefix", False),
-    "another long question": (TURN, [chat(SYSTEM, (6, 400))], UNLIKELY, 1001, 768, "shared_prefix", False),
+    "another long question": (TURN, [chat(SYSTEM, (6, 400))], LIKELY, 2201, 2048, "likely_repeat", True),
     "a short reminder moves": (
-        REMINDED, [chat(SYSTEM, ASKED, SAID, (9, 150))], UNLIKELY, 2201, 2048, "continues", False
+        REMINDED, [chat(SYSTEM, ASKED, SAID, (9, 150))], LIKELY, 2201, 2048, "continues", False
     ),
     "a long reminder moves": (
         LENGTHILY, [chat(SYSTEM, ASKED, SAID, (9, 400))], UNLIKELY, 1701, 1536, "shared_prefix", False
@@ -205,37 +207,38 @@ KEPT_BY_AUTO: dict[str, tuple[Prompt, list[Shown], Sighting, int, int, Reason, b
     "without what will be rewritten again": (
         LENGTHILY, [chat(SYSTEM, ASKED, SAID, (9, 400))], LIKELY, 2201, 2048, "likely_repeat", False
     ),
-    "an eighth was rewritten": (LONG, [sharing(1600, 1400)], UNLIKELY, 3923, 3840, "continues", False),
-    "more was rewritten": (LONG, [sharing(1601, 1400)], UNLIKELY, 1400, 1280, "shared_prefix", False),
+    "an eighth was rewritten": (LONG, [sharing(1600, 1400)], LIKELY, 3923, 3840, "continues", False),
+    "more was rewritten": (LONG, [sharing(1601, 1400)], LIKELY, 3922, 3840, "likely_repeat", False),
     "of as good matches the one that lost least": (
-        LONG, [sharing(3000, 1400), sharing(1500, 1400)], UNLIKELY, 4023, 3840, "continues", False
+        LONG, [sharing(3000, 1400), sharing(1500, 1400)], LIKELY, 4023, 3840, "continues", False
     ),
     "a better match that lost more": (
-        LONG, [sharing(1500, 1400), sharing(3000, 1450)], UNLIKELY, 1450, 1280, "shared_prefix", False
+        LONG, [sharing(1500, 1400), sharing(3000, 1450)], LIKELY, 4123, 4096, "likely_repeat", True
     ),
     "it grew by less than it will lose": (
-        Prompt(ids(2100)), [sharing(2200, 2000)], UNLIKELY, 2000, 1792, "shared_prefix", False
+        Prompt(ids(2100)), [sharing(2200, 2000)], LIKELY, 2000, 1792, "shared_prefix", False
     ),
     "a marker's text in a message": (QUOTING, [QUOTING.token_ids[:1304]], CONTINUES, 2201, 2048, "continues", True),
+    "a turn of a new kind": (TURN, [FIRST_TURN], NEW_TURN, 2201, 2048, "continues", True),
+    "a turn of a known kind": (TURN, [FIRST_TURN], SELDOM_TURN, 1301, 1280, "shared_prefix", False),
     "raw text grew": (LONG, [ids(1500)], CONTINUES, 4123, 4096, "continues", True),
     "it grew within a message": (WITHOUT_BOUNDARY, [FIRST_TURN], UNLIKELY, 1301, 1280, "shared_prefix", False),
     "seen before the window": (TURN, [chat(SYSTEM, (6, 300))], SEEN_6, 1301, 1280, "shared_prefix", False),
     "its kind comes again": (TURN, [ids(4000, 7)], LIKELY, 2201, 2048, "likely_repeat", True),
     "raw text of such a kind": (LONG, [], LIKELY, 4123, 4096, "likely_repeat", True),
     "a repeat of such a kind": (LONG, [ids(4123)], LIKELY, 4123, 4123, "shared_prefix", True),
-    "it grew too": (TURN, [FIRST_TURN], replace(LIKELY, continues=True), 2201, 2048, "continues", True),
     "little is shared": (LONG, [sharing(4000, 300)], LIKELY, 4123, 4096, "likely_repeat", True),
-    "its kind is not known yet": (TURN, [], TRUSTING, 2201, 2048, "learning", True),
-    "its kind is known": (TURN, [], TRUSTED, 1001, 768, "new_system_prompt", False),
-    "its kind is not trusted": (TURN, [], Sighting(), 1001, 768, "new_system_prompt", False),
     "others filled the window": (TURN, [*UNLIKE], SEEN_5, 1001, 768, "shared_prefix", False),
     "it goes on from before them": (TURN, [*UNLIKE], GOES_ON, 1701, 1536, "continues", False),
-    "it goes on from one of them": (TURN, [*UNLIKE, REWRITTEN], SEEN_5, 1701, 1536, "continues", False),
+    "it goes on from one of them": (TURN, [*UNLIKE, REWRITTEN], LIKELY, 1701, 1536, "continues", False),
     # Claude Code marks its newest message of the user, and then sends a message of the system.
     "what is marked": (MARKED, [sharing(4000, 90)], UNLIKELY, 3000, 2816, "marks", False),
     "more than is marked": (MARKED, [sharing(4000, 90)], LIKELY, 4100, 4096, "likely_repeat", True),
     "a mark behind the end": (Prompt(ids(4123), marks=(Mark(5000),)), [], UNLIKELY, 4123, 4123, "marks", False),
-    "marks with little before them": (MARKED_EARLY, [], UNLIKELY, 1432, 1280, "new_system_prompt", False),
+    "room for a new prompt": (TURN, [], ROOM, len(TURN.token_ids), 2048, "room", True),
+    "room for a turn": (TURN, [FIRST_TURN], ROOM_GROWN, len(TURN.token_ids), 2048, "continues", True),
+    "room for what will be rewritten": (LONG, [sharing(1600, 1400)], ROOM, 4123, 4096, "room", True),
+    "room for the reply of a short prompt": (Prompt(ids(511)), [], ROOM, 511, 0, "short_prompt", True),
 }  # fmt: skip
 
 

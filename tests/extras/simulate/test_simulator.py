@@ -14,12 +14,12 @@ from msgspec.structs import replace
 
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cache.tiers.nodes import Node
-from diskprefix.extras.simulate.comparison import UPPER_BOUND, Case, Regime, cases, compare
+from diskprefix.extras.simulate.comparison import OPTIMUM, Case, Regime, cases, compare
 from diskprefix.extras.simulate.geometry import CHECKPOINTS, SLICEABLE, TOKEN, Geometry
+from diskprefix.extras.simulate.optimum import optimum
 from diskprefix.extras.simulate.simulated_store import NewEntry, SimulatedStore
 from diskprefix.extras.simulate.simulator import Policy, Simulator, Totals, simulate
 from diskprefix.extras.simulate.trace import Trace, TraceRequest
-from diskprefix.extras.simulate.upper_bound import upper_bound
 from diskprefix.store.changes import node_bytes
 from diskprefix.store.eviction import UsageTable, bytes_to_free, choose_victims, usable_bytes
 from diskprefix.store.schema import USAGE_DTYPE, NodeKind
@@ -241,7 +241,7 @@ def test_to_the_token_no_request_restores_less_and_no_bound_is_passed(name: str,
         assert outcome.selection.selected == other.selection.selected
         gained += outcome.restored - other.restored
     assert gained > 0 or name == "one-off"
-    assert to_the_token.totals.restored_tokens <= upper_bound(trace, policy, TOKEN).restored_tokens
+    assert to_the_token.totals.restored_tokens <= optimum(trace, policy, TOKEN).restored_tokens
 
 
 token_lists = st.lists(st.integers(-1, 1), min_size=1, max_size=6).map(as_token_ids)
@@ -281,18 +281,18 @@ def test_cases_come_by_regime_and_by_budget_and_the_largest_budget_first() -> No
     preset = Policy(scope=Scope("auto", 8), budget_bytes=7 * MIB, min_tokens=3)
     found = planned(2**30, None, 2**34, None, presets={"mine": preset})
     shown = [(case.regime, case.policy.budget_bytes, case.scope, case.preset) for case in found]
-    scopes = "full", "auto:8"
+    scopes = "full", "auto:8", OPTIMUM
     expected: list[object] = []
     for regime in ("checkpoints", "sliceable"):
         expected += [(regime, budget, scope, None) for budget, scope in product((None, 2**34, 2**30), scopes)]
-        expected += [(regime, 7 * MIB, "auto:8", "mine"), (regime, None, UPPER_BOUND, None)]
+        expected.append((regime, 7 * MIB, "auto:8", "mine"))
     assert shown == expected
     assert [case.policy for case in found if case.preset] == [preset, preset]
 
 
 def test_the_bound_holds_for_policy_files_too() -> None:
     finer = {"a": replace(REFERENCE, block_size=16), "b": replace(REFERENCE, min_tokens=3, budget_bytes=MIB)}
-    bounds = [case.policy for case in planned(None, presets=finer) if case.scope == UPPER_BOUND]
+    bounds = [case.policy for case in planned(None, presets=finer) if case.scope == OPTIMUM]
     assert bounds == [replace(REFERENCE, block_size=16, min_tokens=3)] * 2
 
 

@@ -1,21 +1,25 @@
-"""The bound that no rule passes, and the tree of prompts that it is found in."""
+"""The optimum that no policy exceeds, and the tree of prompts that it is made of."""
 
 from __future__ import annotations
 
+from functools import cache
+from itertools import combinations
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diskprefix.extras.simulate.geometry import CHECKPOINTS, SLICEABLE, TOKEN, Geometry
+from diskprefix.extras.simulate.optimum import optimum
 from diskprefix.extras.simulate.radix_tree import RadixNode, RadixTree
 from diskprefix.extras.simulate.simulator import Policy, simulate
 from diskprefix.extras.simulate.trace import Trace, TraceRequest
-from diskprefix.extras.simulate.upper_bound import upper_bound
+from diskprefix.store.eviction import usable_bytes
 from diskprefix.tokens import TokenIds, as_token_ids, common_prefix_length
 from diskprefix.values import Prompt, Scope
+from tests.examples import examples
 from tests.extras.simulate.workloads import CATALOG
 
 POLICY = Policy(scope=Scope("full"), min_tokens=4, block_size=4)
@@ -40,8 +44,7 @@ def tail(token: int) -> tuple[int, int]:
 @pytest.mark.parametrize("name", CATALOG)
 def test_no_rule_passes_the_bound(name: str) -> None:
     trace = CATALOG[name](num_requests=40)
-    bound = upper_bound(trace, Policy(scope=Scope("off"), budget_bytes=2**24, ttl_s=1.0), CHECKPOINTS)
-    assert bound.evictions == 0
+    bound = optimum(trace, Policy(scope=Scope("off"), ttl_s=1.0), CHECKPOINTS)
     for scope in (Scope("full"), Scope("auto", 30)):
         for geometry in (SLICEABLE, CHECKPOINTS):
             totals = simulate(trace, Policy(scope=scope), geometry)
@@ -65,22 +68,26 @@ def test_the_bound_is_all_that_is_shared_with_any_prompt_before() -> None:
         for index, token_ids in enumerate(prompts)
     ]
     policy = Policy(scope=Scope("full"), block_size=16, min_tokens=5, seconds_per_token=0.5)
-    totals = upper_bound(Trace.of("t", requests), policy, STATES)
+    totals = optimum(Trace.of("t", requests), policy, STATES)
     counted = [number for number in shared if number >= 5]
     assert (totals.hits, totals.restored_tokens, totals.seconds_saved) == (
         len(counted),
         sum(counted),
         sum(counted) / 2,
     )
-    assert totals.written_tokens == totals.prompt_tokens - sum(shared)
-    assert totals.written_bytes == totals.peak_bytes == 10 * totals.written_tokens
+    used = {
+        token_ids[:n].tobytes() for token_ids, most in zip(prompts, shared, strict=True) for n in range(1, most + 1)
+    }
+    assert totals.written_tokens == len(used), "what is never used again is not written"
+    assert totals.written_bytes == 10 * len(used)
+    assert totals.peak_bytes == 10 * (totals.prompt_tokens - sum(shared))
     assert len(counted) > 30
 
 
 @pytest.mark.parametrize("how", [{"save": False}, {"remembered": False}, {"scope": Scope("off")}, {"tenant": "me"}])
 def test_what_is_not_kept_for_others_does_not_raise_the_bound(how: dict[str, Any]) -> None:
     kept = asked(A, B, tail(0))
-    totals = upper_bound(Trace.of("t", [asked(A, B, C, tail(0), **how), kept, asked(A, B, C, tail(0))]), POLICY, STATES)
+    totals = optimum(Trace.of("t", [asked(A, B, C, tail(0), **how), kept, asked(A, B, C, tail(0))]), POLICY, STATES)
     assert totals.restored_tokens == 30
 
 
@@ -89,17 +96,54 @@ def test_the_bound_keeps_replies_where_decoding_leaves_what_a_prefill_does() -> 
     turn = TraceRequest(when=1.0, prompt=Prompt(np.arange(60, dtype=np.int32)))
     trace = Trace.of("t", [asks, turn])
     policy = Policy(scope=Scope("full"), min_tokens=4, block_size=16)
-    bound, daemon = upper_bound(trace, policy, TOKEN), simulate(trace, policy, TOKEN)
+    bound, daemon = optimum(trace, policy, TOKEN), simulate(trace, policy, TOKEN)
     assert (bound.restored_tokens, daemon.restored_tokens) == (50, 50)
-    assert (bound.written_tokens, bound.written_bytes) == (60, 60 * TOKEN.bytes_per_token)
-    assert upper_bound(trace, policy, SLICEABLE).restored_tokens == 20, "its replies are not kept"
+    assert (bound.written_tokens, bound.written_bytes) == (50, 50 * TOKEN.bytes_per_token)
+    assert optimum(trace, policy, SLICEABLE).restored_tokens == 20, "its replies are not kept"
 
 
 def test_the_bound_heeds_no_scope_of_a_request_but_off() -> None:
     own = [asked(A, B, tail(0), scope=Scope("tokens", 8)) for _ in range(2)]
-    assert upper_bound(Trace.of("t", own), POLICY, STATES).restored_tokens == 35
+    assert optimum(Trace.of("t", own), POLICY, STATES).restored_tokens == 35
     off = [asked(A, B, tail(0), scope=Scope("off")) for _ in range(2)]
-    assert upper_bound(Trace.of("t", off), POLICY, STATES).restored_tokens == 0
+    assert optimum(Trace.of("t", off), POLICY, STATES).restored_tokens == 0
+
+
+def most_restored(prompts: list[tuple[int, ...]], max_tokens: int) -> int:
+    """Returns the most tokens that any sequence of stored prefixes restores, by trying all."""
+
+    @cache
+    def most(number: int, stored: frozenset[tuple[int, ...]]) -> int:
+        if number == len(prompts):
+            return 0
+        prefixes = [prompts[number][:n] for n in range(1, len(prompts[number]) + 1)]
+        restored = sum(prefix in stored for prefix in prefixes)
+        at_hand = [*(stored | {*prefixes})]
+        choices = [frozenset(some) for n in range(max_tokens + 1) for some in combinations(at_hand, n)]
+        closed = [some for some in choices if all(len(one) == 1 or one[:-1] in some for one in some)]
+        return restored + max(most(number + 1, some) for some in closed)
+
+    return most(0, frozenset())
+
+
+@settings(max_examples=examples(30))
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=3).map(tuple), max_size=6), st.integers(0, 3))
+def test_it_is_the_most_that_any_store_of_this_size_restores(prompts: list[tuple[int, ...]], max_tokens: int) -> None:
+    trace = Trace.of("t", [TraceRequest(when=0.0, prompt=Prompt(as_token_ids(prompt))) for prompt in prompts])
+    budget = next(n for n in range(2**20, 2**21) if usable_bytes(n) >= 10 * max_tokens)
+    policy = Policy(scope=Scope("full"), min_tokens=1, block_size=1, budget_bytes=budget)
+    totals = optimum(trace, policy, STATES)
+    assert totals.restored_tokens == most_restored(prompts, max_tokens)
+    assert totals.peak_bytes <= 10 * max_tokens
+
+
+def test_it_is_known_after_any_number_of_requests() -> None:
+    """The same future is known, whatever is counted."""
+    trace = Trace.of("t", [asked(A, B, tail(n % 3)) for n in range(9)])
+    counts = [optimum(trace, POLICY, STATES, until=n) for n in range(10)]
+    assert [totals.requests for totals in counts] == list(range(10))
+    assert [totals.restored_tokens for totals in counts[:5]] == [0, 0, 30, 60, 95]
+    assert counts[9] == optimum(trace, POLICY, STATES)
 
 
 ROOT = b"root"

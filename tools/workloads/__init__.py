@@ -1,0 +1,1 @@
+"""Workloads for the simulator: published data, and generators for what these lack."""
