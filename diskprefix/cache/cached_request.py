@@ -371,13 +371,14 @@ class CachedRequest:
         it comes again. `token_ids` are the tokens in the sequence. State that the policy did not select is kept for at
         least ten minutes."""
         is_exact = len(token_ids) <= len(self.prompt.token_ids) or self.cache.layout.state_kind in AT_ANY_TOKEN
-        if not self._saves or not is_exact or not self._may_save_unselected(sequence):
+        if not self._saves or not is_exact:
             # On the grid, decoding computes other bits than a prefill.
             return
         with self._context.guarded("the state of the cancelled or waiting request is not saved"):
             sequence.complete_pages()
             self._save_end(sequence)
-            self._save_all(sequence, self.nodes.extended(token_ids), _MIN_TTL_S)
+            if self._may_save_unselected(sequence):
+                self._save_all(sequence, self.nodes.extended(token_ids), _MIN_TTL_S)
 
     def _save_all(self, sequence: KVSequence, nodes: PromptNodes, min_ttl_s: float) -> None:
         """Queues all state that the sequence has and the store lacks. `nodes` are for the tokens in the sequence. The

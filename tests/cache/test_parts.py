@@ -469,9 +469,8 @@ def test_it_is_written_without_a_reply_that_is_saved(runner: Runner) -> None:
         assert (nodes(runner), entries(runner)) == ([(0, BLOCK), (BLOCK, BLOCK + 10)], [BLOCK + 10])
 
 
-def test_it_is_written_when_the_client_goes_away_in_the_reply(runner: Runner) -> None:
-    """What was computed of the reply is not kept for as long."""
-    prompt = random_prompt(1, BLOCK + 10)
+def gone_in_the_reply(runner: Runner, prompt: TokenIds) -> None:
+    """A request whose client goes away when three tokens of its reply were computed, before its state is saved."""
     cached = CachedRequest(runner.cache, Prompt(prompt), AUTO)
     sequence = runner.new_sequence(len(prompt))
     cached.restore(sequence)
@@ -482,7 +481,17 @@ def test_it_is_written_when_the_client_goes_away_in_the_reply(runner: Runner) ->
     cached.close()
     runner.flush()
     assert is_sound(runner)
-    assert (nodes(runner)[1:], entries(runner)) == ([(BLOCK, BLOCK + 10), (BLOCK, BLOCK + 13)], [BLOCK + 10])
+
+
+def test_it_is_written_when_the_client_goes_away_in_the_reply(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was computed of the reply is not kept for as long, or not at all if the budget for writes is scarce."""
+    end = BLOCK, BLOCK + 10
+    gone_in_the_reply(runner, random_prompt(1, BLOCK + 10))
+    assert (nodes(runner)[1:], entries(runner)) == ([end, (BLOCK, BLOCK + 13)], [BLOCK + 10])
+    monkeypatch.setattr(CachedRequest, "_may_save_unselected", lambda *_: False)
+    gone_in_the_reply(runner, random_prompt(2, BLOCK + 10))
+    assert nodes(runner).count(end) == 2
+    assert entries(runner) == [BLOCK + 10] * 2
 
 
 def test_a_short_prompt_is_kept_with_a_reply_that_makes_it_long_enough(opened: Opened) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import Struct
 
 from diskprefix import hooks
-from diskprefix.cache.choosing import selection_of, sighting_of, ttl_at
+from diskprefix.cache.choosing import refused_tokens, selection_of, sighting_of, ttl_at
 from diskprefix.cache.namespaces import TenantNamespace, TenantNamespaces
 from diskprefix.cache.policy.select import Rules
 from diskprefix.cache.tiers.nodes import Node
@@ -103,11 +103,12 @@ class SchedulerSide:
         self._loads: list[Load] = []
         self._ended: list[EndOfRequest] = []
         self._recorder = hooks.open_recorder(shared.settings, lambda: shared.store.secret)
+        layouts = (PayloadLayout.parse(rank.layout) for rank in ranks)
+        block_bytes = sum(layout.payload_bytes(self._block_size, NodeKind.BLOCK) for layout in layouts)
+        self._bytes_per_token = block_bytes // self._block_size
         if self._recorder is not None:
-            layouts = (PayloadLayout.parse(rank.layout) for rank in ranks)
-            block_bytes = sum(layout.payload_bytes(self._block_size, NodeKind.BLOCK) for layout in layouts)
             self._recorder.describe(
-                bytes_per_token=block_bytes // self._block_size, state_bytes=0, logits_bytes=0, exact_at="grid"
+                bytes_per_token=self._bytes_per_token, state_bytes=0, logits_bytes=0, exact_at="grid"
             )
         self._namespaces = TenantNamespaces(
             shared.store,
@@ -299,6 +300,7 @@ class SchedulerSide:
         evictor = self._shared.store.evictor
         sighting = sighting_of(namespace.seen, prompt, options, names, evictor.stays_s)
         selection = selection_of(sighting, self._rules, prompt, options, restored)
+        evictor.refuse(refused_tokens(sighting, selection, restored) * self._bytes_per_token)
         if options.save and len(prompt.token_ids) >= self._settings.kv_cache_min_tokens:
             self._remember(tracked, namespace, names)
         return selection
