@@ -119,10 +119,17 @@ def bytes_to_free(*, used: int, need: int, usable: int, budget: int) -> int:
     return max(excess, budget // _EVICT_AHEAD) if excess > 0 else 0
 
 
-def measured_bytes(budget: int) -> int:
-    """Returns the bytes after whose refusal a full store looks anew at what it would evict: as many as it evicts at a
-    time."""
-    return budget // _EVICT_AHEAD
+def must_measure(refused: int, budget: int) -> bool:
+    """Returns whether a full store looks anew at what it would evict, after it refused so many bytes: what is refused
+    evicts nothing, so nothing else would tell that the stored state is no longer used, or that there is room again."""
+    return refused >= budget // _EVICT_AHEAD
+
+
+def bytes_to_measure(*, used: int, usable: int, budget: int) -> int:
+    """Returns how many bytes a store would evict, whose age is then measured; 0 if it has room. A store that has just
+    evicted has a part of that free, and is full all the same."""
+    at_once = budget // _EVICT_AHEAD
+    return at_once if used + 2 * at_once > usable else 0
 
 
 def age_of(table: UsageTable, victims: Sequence[bytes], now: float) -> float:

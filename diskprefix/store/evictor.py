@@ -18,9 +18,10 @@ from diskprefix.store.eviction import (
     UsageTable,
     age_of,
     bytes_to_free,
+    bytes_to_measure,
     choose_victims,
     expired,
-    measured_bytes,
+    must_measure,
     usable_bytes,
 )
 from diskprefix.store.folder import FULL_BELOW_BYTES, FolderUnavailable, disk_full, file_errors, free_bytes
@@ -118,15 +119,13 @@ class Evictor:
         self._refused_bytes += num_bytes
 
     def measure_again(self) -> None:
-        """Measures `stays_s` again if as much was refused as the store evicts at a time: what is refused evicts
-        nothing, so nothing else would tell that the stored state is no longer used, or that there is room again."""
-        need = measured_bytes(self._file.budget_bytes)
-        if self._refused_bytes < need:
+        """Measures `stays_s` again if enough was refused (see `eviction.must_measure`)."""
+        budget = self._file.budget_bytes
+        if not must_measure(self._refused_bytes, budget):
             return
         self._refused_bytes = 0
         with self._file.reads.snapshot() as snapshot:
-            used, usable = snapshot.used_bytes(), self.usable_bytes()
-            wanted = bytes_to_free(used=used, need=need, usable=usable, budget=self._file.budget_bytes)
+            wanted = bytes_to_measure(used=snapshot.used_bytes(), usable=self.usable_bytes(), budget=budget)
             if wanted:
                 self._victims(snapshot, wanted, frozenset())
             else:

@@ -19,9 +19,11 @@ from diskprefix.store.eviction import (
     UsageTable,
     after_use,
     bytes_to_free,
+    bytes_to_measure,
     choose_victims,
     expired,
     longer_ttl,
+    must_measure,
     recorded_ttl,
     usable_bytes,
 )
@@ -158,6 +160,14 @@ def test_room_is_made_only_where_it_lacks_and_then_some_ahead(used: int, need: i
         assert freed == 0
     else:
         assert freed == max(used + need - usable, budget // 64)
+
+
+def test_a_store_that_has_just_evicted_is_full_all_the_same() -> None:
+    """It evicts 10 bytes at a time, so up to as many are free."""
+    budget, usable = 640, 500
+    measured = [bytes_to_measure(used=used, usable=usable, budget=budget) for used in (500, 490, 481, 480, 0)]
+    assert measured == [10, 10, 10, 0, 0]
+    assert [must_measure(refused, budget) for refused in (0, 9, 10)] == [False, False, True]
 
 
 def test_a_tenth_of_the_limit_stays_free() -> None:

@@ -96,8 +96,8 @@ class Sighting(Struct, frozen=True):
 
     `recent` are the prompts of the window, newest first. `older` is a prompt from before the window that shares more
     with the new prompt than any of the window, or None. The first `num_blocks` blocks were seen before. Of `trials`
-    similar prompts, `again` came again. `continues`: the new prompt begins with a whole earlier one. `is_trusting`: the
-    new prompt is kept if too few similar ones were seen.
+    similar prompts, `again` came again. `continues`: the new prompt begins with a whole earlier one. `is_repeat`: it is
+    one, and brings nothing new. `is_trusting`: the new prompt is kept if too few similar ones were seen.
 
     `stays_s` is how long the store keeps what is not used, infinite while it has room. `new_share` of similar prompts
     come again in this time, and `seen_share` of prompts that were seen as often as the first part of this one.
@@ -107,6 +107,7 @@ class Sighting(Struct, frozen=True):
     trials: int = 0
     again: int = 0
     continues: bool = False
+    is_repeat: bool = False
     is_trusting: bool = False
     stays_s: float = math.inf
     new_share: float = 0.0
@@ -176,8 +177,10 @@ class SeenPrompts:
         see `Sighting`."""
         content, path = token_ids.tobytes(), self._path(names)
         continues = any(self._ends(content, path))
-        kind, reuse = kind_of_new(len(names) - len(path), continues=continues), self._reuse
-        seen_kind = kind_of_used(path[-1].uses + 1 if path else 1)
+        seen_kind, reuse = kind_of_used(path[-1].uses + 1 if path else 1), self._reuse
+        rest, ends = content[len(path) * self._block_bytes :], (path[-1] if path else self._root).ends
+        is_repeat = any(end.token_ids == rest for end in ends)
+        kind = seen_kind if is_repeat else kind_of_new(len(names) - len(path), continues=continues)
         trials = reuse.num_prompts(kind)
         newest_first = reversed(self._windows.get(group, deque()))
         recent = tuple(Earlier(prompt, self._common(prompt, content, path)) for prompt in islice(newest_first, window))
@@ -186,6 +189,7 @@ class SeenPrompts:
             trials=trials,
             again=round(trials * reuse.measured_share(kind)),
             continues=continues,
+            is_repeat=is_repeat,
             is_trusting=self.is_trusting,
             stays_s=stays_s,
             new_share=reuse.share(kind, stays_s),

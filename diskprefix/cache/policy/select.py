@@ -238,7 +238,7 @@ def _by_sighting(prompt: Prompt, window: _Window) -> _Choice:
         reason: Reason = "continues" if sighting.continues else "room"
         return _Choice(len(prompt.token_ids), reason, is_whole=False, goes_on=True)
     expected = _expected(prompt, window, "likely_repeat")
-    is_new_kind = sighting.continues and sighting.trials < ENOUGH_TRIALS
+    is_new_kind = sighting.continues and not sighting.is_repeat and sighting.trials < ENOUGH_TRIALS
     comes_again = is_new_kind or sighting.new_share >= _WORTHWHILE
     if comes_again and expected.selected > window.known:
         return expected

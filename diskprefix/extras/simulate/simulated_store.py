@@ -16,12 +16,13 @@ from diskprefix.store.eviction import (
     after_use,
     age_of,
     bytes_to_free,
+    bytes_to_measure,
     choose_victims,
     expired,
     expiry_interval_s,
     limits_s,
     longer_ttl,
-    measured_bytes,
+    must_measure,
     recorded_ttl,
     superseded_ends,
     usable_bytes,
@@ -239,11 +240,11 @@ class SimulatedStore:
         """Counts state that is not stored for want of room, and measures again how long state stays, as `Evictor`
         does."""
         self._refused_bytes += num_bytes
-        if self._budget_bytes is None or self._refused_bytes < measured_bytes(self._budget_bytes):
+        budget = self._budget_bytes
+        if budget is None or not must_measure(self._refused_bytes, budget):
             return
         self._refused_bytes = 0
-        need, usable = measured_bytes(self._budget_bytes), usable_bytes(self._budget_bytes)
-        wanted = bytes_to_free(used=self.used_bytes, need=need, usable=usable, budget=self._budget_bytes)
+        wanted = bytes_to_measure(used=self.used_bytes, usable=usable_bytes(budget), budget=budget)
         if wanted:
             self._measure(self._victims(wanted, frozenset(), now), now)
         else:

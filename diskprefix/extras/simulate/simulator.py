@@ -5,7 +5,9 @@ README.md lists the omissions.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -266,8 +268,9 @@ class Simulator:
         ]
         if not entries and plan.last_node is None:
             return 0
-        if not self.store.publish(entries, plan.last_node, ttl_at(plan.num_tokens, marks, ttl_s), request.when):
-            return 0
+        *steps, last_step = self._steps(entries)
+        if all(self.store.publish(step, None, None, request.when) for step in steps):
+            self.store.publish(last_step, plan.last_node, ttl_at(plan.num_tokens, marks, ttl_s), request.when)
         entries = [entry for entry in entries if entry.node.name in self.store]
         for entry in entries if self._geometry.state_bytes else ():
             if entry.node.kind != NodeKind.BLOCK:
@@ -276,6 +279,13 @@ class Simulator:
             self.totals.written_bytes += entry.num_bytes
             self.disk.add(entry.num_bytes, request.when)
         return sum(entry.node.num_tokens for entry in entries)
+
+    def _steps(self, entries: Sequence[NewEntry]) -> list[list[NewEntry]]:
+        """Returns the entries that a daemon publishes together: at each grid point of a prompt, or all of them if the
+        model is exact at every token, because a step may then have thousands of tokens. There is at least one step."""
+        if self._geometry.exact_at == "token":
+            return [list(entries)]
+        return [list(step) for _, step in groupby(entries, key=lambda entry: entry.node.end)] or [[]]
 
     def nodes(self, request: TraceRequest, token_ids: TokenIds) -> PromptNodes:
         """Returns the nodes of a prompt, named as in the simulated store."""

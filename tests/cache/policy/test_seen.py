@@ -120,6 +120,24 @@ def test_shares_are_of_what_comes_again_before_it_would_be_evicted() -> None:
     ]
 
 
+@pytest.mark.parametrize("rest", [[], [7]])
+def test_a_repeat_is_of_the_kind_of_what_was_seen_as_often(rest: list[int]) -> None:
+    """Turns that come again nearly never say nothing of repeats that always do."""
+    seen = nothing_seen()
+    for number in range(1, 100):
+        once, repeated = joined(blocks(2 * number, 3), rest), joined(blocks(2 * number + 1, 3), rest)
+        for token_ids in (once, joined(once, [7, 7]), *[repeated] * 9):
+            seen.remember(token_ids, names(token_ids), came_at=1e5 * number)
+    twice = joined(blocks(900, 3), rest)
+    for came_at in (2e7, 3e7):
+        seen.remember(twice, names(twice), came_at=came_at)
+    as_it_was, longer = sighting_of(seen, twice), sighting_of(seen, joined(twice, [8]))
+    assert [sighting.is_repeat for sighting in (as_it_was, longer)] == [True, False]
+    assert as_it_was.new_share == as_it_was.seen_share > 0.9
+    assert longer.continues
+    assert longer.new_share < 0.6
+
+
 def test_a_request_beside_a_conversation_does_not_take_the_place_of_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a request for a summary or a title does, whose last full block is that of the conversation."""
     monkeypatch.setattr(rules, "_MAX_ENDS", 4)

@@ -172,6 +172,7 @@ SEEN_4, SEEN_5, SEEN_6 = seen(4), seen(5), seen(6)
 GOES_ON = replace(LIKELY, num_blocks=5, older=earlier(TURN, REWRITTEN))
 NEW_TURN, SELDOM_TURN = (replace(UNLIKELY, continues=True, trials=trials) for trials in (9, 10))
 EVICTED = replace(UNLIKELY, seen_share=0.199)
+EVICTED_TURN = replace(EVICTED, continues=True, trials=0)
 
 KEPT_BY_AUTO: dict[str, tuple[Prompt, list[Shown], Sighting, int, int, Reason, bool]] = {
     "the last safe boundary of the best match": (
@@ -184,6 +185,10 @@ KEPT_BY_AUTO: dict[str, tuple[Prompt, list[Shown], Sighting, int, int, Reason, b
     "a known system message": (TURN, [chat(SYSTEM, (9, 300))], UNLIKELY, 1001, 768, "shared_prefix", False),
     "known from before the window": (TURN, [ids(4000, 7)], SEEN_4, 1001, 768, "shared_prefix", False),
     "known, but evicted before it comes again": (TURN, [chat(SYSTEM, (9, 300))], EVICTED, 0, 0, "no_room", False),
+    "a turn, evicted before it comes again": (TURN, [FIRST_TURN], EVICTED_TURN, 2201, 2048, "continues", True),
+    "a repeat that would be evicted": (
+        LONG, [ids(4123)], replace(EVICTED_TURN, is_repeat=True), 0, 0, "no_room", False
+    ),
     "nothing was seen": (LONG, [], UNLIKELY, 0, 0, "no_history", False),
     "nothing is shared": (Prompt(ids(4123), (1,)), [sharing(4000, 0)], UNLIKELY, 0, 0, "no_match", False),
     "no boundary": (Prompt(ids(4123), (900,)), [sharing(4000, 899)], UNLIKELY, 0, 0, "no_safe_boundary", False),
