@@ -14,6 +14,7 @@ import os
 import re
 import sys
 from dataclasses import dataclass, field, fields
+from datetime import date, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -227,6 +228,12 @@ class Settings:
         "Variables for the chat template, as a JSON object. Variables in a request override them.",
         metavar="JSON",
         unset="the switch that keeps thoughts of earlier turns, if the template has one",
+    )
+    template_date: str = _model(
+        "today",
+        "The day that the chat template writes, if it writes one: today (the prompts of the last days are then computed "
+        "again when a day begins) or a fixed day. A conversation goes on with the day that it began with.",
+        metavar="today|YYYY-MM-DD",
     )
     speculative: str = _model(
         "auto",
@@ -475,6 +482,17 @@ class Settings:
         return variables
 
     @property
+    def template_day(self) -> date | None:
+        """The day of `template_date`, None for today. Raises `SettingsError`."""
+        if self.template_date == "today":
+            return None
+        try:
+            return datetime.strptime(self.template_date, "%Y-%m-%d").date()
+        except ValueError:
+            problem = f"--template-date: {self.template_date!r} is not today or a day such as 2026-01-31"
+            raise SettingsError(problem) from None
+
+    @property
     def uses_draft_layer(self) -> bool:
         """True if the layer of a model that predicts further tokens is loaded."""
         return self.speculative in ("auto", "mtp")
@@ -516,7 +534,7 @@ class Settings:
             if is_number and not minimum <= value <= maximum:
                 shown = format_size if setting.kind == "size" else str
                 raise SettingsError(f"{flag}: {value} is out of range ({shown(minimum)} to {shown(maximum)})")
-        _ = self.sampling_values, self.write_budget_bytes, self.template_variables, self.ahead_s
+        _ = self.sampling_values, self.write_budget_bytes, self.template_variables, self.template_day, self.ahead_s
         if self.draft_model is not None and self.speculative == "off":
             raise SettingsError("--draft-model: has no effect with --speculative off")
         threshold = str(self.prefill_compression)
@@ -545,7 +563,7 @@ PER_MODEL = frozenset(
             "speculative",
             "draft_model",
         ),
-        *("sampling", "chat_template_kwargs", "prefill_compression", "kv_memory", "disk_prefix_cache"),
+        *("sampling", "chat_template_kwargs", "template_date", "prefill_compression", "kv_memory", "disk_prefix_cache"),
         *("kv_cache_ttl", "kv_cache_min_tokens", "canonicalise"),
         *("kv_cache_gate", "max_sequences", "ahead"),
     }

@@ -239,12 +239,14 @@ class Rewriting(Struct, frozen=True):
 
 class SourceText(Struct, frozen=True, eq=False):
     """The text of a prompt. `starts` has the index of each token's first character, shape (num_tokens,). `tools` are
-    the names of its tools, `results` the texts that tools returned, each with the tool's name."""
+    the names of its tools, `results` the texts that tools returned, each with the tool's name, `dates` the texts that
+    the chat template wrote for the date."""
 
     text: str
     starts: npt.NDArray[np.int32]
     tools: Sequence[str] = ()
     results: Sequence[tuple[str, str]] = ()
+    dates: Sequence[str] = ()
 
     def line_at(self, token: int) -> str:
         """Returns the line of a token. For a token that begins with a line break, returns the next line."""
@@ -253,6 +255,11 @@ class SourceText(Struct, frozen=True, eq=False):
             start += 1
         end = self.text.find("\n", start)
         return self.text[self.text.rfind("\n", 0, start) + 1 : end if end >= 0 else None]
+
+    def is_date_at(self, token: int) -> bool:
+        """Returns whether the chat template wrote the date into the line of a token."""
+        line = self.line_at(token)
+        return any(text in line for text in self.dates)
 
     def tool_at(self, token: int) -> str:
         """Returns the tool whose result has the line of a token, or whose definition has the token; or ""."""
@@ -432,8 +439,8 @@ class CacheReport(Struct, frozen=True, kw_only=True):
 
     `saved`: `none` if there was nothing to save, `queued` if the writer has it, `stored` if it was stored before,
     `dropped` if not all could be saved, because of `dropped_because`. `broken` is a difference from an earlier prompt
-    with nearly equal text after it, None without one, `broken_line` the prompt's line there, and `broken_tool` the tool
-    that wrote it. `recomputed` are the tokens that were computed again. `rewriting` and `replayed` are the prompt's.
+    with nearly equal text after it, None without one, `broken_line` the prompt's line there, `broken_tool` the tool
+    that wrote it, `broken_date` whether the template wrote the date there. `recomputed` are the tokens that were computed again. `rewriting` and `replayed` are the prompt's.
     """
 
     selection: Selection
@@ -448,6 +455,7 @@ class CacheReport(Struct, frozen=True, kw_only=True):
     broken: Break | None = None
     broken_line: str = ""
     broken_tool: str = ""
+    broken_date: bool = False
     recomputed: tuple[Lost, ...] = ()
     rewriting: Rewriting = msgspec.field(default_factory=Rewriting)
     replayed: int = 0
@@ -459,7 +467,7 @@ class CacheReport(Struct, frozen=True, kw_only=True):
 
     def log_line(self) -> str:
         """Returns one line with all values as `name=value`, without empty ones."""
-        hidden, values = ("selection", "broken_line", "broken_tool", "rewriting"), asdict(self) | asdict(self.selection)
+        hidden, values = ("selection", "broken_line", "broken_tool", "broken_date", "rewriting"), asdict(self) | asdict(self.selection)
         shown = {name: value for name, value in values.items() if name not in hidden and value not in (None, ())}
         return " ".join(["[disk-cache]", *(f"{name}={_logged(value)}" for name, value in shown.items())])
 

@@ -70,5 +70,6 @@ def broken_by(report: CacheReport) -> dict[str, Any]:
         "at": report.broken.at,
         "line": shape_of(report.broken_line),
         "tokens": report.broken.num_tokens,
+        "template_date": report.broken_date,
         "canonicalisers": helpful_canonicalisers(report.broken_line, report.rewriting),
     }

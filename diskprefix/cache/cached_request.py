@@ -445,6 +445,7 @@ class CachedRequest:
             broken=broken,
             broken_line=self.prompt.source.line_at(broken.at) if broken and self.prompt.source else "",
             broken_tool=self.prompt.source.tool_at(broken.at) if broken and self.prompt.source else "",
+            broken_date=bool(broken and self.prompt.source and self.prompt.source.is_date_at(broken.at)),
             recomputed=self._lost_tokens(broken),
             rewriting=self.prompt.rewriting,
             replayed=self.prompt.replayed,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property, partial, reduce
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -57,7 +58,7 @@ class PromptDraft(Struct, frozen=True, kw_only=True):
     replies, `known` the encoded texts of earlier prompts; both are None if the request does not use them."""
 
     conversation: Conversation
-    """Set by the caller; `canonicalise`, `place` and `fit` change it."""
+    """Set by the caller; `canonicalise`, `place`, `fit` and `set_date` change it."""
     replies: RecordStore | None = None
     known: OwnedParts | None = None
     owner: Hashable = None
@@ -67,6 +68,10 @@ class PromptDraft(Struct, frozen=True, kw_only=True):
     remembered: Mapping[int, SampledTurn] = field(default_factory=dict)
     """Recorded replies by the index of their message, ascending."""
     conversation_hash: ConversationHash | None = None
+
+    # set_date
+    began: datetime | None = None
+    """The moment that the template writes; None if it writes none."""
 
     # read_pictures
     pictures: Sequence[Picture] = ()

@@ -26,6 +26,7 @@ from diskprefix.chat.output.choose_format import OutputFormat, PlainText, choose
 from diskprefix.chat.replay import Origin, RecordStore, Replayed
 from diskprefix.chat.splice import recall, splice
 from diskprefix.chat.template import ChatTemplate, place, render
+from diskprefix.chat.template_date import TemplateClock, set_date, written_dates
 from diskprefix.chat.template_input import PART_SEPARATOR, MessageForm, TemplateInput, require_few_arguments
 from diskprefix.errors import InvalidRequest
 from diskprefix.printable import printable_only
@@ -65,11 +66,13 @@ class PromptRenderer:
         end_ids: Collection[int] = (),
         finds_question: bool = True,
         template_variables: Mapping[str, Any] = MappingProxyType({}),
+        clock: TemplateClock = TemplateClock(),  # noqa: B008 (immutable)
     ) -> None:
         self._tokenizer = tokenizer
         self._canonicalisers = canonicalisers
         self._compress = compress
         self._finds_question = finds_question
+        self._clock = clock
         self._processor = processor
         make = partial(Encoder, tokenizer, vocab_size=vocab_size, processor=processor)
         self._encoder = make(max_positions=max_positions, positions_limit=positions_limit)
@@ -91,6 +94,11 @@ class PromptRenderer:
         other = copy.copy(self)
         other._template = self._template.for_trial()
         return other
+
+    @property
+    def writes_today(self) -> bool:
+        """Returns whether the chat template writes the day on which a conversation begins."""
+        return self._clock.day is None and self._template.reads_clock(None)
 
     @property
     def template_source(self) -> str:
@@ -135,7 +143,7 @@ class PromptRenderer:
         draft = run_steps(self._steps(), draft)
         if draft.conversation_hash is None or draft.conversation.ending != "reply":
             return Replayed(draft.prompt)
-        return Replayed(draft.prompt, Origin.of(draft.conversation_hash, draft.rendering.text))
+        return Replayed(draft.prompt, Origin.of(draft.conversation_hash, draft.rendering.text, draft.began))
 
     def ahead(
         self, conversation: Conversation, reply: Message, replies: RecordStore | None, known: OwnedParts | None = None
@@ -158,7 +166,7 @@ class PromptRenderer:
         """Returns the text that the template writes, without images. Raises the errors of `replay`."""
         require_few_arguments(conversation)
         compresses = self._compress is not None and not conversation.has_pictures
-        steps = self._writing_steps() if compresses else [partial(render, self._template)]
+        steps = self._writing_steps() if compresses else self._rendering_steps()
         draft = PromptDraft(conversation=conversation)
         return run_steps([*self._rewriting_steps(), partial(alternate, self._template), *steps], draft).rendering.text
 
@@ -184,11 +192,14 @@ class PromptRenderer:
     def _writing_steps(self) -> list[DraftStep]:
         steps: list[DraftStep] = [
             recall,
-            partial(render, self._template),
+            *self._rendering_steps(),
             partial(splice, self._template, self.output_format),
             partial(encode, self._encoder, self._template),
         ]
         return steps if self._compress is None else [partial(self._compress, steps, self._encoder.count)]
+
+    def _rendering_steps(self) -> list[DraftStep]:
+        return [partial(set_date, self._template, self._clock), partial(render, self._template)]
 
     def fill_in_ends(self, gap: FillIn) -> tuple[str, ...]:
         """Returns the added tokens that end the filling of a gap. Raises `InvalidRequest` like `completion`."""
@@ -261,7 +272,8 @@ def describe(keeps_source: bool, draft: PromptDraft) -> PromptDraft:
     source = None
     if keeps_source:
         conversation, starts = draft.conversation, draft.offsets[:, 0].copy()
-        source = SourceText(draft.rendering.text, starts, conversation.tool_names, conversation.tool_results)
+        tools, results, dates = conversation.tool_names, conversation.tool_results, written_dates(draft)
+        source = SourceText(draft.rendering.text, starts, tools, results, dates)
     return draft.with_prompt(text=preview_of_chat(draft.rendering.template_input, draft.pictures), source=source)
 
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
@@ -139,22 +140,26 @@ class TextHash:
 
 
 class SampledTurn(Struct, frozen=True):
-    """A recorded reply: its words, its sampled tokens without the end token, and the place where it began."""
+    """A recorded reply: its words, its sampled tokens without the end token, the place where it began, and the moment
+    that the template wrote into its prompt, if it wrote one."""
 
     turn: Turn
     token_ids: tuple[int, ...]
     place: TextPlace
+    began: datetime | None = None
 
     def encode(self) -> bytes:
         turn = self.turn
-        return json.dumps([turn.content, turn.reasoning, turn.calls, self.token_ids, self.place]).encode()
+        began = None if self.began is None else self.began.isoformat()
+        return json.dumps([turn.content, turn.reasoning, turn.calls, self.token_ids, self.place, began]).encode()
 
     @classmethod
     def decode(cls, record: bytes) -> SampledTurn:
         """Returns the reply of a record. Raises `ValueError` for a record that `encode` did not write."""
-        content, reasoning, calls, token_ids, place = json.loads(record)
+        content, reasoning, calls, token_ids, place, began = json.loads(record)
+        moment = None if began is None else datetime.fromisoformat(began)
         turn = Turn(content, reasoning, tuple((name, arguments) for name, arguments in calls))
-        return cls(turn, tuple(token_ids), TextPlace(*place))
+        return cls(turn, tuple(token_ids), TextPlace(*place), moment)
 
 
 def find_turns(
@@ -191,14 +196,16 @@ def with_turn(message: Message, turn: Turn) -> Message:
 
 
 class Origin(NamedTuple):
-    """The conversation that a reply was sampled for, and the end of its rendered text."""
+    """The conversation that a reply was sampled for, the end of its rendered text, and the moment that the template
+    wrote into it."""
 
     conversation: ConversationHash
     place: TextPlace
+    began: datetime | None = None
 
     @classmethod
-    def of(cls, conversation: ConversationHash, rendered: str) -> Origin:
-        return cls(conversation, TextHash(rendered).place(len(rendered)))
+    def of(cls, conversation: ConversationHash, rendered: str, began: datetime | None = None) -> Origin:
+        return cls(conversation, TextHash(rendered).place(len(rendered)), began)
 
 
 class Replayed(NamedTuple):
@@ -227,10 +234,11 @@ class ReplyMemory:
     def remember(self, turn: Turn, call_ids: Sequence[str], token_ids: Sequence[int]) -> None:
         """Records a reply and its sampled tokens. Ignores an empty reply: it would match any empty message."""
         has_end = bool(token_ids) and token_ids[-1] in self._end_ids
-        sampled = SampledTurn(turn, tuple(token_ids[:-1] if has_end else token_ids), self._origin.place)
+        sampled_ids, origin = tuple(token_ids[:-1] if has_end else token_ids), self._origin
+        sampled = SampledTurn(turn, sampled_ids, origin.place, origin.began)
         if not sampled.token_ids or not any(turn.canonical()):
             return
-        conversation = self._origin.conversation.copy()
+        conversation = origin.conversation.copy()
         conversation.add_reply(turn)
         record = sampled.encode()
         for id_ in conversation.ids(call_ids):

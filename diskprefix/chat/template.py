@@ -132,6 +132,10 @@ class ChatTemplate:
             raise InvalidRequest(problem, param=path, code="no_chat_template")
         return self._tokenizer.get_chat_template(tools=tools)
 
+    def reads_clock(self, tools: list[JsonObject] | None) -> bool:
+        """Returns whether the template may write the date or the time."""
+        return self.exists and "strftime_now" in self.source_for(tools)
+
     def input_of(self, conversation: Conversation, with_pictures: bool) -> TemplateInput:
         """Returns the template's input. Raises `InvalidRequest` for a variable that the daemon sets."""
         tools = conversation.tools

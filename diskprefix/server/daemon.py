@@ -18,6 +18,7 @@ from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.chat.canonicalisers import Canonicalisers
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.chat.template_cost import template_cost
+from diskprefix.chat.template_date import TemplateClock
 from diskprefix.engine.inbox import Inbox
 from diskprefix.errors import DiskPrefixError, NotReady, SettingsError
 from diskprefix.memo import PREFILL_SPEEDS
@@ -230,6 +231,7 @@ class Daemon:
             # Without states a prompt is restored at any token, so the position of the question does not matter.
             finds_question=bool(engine.cache.layout.states),
             template_variables=self.settings.template_variables,
+            clock=TemplateClock(self.settings.template_day),
         )
         renderer.warm_up()
         engine.cache.on_forget.append(partial(renderer.known_parts.forget, engine.cache.is_gone))

@@ -136,6 +136,9 @@ class BrokenLines:
         line = broken["line"]
         if line not in self.texts:
             names = ",".join(f"{name}=on" for name in broken["canonicalisers"])
+            advice = f"; --canonicalise {names} may help" if names else ""
+            if broken["template_date"]:
+                advice = "; the chat template writes the date there, which --template-date YYYY-MM-DD fixes"
             log.info(
                 "[disk-cache] a prompt differs from an earlier one at token %d, in the line %r (letters are masked as "
                 "x, digits as #; the dashboard shows the text), so about %d equal tokens after it are computed again%s "
@@ -143,7 +146,7 @@ class BrokenLines:
                 broken["at"],
                 line,
                 broken["tokens"],
-                f"; --canonicalise {names} may help" if names else "",
+                advice,
             )
         text = " ".join(report.broken_line[:_TEXT_CHARS].split())
         self.texts[line] = self.texts.pop(line, text)

@@ -88,6 +88,7 @@ def test_every_setting_has_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch
         "served_model_name": "me",
         "chat_template": "/template.jinja",
         "chat_template_kwargs": '{"enable_thinking": false}',
+        "template_date": "2026-01-31",
         "weights": "native",
         "kv_type": "q8",
         "kernels": "torch",
