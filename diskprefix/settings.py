@@ -231,8 +231,8 @@ class Settings:
     )
     template_date: str = _model(
         "today",
-        "The day that the chat template writes, if it writes one: today (the prompts of the last days are then computed "
-        "again when a day begins) or a fixed day. A conversation goes on with the day that it began with.",
+        "The day that the chat template writes, if it writes one: today, with which the prompts of the last days are "
+        "computed when a day begins, or a fixed one. A conversation goes on with the day that it began with.",
         metavar="today|YYYY-MM-DD",
     )
     speculative: str = _model(

@@ -440,7 +440,8 @@ class CacheReport(Struct, frozen=True, kw_only=True):
     `saved`: `none` if there was nothing to save, `queued` if the writer has it, `stored` if it was stored before,
     `dropped` if not all could be saved, because of `dropped_because`. `broken` is a difference from an earlier prompt
     with nearly equal text after it, None without one, `broken_line` the prompt's line there, `broken_tool` the tool
-    that wrote it, `broken_date` whether the template wrote the date there. `recomputed` are the tokens that were computed again. `rewriting` and `replayed` are the prompt's.
+    that wrote it, and `broken_date` whether the chat template wrote the date into it. `recomputed` are the tokens that
+    were computed again. `rewriting` and `replayed` are the prompt's.
     """
 
     selection: Selection
@@ -467,7 +468,10 @@ class CacheReport(Struct, frozen=True, kw_only=True):
 
     def log_line(self) -> str:
         """Returns one line with all values as `name=value`, without empty ones."""
-        hidden, values = ("selection", "broken_line", "broken_tool", "broken_date", "rewriting"), asdict(self) | asdict(self.selection)
+        hidden, values = (
+            ("selection", "broken_line", "broken_tool", "broken_date", "rewriting"),
+            asdict(self) | asdict(self.selection),
+        )
         shown = {name: value for name, value in values.items() if name not in hidden and value not in (None, ())}
         return " ".join(["[disk-cache]", *(f"{name}={_logged(value)}" for name, value in shown.items())])
 

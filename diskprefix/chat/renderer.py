@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from datetime import date
 from functools import cached_property, partial
 from operator import attrgetter
 from types import MappingProxyType
@@ -95,6 +96,9 @@ class PromptRenderer:
         other._template = self._template.for_trial()
         return other
 
+    def today(self) -> date:
+        return self._clock.now().date()
+
     @property
     def writes_today(self) -> bool:
         """Returns whether the chat template writes the day on which a conversation begins."""
@@ -150,7 +154,26 @@ class PromptRenderer:
     ) -> Prompt | None:
         """Returns the tokens that begin the next question's prompt, whatever the question is. `reply` is the reply as
         the client sends it back. Returns None if the template accepts no question there."""
-        messages = (*conversation.messages, reply)
+        return self._before_question((*conversation.messages, reply), conversation, replies, known)
+
+    def opening(self, conversation: Conversation, known: OwnedParts | None = None) -> Prompt | None:
+        """Returns the prompt of a conversation's first request with the date of today. If the model's states cannot be
+        cut, it ends before the last message, which will be another one. Returns None if the template refuses it."""
+        *before, last = conversation.messages
+        if self._finds_question and last.role == "user":
+            return self._before_question(before, conversation, None, known)
+        try:
+            return self.replay(conversation, None, known).prompt
+        except InvalidRequest:
+            return None
+
+    def _before_question(
+        self,
+        messages: Sequence[Message],
+        conversation: Conversation,
+        replies: RecordStore | None,
+        known: OwnedParts | None,
+    ) -> Prompt | None:
         questions = (Message(role="user", content=(TextPart(text, ""),), path="") for text in "xy")
         try:
             first, second = (
@@ -160,7 +183,7 @@ class PromptRenderer:
         except InvalidRequest:
             return None
         end = first.last_safe(common_prefix_length(first.token_ids, second.token_ids))
-        return Prompt(first.token_ids[:end], system_end=first.system_end) if end > first.system_end else None
+        return Prompt(first.token_ids[:end], system_end=first.system_end) if end >= max(first.system_end, 1) else None
 
     def text_of(self, conversation: Conversation) -> str:
         """Returns the text that the template writes, without images. Raises the errors of `replay`."""

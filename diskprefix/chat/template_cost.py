@@ -6,15 +6,15 @@ rendered before and after each change.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from datetime import datetime, timedelta
+from datetime import datetime, time, timedelta
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from diskprefix.chat.messages import Conversation, JsonObject, Message, Role, TextPart, ToolCall
+from diskprefix.chat.template_date import CLOCK
 from diskprefix.errors import InvalidRequest
 from diskprefix.tokens import common_prefix_length
 
@@ -25,10 +25,7 @@ _LIMIT_S = 3.0
 """The time limit of all renderings, in seconds: a template may be slow, or never end."""
 _ENOUGH = 0.8
 """The least share of a prompt that should stay. Below it, the line gives advice."""
-_CLOCK = "strftime_now"
-"""The function with which templates read the date."""
-_DATE = re.compile(r"\b(\w*(?:date|today)\w*)\s+is\s+(?:not\s+)?defined\b")
-"""A variable that a template uses instead of today's date."""
+_LATER = timedelta(hours=1, minutes=1, seconds=1)
 _WORDS = "Water that falls on the mountains finds its way to the sea, by one river or by another. "
 
 
@@ -50,6 +47,8 @@ class TemplateCost(Struct, frozen=True):
     """A reply and a question are added."""
     day: CommonPrefix | None = None
     """The conversation is rendered on the next day."""
+    hour: CommonPrefix | None = None
+    """The conversation is rendered an hour, a minute and a second later."""
     thoughts: CommonPrefix | None = None
     """A question follows a call with thoughts, which many templates then drop."""
     tool: CommonPrefix | None = None
@@ -59,10 +58,18 @@ class TemplateCost(Struct, frozen=True):
     @property
     def line(self) -> str:
         """The figures in one line, without the advice."""
-        changes = ("a turn is added", self.turn), ("a day passes", self.day), ("thoughts are dropped", self.thoughts)
+        # Few templates write the time of day.
+        hour = None if self.hour is None or self.hour.num_tokens == self.hour.total else self.hour
+        changes = {
+            "a turn is added": self.turn,
+            "a day passes": self.day,
+            "an hour passes": hour,
+            "thoughts are dropped": self.thoughts,
+            "a tool is added": self.tool,
+        }
         figures = [
             f"{prefix.num_tokens} of {prefix.total} when {change}"
-            for change, prefix in (*changes, ("a tool is added", self.tool))
+            for change, prefix in changes.items()
             if prefix is not None
         ]
         if not figures:
@@ -72,7 +79,13 @@ class TemplateCost(Struct, frozen=True):
     @property
     def record(self) -> JsonObject:
         """The figures and the advice, for JSON."""
-        prefixes = {"turn": self.turn, "day": self.day, "thoughts": self.thoughts, "tool": self.tool}
+        prefixes = {
+            "turn": self.turn,
+            "day": self.day,
+            "hour": self.hour,
+            "thoughts": self.thoughts,
+            "tool": self.tool,
+        }
         figures = {
             name: None if prefix is None else {"kept": prefix.num_tokens, "of": prefix.total}
             for name, prefix in prefixes.items()
@@ -98,18 +111,24 @@ class _Trial:
         calls = _conversation([_said("system", 3), *_turns(1), _said("user", 1), *_call()], tools=[_tool("look")])
         asked = replace(calls, messages=[*calls.messages, _said("assistant", 1), _said("user", 1)])
         more_tools = replace(calls, tools=[_tool("look"), _tool("write")])
-        turn, day = self._common_prefix(plain, grown), self._over_a_day(plain, {})
+        turn, day, hour = self._common_prefix(plain, grown), self._over_a_day(plain), self._over_an_hour(plain)
         thoughts, tool = self._common_prefix(calls, asked), self._common_prefix(calls, more_tools)
-        advice = self._advice(plain, turn, day)
-        return TemplateCost(turn, day, thoughts, tool, advice)
+        advice = self._advice(turn, hour)
+        return TemplateCost(turn, day, hour, thoughts, tool, advice)
 
-    def _over_a_day(self, plain: Conversation, variables: JsonObject) -> CommonPrefix | None:
+    def _over_a_day(self, plain: Conversation) -> CommonPrefix | None:
         now = datetime.now()
         # Every part of the time that a template may write differs.
-        later = now + timedelta(days=1, hours=1, minutes=1, seconds=1)
-        first, second = (
-            replace(plain, template_variables={**variables, _CLOCK: moment.strftime}) for moment in (now, later)
-        )
+        return self._over(plain, now, now + timedelta(days=1) + _LATER)
+
+    def _over_an_hour(self, plain: Conversation) -> CommonPrefix | None:
+        morning = datetime.combine(datetime.now(), time(10))
+        return self._over(plain, morning, morning + _LATER)
+
+    def _over(self, plain: Conversation, now: datetime, later: datetime) -> CommonPrefix | None:
+        if not self._renderer.writes_today:
+            return self._common_prefix(plain, plain)
+        first, second = (replace(plain, template_variables={CLOCK: moment.strftime}) for moment in (now, later))
         return self._common_prefix(first, second)
 
     def _common_prefix(self, before: Conversation, after: Conversation) -> CommonPrefix | None:
@@ -121,23 +140,17 @@ class _Trial:
                 return None
         return CommonPrefix(common_prefix_length(*prompts), len(prompts[0]))
 
-    def _advice(self, plain: Conversation, turn: CommonPrefix | None, day: CommonPrefix | None) -> str:
+    @staticmethod
+    def _advice(turn: CommonPrefix | None, hour: CommonPrefix | None) -> str:
         advice = []
         if turn is not None and turn.is_short:
             advice.append("each question changes earlier text; another template (--chat-template FILE) may not")
-        if day is not None and day.is_short:
-            fixed = self._without_date(plain)
-            how = f"--chat-template-kwargs '{fixed}'" if fixed else "another template (--chat-template FILE)"
-            advice.append(f"the date at the beginning changes each day; {how} keeps it")
+        if hour is not None and hour.is_short:
+            advice.append(
+                "the time of day at the beginning is another one in each conversation, so they share little; "
+                "--template-date YYYY-MM-DD fixes it at midnight"
+            )
         return "; ".join(advice)
-
-    def _without_date(self, plain: Conversation) -> str:
-        """Returns the value of `--chat-template-kwargs` that fixes the date; "" if there is none."""
-        for name in dict.fromkeys(_DATE.findall(self._renderer.template_source)):
-            day = self._over_a_day(plain, {name: "1 January 2026"})
-            if day is not None and not day.is_short:
-                return f'{{"{name}": "1 January 2026"}}'
-        return ""
 
 
 def _said(role: Role, num_sentences: int, **fields: Any) -> Message:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from diskprefix.chat.conversation_opening import encode_opening
 from diskprefix.chat.known_parts import OwnedParts
 from diskprefix.chat.messages import Conversation, Message
 from diskprefix.chat.replay import RecordsUnread, Replayed, ReplyMemory
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+_OPENING_LASTS_S = 3 * 86400.0
+"""How long an opening is kept that nobody sends, in seconds."""
 _MAX_READS = 3
 """The most times that a request reads turns. It reads again if the first turns lead to others (compression)."""
 
@@ -115,7 +118,17 @@ def reply_memory(serving: Serving, cache: CacheOptions, asked: Conversation, rep
         expires_at = serving.engine.cache.expires_at(cache.ttl_s)
         serving.engine.ahead.add_job(AheadJob(serving.engine, make, cache, owner, tuple(asked.messages), expires_at))
 
+    if replayed.origin.began is not None and cache.scope.most is None and serving.renderer.writes_today:
+        _keep_opening(turns.notes, asked, replayed.prompt.token_ids)
     # Pictures would stay in memory.
     then = compute_ahead if cache.scope.most is None and not asked.has_pictures else lambda _: None
     turns_of_prompt = StoredTurns(turns.notes, replayed.prompt.token_ids)
     return ReplyMemory(turns_of_prompt, replayed.origin, serving.renderer.end_ids, then)
+
+
+def _keep_opening(notes: TenantNotes, asked: Conversation, token_ids: TokenIds) -> None:
+    """Keeps the first request of a conversation, to compute it with the day of tomorrow. It is deleted with its prompt
+    (`token_ids`)."""
+    if (opening := encode_opening(asked)) is not None:
+        lasting = replace(notes, ttl_s=min(notes.ttl_s, _OPENING_LASTS_S))
+        lasting.put(NoteKind.OPENING, *opening, token_ids)

@@ -120,8 +120,8 @@ def bytes_to_free(*, used: int, need: int, usable: int, budget: int) -> int:
 
 
 def must_measure(refused: int, budget: int) -> bool:
-    """Returns whether a full store looks anew at what it would evict, after it refused this number of bytes: what is refused
-    evicts nothing, so nothing else would tell that the stored state is no longer used, or that there is room again."""
+    """Returns whether a full store that `refused` bytes looks anew at what it would evict: what is refused evicts
+    nothing, so nothing else would tell that the stored state is no longer used, or that there is room again."""
     return refused >= budget // _EVICT_AHEAD
 
 

@@ -55,6 +55,9 @@ class NoteKind(IntEnum):
     removed first."""
     PICTURE = 5
     """Size and digest of a picture, for people. The encoder's output for it is under the same root."""
+    OPENING = 6
+    """The system message, the tools and the first question of conversations in which the chat template writes a
+    date."""
 
 
 ENCODED_TEXT = 4

@@ -209,6 +209,20 @@ class Notes:
         with self._written:
             return self._written.wait_for(lambda: key not in self._waiting, (patience or Patience()).left_s)
 
+    def all_of(self, kind: NoteKind, tenants: Mapping[bytes, str]) -> list[tuple[bytes, NoteTimes, bytes]]:
+        """Returns root, times and content of the notes of a kind, the latest first, under the roots whose `tenants` are
+        given as text. Leaves out notes that expired, that are damaged, or that are not written yet. Raises
+        `CacheError`."""
+        listed, now = list[tuple[bytes, NoteTimes, bytes]](), self._store.clock()
+        with self._store.reads.snapshot() as snapshot:
+            for root in tenants:
+                for key in snapshot.keys_under("notes", root):
+                    if kind_of(key) == kind:
+                        with suppress(StoreCorrupt):
+                            times, content = decode_note(key, snapshot.get_record("notes", key))
+                            listed += [] if times.is_expired(now) else [(root, times, content)]
+        return sorted(listed, key=lambda note: note[1].created_at, reverse=True)
+
     def models(self, patience: Patience | None = None) -> list[ModelRecord]:
         """Returns the models that the store was served with. Raises `CacheError`."""
         return self._store.reads.ask(self._read_models, patience)

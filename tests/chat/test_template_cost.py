@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import re
 import time
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 from diskprefix.chat import template_cost as template_cost_module
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.chat.template_cost import CommonPrefix, TemplateCost, template_cost
+from diskprefix.chat.template_date import TemplateClock
 from diskprefix.model.load.read_tokenizer import read_tokenizer
 from tests.chat.families.families import folder
 from tests.chat.rendering import renderer_of
@@ -50,8 +50,8 @@ def whole(kept: CommonPrefix | None) -> bool:
         ("Qwen-Qwen2.5-7B-Instruct", set(), ""),
         ("Qwen-Qwen3-0.6B", {"thoughts"}, ""),
         ("mistralai-Mistral-Nemo-Instruct-2407", {"turn"}, "each question changes earlier text; another template"),
-        ("meta-llama-Llama-3.2-3B-Instruct", {"day"}, "--chat-template-kwargs '"),
-        ("openai-gpt-oss-120b", {"day", "thoughts"}, "the date at the beginning changes each day; another template"),
+        ("meta-llama-Llama-3.2-3B-Instruct", {"day"}, ""),
+        ("openai-gpt-oss-120b", {"day", "thoughts"}, ""),
     ],
 )
 def test_losses_of_real_templates_are_found_with_advice(
@@ -68,14 +68,18 @@ def test_losses_of_real_templates_are_found_with_advice(
     assert f"{cost.tool.num_tokens} of {cost.tool.total} when a tool is added" in cost.line
 
 
-def test_the_advice_about_the_date_keeps_the_prompt(tokenizer_folder: Path) -> None:
-    template = real("meta-llama-Llama-3.2-3B-Instruct")
-    advice = template_cost(renderer_with(tokenizer_folder, template)).advice
-    match = re.search(r"--chat-template-kwargs '(.*?)'", advice)
-    assert match is not None
-    cost = template_cost(renderer_with(tokenizer_folder, template, **json.loads(match[1])))
-    assert whole(cost.day)
-    assert cost.advice == ""
+CLOCK_TEMPLATE = "{{ strftime_now('%H:%M') }}" + CHAT_TEMPLATE
+
+
+def test_a_template_that_writes_the_time_of_day_is_named(tokenizer_folder: Path) -> None:
+    """A day does not help it, but one that is fixed does."""
+    cost = template_cost(renderer_with(tokenizer_folder, CLOCK_TEMPLATE))
+    assert not whole(cost.hour)
+    assert "when an hour passes" in cost.line
+    assert "--template-date YYYY-MM-DD" in cost.advice
+    tokenizer = read_tokenizer(tokenizer_folder, CLOCK_TEMPLATE)
+    fixed = template_cost(renderer_of(tokenizer, clock=TemplateClock(date(2026, 1, 31))))
+    assert (fixed.advice, whole(fixed.hour), whole(fixed.day)) == ("", True, True)
 
 
 def test_a_template_that_refuses_everything_has_no_figures(tokenizer_folder: Path) -> None:

@@ -410,13 +410,13 @@ def test_the_boundaries_of_a_template_are_told(folder: Path, text: str | None, l
 
 def test_what_the_template_costs_is_told_with_what_can_be_done(folder: Path) -> None:
     template = folder / "template.jinja"
-    begins = "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b') %}{% endif %}"
-    template.write_text(f"{begins}<|im_start|>{{{{ date_string }}}}<|im_end|>\n{CHAT_TEMPLATE}")
+    template.write_text(f"<|im_start|>{{{{ strftime_now('%d %b %H:%M') }}}}<|im_end|>\n{CHAT_TEMPLATE}")
     found = found_in(folder, chat_template=template)["template cost"]
     assert found.level == "note"
     assert "when a day passes" in found.text
-    assert "--chat-template-kwargs" in found.advice
-    fixed = found_in(folder, chat_template=template, chat_template_kwargs='{"date_string": "1 May"}')["template cost"]
+    assert "when an hour passes" in found.text
+    assert "--template-date" in found.advice
+    fixed = found_in(folder, chat_template=template, template_date="2026-05-01")["template cost"]
     assert (fixed.level, fixed.advice) == ("ok", "")
 
 

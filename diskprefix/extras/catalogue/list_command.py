@@ -189,6 +189,7 @@ def _template_cost(known: KnownModel) -> TemplateCost | None:
     """Returns what the chat template of a model costs; None without a template, or if its tokenizer cannot be read."""
     from diskprefix.chat.renderer import PromptRenderer  # Here, as `list` needs none of it.
     from diskprefix.chat.template_cost import template_cost
+    from diskprefix.chat.template_date import TemplateClock
     from diskprefix.model.load.chat_template import read_template
     from diskprefix.model.load.read_tokenizer import read_tokenizer
     from diskprefix.model.load.template_sandbox import renders_end_after
@@ -196,9 +197,9 @@ def _template_cost(known: KnownModel) -> TemplateCost | None:
     try:
         assert known.path is not None
         tokenizer = read_tokenizer(known.path, read_template(known.settings.chat_template))
-        variables = known.settings.template_variables
+        variables, clock = known.settings.template_variables, TemplateClock(known.settings.template_day)
         renderer = PromptRenderer(
-            tokenizer, vocab_size=len(tokenizer), max_positions=1 << 30, template_variables=variables
+            tokenizer, vocab_size=len(tokenizer), max_positions=1 << 30, template_variables=variables, clock=clock
         )
         with renders_end_after(_TEMPLATE_S):
             renderer.warm_up()

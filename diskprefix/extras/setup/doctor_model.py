@@ -128,6 +128,7 @@ def _tokenizer_findings(settings: Settings, path: Path) -> Iterator[Finding]:
     from diskprefix.api.openai_chat import ChatRequest
     from diskprefix.chat.renderer import PromptRenderer
     from diskprefix.chat.template_cost import template_cost
+    from diskprefix.chat.template_date import TemplateClock
     from diskprefix.model.load.loader import load_tokenizer
 
     try:
@@ -144,9 +145,9 @@ def _tokenizer_findings(settings: Settings, path: Path) -> Iterator[Finding]:
         yield Finding("template", "note", "the model has no chat template", advice)
         return
     try:
-        variables = settings.template_variables
+        variables, clock = settings.template_variables, TemplateClock(settings.template_day)
         renderer = PromptRenderer(
-            tokenizer, vocab_size=len(tokenizer), max_positions=1 << 30, template_variables=variables
+            tokenizer, vocab_size=len(tokenizer), max_positions=1 << 30, template_variables=variables, clock=clock
         )
         renderer.warm_up()
         body = {"messages": [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": "Hello."}]}

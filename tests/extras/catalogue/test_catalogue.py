@@ -379,7 +379,7 @@ def test_a_model_is_shown_with_its_sum_its_template_and_its_own_settings(
     assert found["settings"] == {"weights": "native", "kv_memory": 1 << 20}
     assert {"weights in bfloat16", "room to compute"} <= found["memory"].keys()
     assert sum(found["memory"].values()) >= found["needed_bytes"]
-    assert found["template_cost"].keys() == {"turn", "day", "thoughts", "tool", "advice"}
+    assert found["template_cost"].keys() == {"turn", "day", "hour", "thoughts", "tool", "advice"}
     kept = found["template_cost"]["turn"]
     assert 0 < kept["kept"] <= kept["of"]
     shown = run("show", "small", "--models-file", file).stdout
