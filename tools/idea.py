@@ -11,7 +11,6 @@ import math
 import os
 import signal
 import tempfile
-from collections.abc import Sequence
 from multiprocessing import Process
 from typing import Any, NamedTuple
 
@@ -105,35 +104,18 @@ def blocks_of(secret: int, root: bytes, token_ids: np.ndarray) -> list[Block]:
 # ---- Idea 3: a scope says how much of a prompt is worth keeping. ----
 
 
-def num_common(ids: np.ndarray, other: np.ndarray) -> int:
-    length = min(len(ids), len(other))
-    return int(np.argmin([*(ids[:length] == other[:length]), False]))
-
-
-def tokens_to_keep(scope: str, token_ids: np.ndarray, earlier: Sequence[np.ndarray]) -> tuple[int, bool]:
+def tokens_to_keep(scope: str, length: int) -> tuple[int, bool]:
     """Returns how many first tokens of a prompt to keep, and whether its last block and logits too, with which an exact
-    repeat computes nothing. `earlier` are the prompts before it, oldest first."""
-    length = len(token_ids)
+    repeat computes nothing."""
     if scope == "off":
         return 0, False
     if scope == "full":
         return length, True
-    if not scope.startswith("auto"):
-        return min(int(scope), length), int(scope) >= length
-    # auto:N keeps what was sent before: it may be sent again. The last N prompts are compared by tokens, older ones by
-    # whole blocks.
-    window = int(scope.removeprefix("auto:"))
-    shared = [num_common(prompt, token_ids) for prompt in earlier]
-    known = max([*shared[-window:], *(num_tokens // BLOCK * BLOCK for num_tokens in shared)], default=0)
-    # The next turn of a conversation continues a whole earlier prompt, and the turn after it will continue this one. If
-    # each turn rewrites the end of the one before (a reminder, the time), as much of this one will be rewritten.
-    expected, most = 0, max(shared, default=0)
-    if any(len(prompt) == num_tokens >= BLOCK for prompt, num_tokens in zip(earlier, shared, strict=True)):
-        expected = length
-    elif most:
-        lost = min(len(prompt) for prompt, num_tokens in zip(earlier, shared, strict=True) if num_tokens == most) - most
-        expected = length - lost if 0 < 8 * lost <= most + lost else 0
-    return max(known, expected), known == length
+    if scope.startswith("auto"):
+        # All of it: it may be sent again, or be continued. (A full store asks whether prompts like this one come again
+        # before they would be evicted. If they do not, it keeps what this one shares with the last N.)
+        return length, False
+    return min(int(scope), length), int(scope) >= length
 
 
 # ---- Idea 4: the store is a file with transactions (LMDB). A block is in it whole or not at all, and the blocks before
@@ -155,8 +137,8 @@ class Cache:
         # The root stands for all that changes the numbers besides the tokens: another model never finds these blocks.
         numbers = [*model.weights, np.array([LAYERS, HEADS, BLOCK]), np.array(np.__version__)]
         self.root = xxhash.xxh3_128_digest(b"".join(array.tobytes() for array in numbers))
-        self.file = lmdb.open(folder, map_size=1 << 28, max_dbs=2)
-        self.blocks, self.prompts = self.file.open_db(b"blocks"), self.file.open_db(b"prompts")
+        self.file = lmdb.open(folder, map_size=1 << 28, max_dbs=1)
+        self.blocks = self.file.open_db(b"blocks")
         with self.file.begin(write=True) as transaction:
             transaction.put(b"secret", os.urandom(8), overwrite=False)
             self.secret = int.from_bytes(transaction.get(b"secret") or b"", "big")
@@ -178,7 +160,7 @@ class Cache:
             restored = min(len(state), (length - 1) // BLOCK * BLOCK)
             state = state[:restored]
         # 2. Choose what to keep, before it is computed.
-        num_kept, keeps_end = tokens_to_keep(self.scope, token_ids, self.earlier_prompts())
+        num_kept, keeps_end = tokens_to_keep(self.scope, length)
         # 3. Compute the rest in steps of the grid, and save each block that is kept, after those before it.
         saved = 0
         for step, start in enumerate(range(restored, length, BLOCK), 1):
@@ -190,10 +172,6 @@ class Cache:
                 os.kill(os.getpid(), signal.SIGKILL)
         if keeps_end and num_stored < len(blocks):
             saved += self.save(blocks[-1], token_ids, state[blocks[-1].start :], logits)
-        if self.scope != "off":
-            with self.file.begin(write=True) as transaction:
-                number = transaction.stat(self.prompts)["entries"]
-                transaction.put(number.to_bytes(8, "big"), token_ids.tobytes(), db=self.prompts)
         return Answer(logits, restored, length - restored, saved)
 
     def save(self, block: Block, token_ids: np.ndarray, state: np.ndarray, logits: np.ndarray = NO_LOGITS) -> int:
@@ -214,10 +192,6 @@ class Cache:
         numbers = np.frombuffer(content[len(ids) :], np.float32)
         size = (block.end - block.start) * math.prod(KEYS_AND_VALUES)
         return numbers[:size].reshape(-1, *KEYS_AND_VALUES), numbers[size:]
-
-    def earlier_prompts(self) -> list[np.ndarray]:
-        with self.file.begin() as transaction:
-            return [np.frombuffer(ids, np.int32) for _, ids in transaction.cursor(self.prompts)]
 
 
 # ---- The proof: a process that is killed, and one that comes after it. ----

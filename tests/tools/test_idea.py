@@ -21,7 +21,6 @@ from tools import idea
 
 BLOCK = idea.BLOCK
 SALTED = SHARED.with_salt("a user")
-"""Of its prompts, `auto` keeps none to learn whether such prompts come again."""
 QUESTION, REPLY, OTHER, FAR = tokens(75, 1), tokens(60, 2), tokens(9, 3), tokens(70, 4)
 PROMPTS = {
     "below a block": QUESTION[:10],
