@@ -379,8 +379,8 @@ class Settings:
     )
     ahead: str = _cache(
         "auto",
-        "While no request waits, compute conversations in the form that the next question will have, without earlier "
-        "thoughts. N is the maximum of CPU seconds per hour; auto is 3600. Off on battery.",
+        "While no request waits, compute what will come: a conversation in the next question's form, a new day's first "
+        "prompts. At most N CPU minutes per day; auto is 240. Off on battery.",
         is_common=True,
         metavar="off|auto|N",
     )
@@ -499,10 +499,10 @@ class Settings:
 
     @property
     def ahead_s(self) -> int:
-        """The CPU seconds per hour for work ahead of requests. Raises `SettingsError`."""
-        if not re.fullmatch("off|auto|[1-9][0-9]{0,8}", self.ahead):
-            raise SettingsError(f"--ahead: {self.ahead!r} is not off, auto or a number of seconds")
-        return int({"off": "0", "auto": "3600"}.get(self.ahead, self.ahead))
+        """The CPU seconds per day for work ahead of requests. Raises `SettingsError`."""
+        if not re.fullmatch("off|auto|[1-9][0-9]{0,6}", self.ahead):
+            raise SettingsError(f"--ahead: {self.ahead!r} is not off, auto or a number of CPU minutes per day")
+        return 60 * int({"off": "0", "auto": "240"}.get(self.ahead, self.ahead))
 
     @property
     def write_budget_bytes(self) -> int:

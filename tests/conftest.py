@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from diskprefix.engine.idle import cpu_waits
 from diskprefix.native import library
 from tests import cache_folder, cases
 from tests.closing import ClosingLines
@@ -37,6 +38,9 @@ for _name in ("httpx", "httpx2"):
     if find_spec(_name):
         _default = import_module(f"{_name}._transports.default")
         _default.create_ssl_context = cache(_default.create_ssl_context)  # type: ignore[attr-defined]
+
+# Tests that run beside each other want the same CPUs, and what they compute ahead must not wait for that.
+cpu_waits._LONG = 1.0
 
 # The same examples in every run, and no verdict that depends on how busy the machine is.
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=30)

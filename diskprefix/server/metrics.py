@@ -118,6 +118,9 @@ def _engine_metrics(serving: Serving) -> Iterator[Metric]:
     yield _histogram("step_seconds", "Time of each forward of the model.", figures.step_s)
     yield _histogram("step_rows", "Tokens that are computed in each forward.", figures.step_rows)
     yield _histogram("inter_token_seconds", "Time from one token of a request to the next.", figures.gap_s)
+    ahead = serving.engine.ahead.figures
+    yield _counter("ahead_cpu_seconds", "Processor time of the work ahead of requests (--ahead).", ahead["cpu_s"])
+    yield _gauge("ahead_waiting", "Prompts that wait to be computed ahead of requests.", ahead["waiting"])
     yield _counter("preemptions", "Sequences that gave their memory to others.", figures.preemptions)
 
 

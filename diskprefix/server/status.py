@@ -76,7 +76,7 @@ async def props(request: Request) -> Response:
 
     Returns the model, the cache with its settings and counts, all settings and the start-up times. `lost`: the
     tokens of the last day that were computed again. `gate`: whether restoring is faster than computing. `running`: the
-    progress of each request that waits or runs.
+    progress of each request that waits or runs. `ahead`: the work ahead of requests.
     """
     log_context(request).caller.require_owner()
     daemon = _daemon(request)
@@ -88,6 +88,7 @@ async def props(request: Request) -> Response:
         "full_cache": {"gate": stats["gate"], "state": {name: stats[name] for name in stats if name != "gate"}},
         "queue_depth": serving.inbox.queue_depth,
         "running": [_running(activity, serving.model_name) for activity in serving.inbox.activities()],
+        "ahead": {"tokens": stats["ahead_tokens"], **serving.engine.ahead.figures},
         "kv_memory": serving.engine.memory_stats(),
         "settings": asdict(daemon.settings),
         "startup_s": serving.startup_s,

@@ -146,6 +146,25 @@ def test_ps_says_what_is_in_the_memory_of_a_model(run: Run) -> None:
     assert row["memory_bytes"] == sum(row["memory"].values()) == 3 << 30
 
 
+@pytest.mark.parametrize(
+    ("ahead", "line"),
+    [
+        ({"tokens": 0, "waiting": 0, "paused": None}, None),
+        ({"tokens": 12_448, "waiting": 0, "paused": None}, "12,448 tokens computed ahead in 2.0 min of a CPU"),
+        (
+            {"tokens": 9, "waiting": 2, "paused": "other programs"},
+            "9 tokens computed ahead in 2.0 min of a CPU, 2 prompts to come (other programs want the CPUs)",
+        ),
+    ],
+)
+def test_ps_says_what_was_computed_ahead(run: Run, ahead: dict[str, Any], line: str | None) -> None:
+    ahead |= {"cpu_s": 123.0, "cpu_left_s": 1.0}
+    with small_daemon(props=[(200, PROPS | {"running": [], "ahead": ahead})]) as daemon:
+        shown = run("ps", "--url", daemon.url).stdout.splitlines()
+        assert run("ps", "--url", daemon.url, "--json").json["models"][0]["ahead"] == ahead
+    assert shown[2:] == ([] if line is None else [f"m: {line}"])
+
+
 def test_a_daemon_that_refuses_the_key_hides_no_other(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     refuses = [(403, {"error": {"message": "only admin"}})]
     with small_daemon(props=refuses) as one, small_daemon(props=[(200, PROPS)]) as other:

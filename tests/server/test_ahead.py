@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -10,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from diskprefix.engine.idle import ahead_jobs
+from diskprefix.engine.idle import ahead_jobs, cpu_waits
 from diskprefix.engine.idle.ahead_jobs import AheadJob, AheadJobs, AheadModel
+from diskprefix.engine.idle.cpu_waits import CpuWaits
 from diskprefix.engine.idle.idle_work import IdleWork
 from diskprefix.engine.scheduler import IDLE_ROWS
 from diskprefix.kv.sequence import KVSequence, Owner
@@ -155,18 +157,61 @@ class Clock:
 def test_a_budget_is_spent_and_comes_back_with_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead_jobs, "runs_on_battery", lambda: False)
     clock = Clock()
-    jobs = AheadJobs(36.0, clock)
+    jobs = AheadJobs(24 * 36.0, clock)
     jobs.add_job(AheadJob(MODEL, lambda: None, OPTIONS, OWNER))
     assert jobs.next() is None, "a request may come at once"
     clock.now = 1.0
     assert (job := jobs.next()) is not None
-    assert jobs.spend(job, 35.0)
+    assert jobs.spend(job, 860.0)
     assert not jobs.spend(job, 10.0)
     assert jobs.next() is None
+    assert jobs.figures == {"waiting": 1, "cpu_s": 870.0, "cpu_left_s": 0.0, "paused": "budget"}
     clock.now += jobs.wait_s or 0.0
     assert jobs.next() is None, "ten seconds of a processor come back in a thousand"
     clock.now = 2000.0
     assert jobs.next() is job
+    assert jobs.figures["paused"] is None
+
+
+def write_times(tasks: Path, name: str, ran_s: float, waited_s: float) -> None:
+    (tasks / name).mkdir(parents=True, exist_ok=True)
+    (tasks / name / "schedstat").write_text(f"{ran_s * 1e9:.0f} {waited_s * 1e9:.0f} 9\n")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel counts on Linux")
+def test_work_ahead_gives_way_to_other_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead_jobs, "runs_on_battery", lambda: False)
+    monkeypatch.setattr(cpu_waits, "_LONG", 0.2)
+    monkeypatch.setattr(cpu_waits, "_TASKS", tmp_path)
+    (tmp_path / "gone").mkdir()
+    clock = Clock()
+    jobs = AheadJobs(1e6, clock)
+    write_times(tmp_path, "1", 5.0, 9.0)
+    jobs.add_job(AheadJob(MODEL, lambda: None, OPTIONS, OWNER))
+    clock.now = 1.0
+    assert (job := jobs.next()) is not None
+    write_times(tmp_path, "1", 5.5, 9.4)
+    assert jobs.spend(job, 0.5), "too little to tell"
+    write_times(tmp_path, "1", 6.0, 9.1)
+    write_times(tmp_path, "2", 2.0, 0.1)
+    assert jobs.spend(job, 2.0), "the threads have hardly waited"
+    write_times(tmp_path, "2", 4.0, 1.1)
+    assert not jobs.spend(job, 2.0)
+    assert jobs.figures["paused"] == "other programs"
+    clock.now = 30.0
+    assert jobs.next() is None
+    clock.now = 62.0
+    assert jobs.next() is job, "it looks again"
+    assert jobs.figures["paused"] is None
+
+
+@pytest.mark.parametrize(("load", "are_long"), [((0.5, 0, 0), False), ((1e6, 0, 0), True)])
+def test_the_load_tells_where_the_kernel_does_not(
+    load: tuple[float, ...], are_long: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(os, "getloadavg", lambda: load)
+    assert CpuWaits().are_long() == are_long
 
 
 def test_a_later_turn_replaces_earlier_ones_and_off_takes_none() -> None:

@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from diskprefix.api.figures import figures_reply
 from diskprefix.cache.cost_model import CostModel
 from diskprefix.engine.gauges import Distribution, EngineFigures
+from diskprefix.engine.idle.ahead_jobs import AheadJobs
 from diskprefix.engine.request import DoneEvent, Timings, Usage
 from diskprefix.server import serving as serving_module
 from diskprefix.server.log_context import OUTCOMES, LogContext
@@ -46,6 +47,7 @@ class Scraped:
         heartbeat = SimpleNamespace(working_s=0.0)
         serving = SimpleNamespace(
             engine=SimpleNamespace(
+                ahead=AheadJobs(0),
                 figures=self.figures,
                 memory_stats=lambda: dict(KV_MEMORY),
                 device="cpu",

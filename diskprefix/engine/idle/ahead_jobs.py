@@ -1,5 +1,5 @@
 """The queue of prompts to compute ahead of requests, and the times when they may be computed: within a budget of
-processor seconds, and never while the machine runs on its battery."""
+processor seconds, not while the machine runs on its battery, and not while other programs want the CPUs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from msgspec import Struct
 
+from diskprefix.engine.idle.cpu_waits import CpuWaits
 from diskprefix.values import CacheOptions, Prompt
 
 if TYPE_CHECKING:
@@ -29,8 +30,12 @@ _QUIET_S = 0.5
 """Nothing is computed ahead for this many seconds after a request comes or a reply ends, because the next request may
 come."""
 _LATER_S = 60.0
-"""The seconds until the battery, or an exhausted budget, is checked again."""
+"""The seconds until the battery, an exhausted budget or the other programs are checked again."""
+_DAY_S = 86400.0
 _SUPPLIES = Path("/sys/class/power_supply")
+
+
+PauseReason: TypeAlias = Literal["battery", "budget", "other programs"]
 
 
 class AheadModel(Protocol):
@@ -57,10 +62,15 @@ class AheadJob(Struct, frozen=True, eq=False):
 
 class AheadJobs:
     """The prompts to compute ahead, and the times when they may be computed. For any thread. `budget_s` is the budget
-    of processor seconds per hour; with 0 nothing is computed ahead."""
+    of processor seconds per day; with 0 nothing is computed ahead."""
 
     def __init__(self, budget_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._budget_s, self._clock, self._lock = budget_s, clock, threading.Lock()
+        self.spent_s = 0.0
+        """The processor seconds that were spent since the start."""
+        self.pause_reason: PauseReason | None = None
+        """Why waiting prompts are not computed now, as far as a request is not the reason."""
+        self._waits = CpuWaits()
         self._jobs: list[AheadJob] = []
         self._left_s, self._counted_at = budget_s, clock()
         self._not_before = 0.0
@@ -96,15 +106,34 @@ class AheadJobs:
         self.drop_gone(lambda _: False)
         if not self._jobs or self._clock() < self._not_before:
             return None
-        if self._refill() <= 0 or runs_on_battery():
+        self.pause_reason = "budget" if self._refill() <= 0 else "battery" if runs_on_battery() else None
+        if self.pause_reason is not None:
             self.pause(is_long=True)
             return None
+        self._waits.begin()
         return self._jobs[0]
 
     def spend(self, job: AheadJob, seconds: float) -> bool:
         """Subtracts processor seconds from the budget. Returns whether the job may go on."""
         self._left_s -= seconds
+        self.spent_s += seconds
+        if self._waits.are_long():
+            self.pause_reason = "other programs"
+            self.pause(is_long=True)
+            return False
         return self._refill() > 0 and job in self._jobs
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """The number of waiting prompts, the processor seconds that were spent, those that may be spent now, and why
+        nothing is computed (`paused`)."""
+        jobs = self._jobs
+        return {
+            "waiting": len(jobs),
+            "cpu_s": round(self.spent_s, 1),
+            "cpu_left_s": round(max(0.0, self._refill()), 1),
+            "paused": self.pause_reason if jobs else None,
+        }
 
     @property
     def wait_s(self) -> float | None:
@@ -113,7 +142,7 @@ class AheadJobs:
 
     def _refill(self) -> float:
         now = self._clock()
-        self._left_s += (now - self._counted_at) * self._budget_s / 3600
+        self._left_s += (now - self._counted_at) * self._budget_s / _DAY_S
         self._left_s, self._counted_at = min(self._left_s, self._budget_s), now
         return self._left_s
 

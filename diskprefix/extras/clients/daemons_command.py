@@ -21,7 +21,7 @@ from diskprefix.extras.daemon_call import process_of, running_daemon, state_of
 from diskprefix.model.load.proposals import full_name
 from diskprefix.printable import printable_only, shown
 from diskprefix.server.process.token_file import own_daemons
-from diskprefix.units import ago, format_duration, format_size
+from diskprefix.units import ago, counted, format_duration, format_size
 
 _PROC = Path("/proc")
 
@@ -57,6 +57,8 @@ def ps(context: click.Context, url: str, api_key: str | None, as_json: bool) -> 
     for row in rows:
         for running in row["running"]:
             click.echo(printable_only(_progress(running)))
+        if (ahead := row["ahead"]) and (ahead["tokens"] or ahead["waiting"]):
+            click.echo(printable_only(f"{row['model']}: {_ahead_line(ahead)}"))
 
 
 def _urls(context: click.Context, url: str) -> list[str]:
@@ -114,6 +116,7 @@ def _row(url: str, slot: dict[str, Any], props: dict[str, Any] | None = None) ->
         "loaded_at": model.get("loaded_at"),
         "requests": len(running) if props else slot.get("num_active", 0),
         "running": running,
+        "ahead": props.get("ahead") if props else None,
         "url": url,
     }
 
@@ -138,6 +141,19 @@ def _progress(running: dict[str, Any]) -> str:
         line += f", {running['tokens_per_s']:.0f} tokens/s"
     left_s = running["seconds_left"]
     return line if left_s is None else f"{line}, {format_duration(left_s)} left"
+
+
+def _ahead_line(ahead: dict[str, Any]) -> str:
+    """Returns a line about the work ahead of requests."""
+    line = f"{ahead['tokens']:,} tokens computed ahead in {format_duration(ahead['cpu_s'])} of a CPU"
+    if ahead["waiting"]:
+        line += f", {counted(ahead['waiting'], 'prompt')} to come"
+    reasons = {
+        "battery": "not on battery",
+        "budget": "the budget of --ahead is used up",
+        "other programs": "other programs want the CPUs",
+    }
+    return f"{line} ({reasons[ahead['paused']]})" if ahead["paused"] in reasons else line
 
 
 @click.command(short_help="Unload a model, or end the daemon.")

@@ -219,7 +219,8 @@ function memoryMeters(memory) {
 function cacheMeters(cache) {
   const blocks = `${plural(cache.blocks, "block")}, ${{ planes: "compressed", raw: "not compressed" }[cache.codec] ?? cache.codec}; ${count(cache.evicted_blocks)} evicted`;
   const disk = cache.disk_written_last_day_bytes, inAll = `${bytes(cache.disk_written_bytes)} in all`;
-  return [make("p", { class: "under" }, `Saved on disk: ${blocks}.`),
+  const ahead = cache.ahead_tokens ? [make("p", { class: "under" }, `${plural(cache.ahead_tokens, "token")} computed ahead of requests.`)] : [];
+  return [make("p", { class: "under" }, `Saved on disk: ${blocks}.`), ...ahead,
     meter("Write buffer", cache.pending_bytes, cache.buffer_bytes, `${plural(cache.pending, "prompt")} waiting, ${bytes(cache.saved_bytes)} written, ${count(cache.dropped)} dropped`),
     cache.write_budget_bytes ? meter("Written to disk in 24 hours", disk, cache.write_budget_bytes, `${plural(cache.unaffordable, "prompt")} left out, or a part of them; ${inAll}`)
       : make("p", { class: "under" }, `${bytes(disk)} written to disk in 24 hours, ${inAll}.`)];
