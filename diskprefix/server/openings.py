@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
-from datetime import date, datetime
+from datetime import date, datetime, time
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -40,11 +40,14 @@ async def compute_each_day(serving: Serving, threads: Threads) -> None:
     # Bound: until the daemon ends.
     while True:
         if (today := serving.renderer.today()) != computed:
-            with suppress(CacheError):
+            try:
                 num_added = await threads.run("reading", add_openings, serving, today)
+            except CacheError as error:
+                log.debug("[template] the prompts of the last days are not read yet: %s", error)
+            else:
                 computed = today
                 if num_added:
-                    log.info("[template] %s are computed with the date of %s", counted(num_added, "prompt"), today)
+                    log.info("[template] computing %s with the date of %s", counted(num_added, "prompt"), today)
         await asyncio.sleep(_CHECK_S)
 
 
@@ -54,20 +57,18 @@ def add_openings(serving: Serving, today: date) -> int:
     cache = serving.engine.cache
     if serving.scope.kind == "off":
         return 0
-    tenants = _tenants(serving)
-    texts = {root: str(tenant) for root, tenant in tenants.items()}
-    openings = []
-    for root, times, content in cache.writer.notes.all_of(NoteKind.OPENING, texts):
-        if datetime.fromtimestamp(times.created_at).date() != today:
-            with suppress(ValueError):
-                openings.append((tenants[root], decode_opening(content), content))
-    newest = openings[:_MAX_OPENINGS]
+    tenants, openings = _tenants(serving), list[tuple[Tenant, Conversation, bytes]]()
+    midnight = datetime.combine(today, time()).timestamp()
+    notes = cache.writer.notes.newest(NoteKind.OPENING, tenants, before=midnight, at_most=_MAX_OPENINGS)
+    for root, content in notes:
+        with suppress(ValueError):
+            openings.append((tenants[root], decode_opening(content), content))
     # A job that is added later is computed earlier.
-    for tenant, opening, content in reversed(newest):
+    for tenant, opening, content in reversed(openings):
         options = CacheOptions(scope=serving.scope, tenant=tenant)
         make, owner = partial(_render, serving, opening, options), cache.owner(tenant)
         serving.engine.ahead.add_job(AheadJob(serving.engine, make, options, owner, (content,)))
-    return len(newest)
+    return len(openings)
 
 
 def _tenants(serving: Serving) -> dict[bytes, Tenant]:

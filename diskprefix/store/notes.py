@@ -6,10 +6,11 @@ just before it. For the format see `note_record`.
 
 from __future__ import annotations
 
+import heapq
 import logging
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import NamedTuple
@@ -209,19 +210,20 @@ class Notes:
         with self._written:
             return self._written.wait_for(lambda: key not in self._waiting, (patience or Patience()).left_s)
 
-    def all_of(self, kind: NoteKind, tenants: Mapping[bytes, str]) -> list[tuple[bytes, NoteTimes, bytes]]:
-        """Returns root, times and content of the notes of a kind, the latest first, under the roots whose `tenants` are
-        given as text. Leaves out notes that expired, that are damaged, or that are not written yet. Raises
-        `CacheError`."""
-        listed, now = list[tuple[bytes, NoteTimes, bytes]](), self._store.clock()
+    def newest(
+        self, kind: NoteKind, roots: Iterable[bytes], *, before: float, at_most: int
+    ) -> list[tuple[bytes, bytes]]:
+        """Returns root and content of the notes of a kind under these roots, the latest first: `at_most` ones, put
+        before a time in seconds since the epoch. Leaves out notes that expired, that are damaged, or that are not
+        written yet. Does not count a use. Raises `CacheError`."""
+        now, contents = self._store.clock(), list[tuple[bytes, bytes]]()
         with self._store.reads.snapshot() as snapshot:
-            for root in tenants:
-                for key in snapshot.keys_under("notes", root):
-                    if kind_of(key) == kind:
-                        with suppress(StoreCorrupt):
-                            times, content = decode_note(key, snapshot.get_record("notes", key))
-                            listed += [] if times.is_expired(now) else [(root, times, content)]
-        return sorted(listed, key=lambda note: note[1].created_at, reverse=True)
+            stored = (note for root in roots for note in snapshot.notes_of(root) if note.kind == kind)
+            wanted = (note for note in stored if note.times.created_at < before and not note.times.is_expired(now))
+            for note in heapq.nlargest(at_most, wanted, key=lambda note: note.times.created_at):
+                with suppress(StoreCorrupt):
+                    contents.append((note.root, decode_note(note.key, snapshot.get_record("notes", note.key))[1]))
+        return contents
 
     def models(self, patience: Patience | None = None) -> list[ModelRecord]:
         """Returns the models that the store was served with. Raises `CacheError`."""

@@ -168,6 +168,22 @@ def test_an_opening_that_is_not_kept_is_not_computed(
         assert server.engine.ahead.wait_s is None
 
 
+def test_the_latest_openings_are_computed_latest_first(model: Path, clock: Clock, tmp_path: Path) -> None:
+    with start(model, tmp_path) as server:
+        for number in range(openings._MAX_OPENINGS + 2):
+            ask(server, [said("system", f"You are number {number}. {SYSTEM}"), said("user", "Hello.")], max_tokens=1)
+            assert server.engine.cache.writer.flush(10)
+        serving, tomorrow = server.daemon.serving, (clock() + timedelta(days=1)).date()
+        assert serving is not None
+        wait_for(lambda: serving.engine.ahead.wait_s is None)
+        serving.engine.ahead.pause(is_long=True)
+        assert openings.add_openings(serving, tomorrow) == openings._MAX_OPENINGS
+        texts = [job.make() for job in serving.engine.ahead._jobs]
+    shown = [serving.renderer.detokenize(prompt.token_ids.tolist()) for prompt in texts if prompt is not None]
+    numbers = [int(text.split("You are number ")[1].split(".")[0]) for text in shown]
+    assert numbers == [*range(9, 1, -1)]
+
+
 def test_a_purge_removes_the_openings_too(server: AppServer, clock: Clock, tmp_path: Path) -> None:
     ask(server, first("Name three rivers."))
     assert server.engine.cache.writer.flush(10)

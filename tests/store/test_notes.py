@@ -287,6 +287,27 @@ def test_a_damaged_note_is_a_missing_one_and_goes(store: Store, tmp_path: Path) 
     assert num_stored(again) == 0
 
 
+def test_the_newest_notes_of_a_kind_are_listed(store: Store, clock: Clock, tmp_path: Path) -> None:
+    notes, began = new_notes(store), clock.now
+    for number, (root, ttl_s) in enumerate(((ALICE, DAY), (BOB, DAY), (ALICE, 10.0), (ALICE, DAY), (b"c" * 16, DAY))):
+        clock.now = began + 10.0 * number
+        assert of(notes, root, ttl_s).put(NoteKind.OPENING, str(number), b"%d" % number)
+        assert of(notes, root).put(TURN, str(number), b"another kind")
+        notes.write()
+
+    def newest(before_s: float, at_most: int) -> list[tuple[bytes, bytes]]:
+        return notes.newest(NoteKind.OPENING, [ALICE, BOB], before=began + before_s, at_most=at_most)
+
+    assert newest(100.0, 9) == [(ALICE, b"3"), (BOB, b"1"), (ALICE, b"0")], "the other one has expired"
+    assert newest(30.0, 9) == [(BOB, b"1"), (ALICE, b"0")]
+    assert newest(100.0, 1) == [(ALICE, b"3")]
+    store.close()
+    with damaged(tmp_path) as records:
+        records.flip("notes", note_key(BOB, NoteKind.OPENING, "1"), 40)
+    notes = new_notes(open_store(tmp_path, clock=clock))
+    assert newest(100.0, 9) == [(ALICE, b"3"), (ALICE, b"0")]
+
+
 def test_a_flush_waits_for_a_note_that_is_being_written(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     writer, changes = Writer(store, buffer_bytes=1 << 20), store.changes
     is_writing, disk = threading.Event(), threading.Event()
