@@ -51,6 +51,7 @@ MAY_HANG = {
     "cache/restore.py": "kv-match",
     "cache/tiers/local.py": "threads of fetches and uploads",
     "engine/idle/recheck.py": "the thread idle",
+    "server/openings.py": "a thread for reads",
     "extras/watch/dashboard/entries.py": "by `ask`",
 }
 """The modules that call `Reads.snapshot`, and the threads on which they do."""

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from diskprefix.control_groups import num_cpus
+
 _TASKS = Path("/proc/self/task")
 _LONG = 0.2
 """The share of their time for which this process's threads may wait for a CPU."""
@@ -54,4 +56,4 @@ def _thread_times() -> Iterator[tuple[int, int]]:
 
 def _is_loaded() -> bool:
     """Returns whether more threads want a CPU than there are CPUs, this process's threads among them."""
-    return hasattr(os, "getloadavg") and os.getloadavg()[0] > (os.cpu_count() or 1) + 1
+    return hasattr(os, "getloadavg") and os.getloadavg()[0] > num_cpus() + 1

@@ -26,7 +26,7 @@ from diskprefix.extras.clients.agent_profile import AgentProfile
 from diskprefix.extras.clients.daemon_choice import find_daemon, shared_daemon
 from diskprefix.extras.clients.launched_daemon import LaunchedDaemon, is_ours
 from diskprefix.extras.clients.model_choice import Choice, NotServed, ask_served, flags_of_model, has_stored
-from diskprefix.extras.clients.recipe import KnownAgent, Served, agents, recipe
+from diskprefix.extras.clients.recipe import KnownAgent, Served, agent_called, agents, recipe
 from diskprefix.extras.daemon_call import running_daemon
 from diskprefix.server.process.token_file import dashboard_line, token_for
 from diskprefix.units import counted, format_size, rough_duration
@@ -99,7 +99,7 @@ def launch(
     shared = shared_daemon()
     if agent is None:
         return _clean(shared, agents(), yes=yes) if clean else _list_agents()
-    known = _known(agent)
+    known = agent_called(agent)
     if clean:
         return _clean(shared, [known], yes=yes)
     own_url = url if context.get_parameter_source("url") is not ParameterSource.DEFAULT else None
@@ -179,15 +179,6 @@ def _first_prompt(agent: KnownAgent, choice: Choice, api_key: str | None, *, was
 
 def _location(agent: KnownAgent) -> str:
     return shutil.which(agent.program) or f"not installed: {agent.install}"
-
-
-def _known(agent: str) -> KnownAgent:
-    """Returns the agent with this name or program. Raises `SettingsError`."""
-    known = agents()
-    for each in known:
-        if agent in (each.name, each.program):
-            return each
-    raise SettingsError(f"no agent is called {agent!r}; there are {', '.join(each.name for each in known)}")
 
 
 def _clean(shared: LaunchedDaemon, known: Sequence[KnownAgent], *, yes: bool) -> int:

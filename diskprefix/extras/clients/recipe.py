@@ -118,13 +118,14 @@ def recipe(name: str, served: Served, profile: Path | None = None) -> Recipe:
 
 class KnownAgent(Struct, frozen=True, kw_only=True):
     """A client that `diskprefix launch` starts. `install` is a command line. `first_prompt_tokens` is measured, or 0 if
-    unknown."""
+    unknown. With the arguments `probe` it sends its first prompt and ends; without any, it cannot do this."""
 
     name: str
     title: str
     program: str
     install: str
     first_prompt_tokens: int
+    probe: tuple[str, ...] = ()
 
 
 def agents() -> list[KnownAgent]:
@@ -136,10 +137,20 @@ def agents() -> list[KnownAgent]:
             program=table["run"].split()[0],
             install=table["launch"]["install"],
             first_prompt_tokens=table["launch"].get("first_prompt_tokens", 0),
+            probe=tuple(table["launch"].get("probe", ())),
         )
         for name, table in ((name, _recipe_of(name)) for name in names())
         if "launch" in table
     ]
+
+
+def agent_called(name: str) -> KnownAgent:
+    """Returns the agent with this name or program. Raises `SettingsError`."""
+    known = agents()
+    for each in known:
+        if name in (each.name, each.program):
+            return each
+    raise SettingsError(f"no agent is called {name!r}; there are {', '.join(each.name for each in known)}")
 
 
 def _recipe_of(name: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from urllib.parse import quote
 
 import click
@@ -12,11 +13,14 @@ from msgspec.structs import asdict
 
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cli.options import api_key_option, option, url_option
-from diskprefix.cli.tooling import print_json, status
+from diskprefix.cli.tooling import print_json, say, status
 from diskprefix.errors import InvalidRequest, NotReady, SettingsError
+from diskprefix.extras.clients.daemon_choice import shared_daemon
+from diskprefix.extras.clients.first_prompt import first_prompt
 from diskprefix.extras.clients.model_choice import ask_served
+from diskprefix.extras.clients.recipe import Served, agent_called
 from diskprefix.extras.daemon_call import Answer, Call, Say, running_daemon
-from diskprefix.extras.warm.warm_prompts import Json, WarmItem, read_items
+from diskprefix.extras.warm.warm_prompts import AgentItem, Json, WarmItem, read_items
 from diskprefix.printable import printable_only, shown
 from diskprefix.units import counted
 
@@ -35,6 +39,7 @@ Examples:
   diskprefix warm document.txt                         a raw prompt, as /v1/completions takes it
   diskprefix warm conversation.json                    a list of messages, or a request body
   diskprefix warm yesterday.jsonl                      one request body or list of messages per line
+  diskprefix warm --agent claude                       the prompt with which Claude Code begins each session
 
 Exit codes: 0 done; 1 a prompt failed, or no daemon answers; 2 wrong usage.
 """
@@ -73,8 +78,15 @@ class Target(Struct, frozen=True):
 
 
 @click.command(short_help="Prefill and save prompts ahead of time.", epilog=_EPILOG)
-@click.argument(
-    "files", nargs=-1, required=True, metavar="FILE...", type=click.Path(exists=True, dir_okay=False, allow_dash=True)
+@click.argument("files", nargs=-1, metavar="[FILE...]", type=click.Path(exists=True, dir_okay=False, allow_dash=True))
+@option(
+    "--agent",
+    metavar="NAME",
+    multiple=True,
+    default=(),
+    show_default=False,
+    help="The first prompt of this installed agent, as launch starts it: claude, codex, opencode or qwen. It runs once "
+    "in the current folder, read-only and without a network, and gets no reply. May be repeated.",
 )
 @option(
     "--scope",
@@ -93,6 +105,7 @@ class Target(Struct, frozen=True):
 )
 def warm(
     files: tuple[str, ...],
+    agent: tuple[str, ...],
     scope: str,
     system: bool,
     json: bool,
@@ -106,6 +119,9 @@ def warm(
     The name - stands for standard input. A text is a raw prompt, which chats cannot use. With --system it is the
     system message of a chat: every chat that begins with this system message uses its state.
 
+    With --agent, the prompt is the one with which each session of an agent begins: its system message, its tools and
+    its settings. Only the question is then left to compute.
+
     The prompts are sent to a running daemon. Prompts that are already saved are not computed again.
 
     Fields of a body that do not change the prompt are ignored: model, response_format, everything about the reply
@@ -114,15 +130,19 @@ def warm(
     The command returns when everything is on disk. If a prompt fails, the command reports its file and line and
     continues.
     """
+    if not files and not agent:
+        raise click.UsageError("nothing to compute: give a FILE or --agent NAME")
     parsed = parse_scope(scope, param="--scope")
     if parsed.kind == "off":
         raise SettingsError("--scope: off keeps nothing, so there is nothing to warm")
     started = time.monotonic()
     results: list[WarmResult] = []
     call = running_daemon(url, api_key)
-    target = Target(call, ask_served(call, url, model, api_key).served.model)
+    served = ask_served(call, url, model, api_key).served
+    target = Target(call, served.model)
     before = after = target.state(_NOT_LOADED)
-    for result in _warm_files(target, files, str(parsed), is_system=system):
+    prompts = _warm_files(target, files, str(parsed), is_system=system)
+    for result in chain(_warm_agents(target, served, agent, str(parsed)), prompts):
         results.append(result)
         if result.error is not None:
             click.echo(f"error: {printable_only(result.where)}: {result.error}", err=True)
@@ -153,7 +173,23 @@ def _warm_files(target: Target, files: Sequence[str], scope: str, *, is_system: 
             yield WarmResult(where=name, error=message)
 
 
-def _warm_item(target: Target, item: WarmItem, scope: str, say: Say) -> WarmResult:
+def _warm_agents(target: Target, served: Served, names: Sequence[str], scope: str) -> Iterator[WarmResult]:
+    """Computes the first prompts of agents. An agent that fails does not stop the others."""
+    for name in names:
+        agent = agent_called(name)
+        try:
+            with status(f"asking {agent.title} for its first prompt"):
+                asked = first_prompt(agent, served, shared_daemon().folder / agent.name)
+            if asked.had_network:
+                say(f"warning: {agent.title} ran with a network, as this system has no way to run it without")
+            with status(agent.title) as progress:
+                result = _warm_item(target, AgentItem(agent.title, asked.route, asked.body), scope, progress)
+            yield result
+        except SettingsError as error:
+            yield WarmResult(where=name, error=error.message)
+
+
+def _warm_item(target: Target, item: WarmItem | AgentItem, scope: str, say: Say) -> WarmResult:
     started = time.monotonic()
     try:
         path, body = item.request(scope)

@@ -16,6 +16,7 @@ from diskprefix.printable import shown
 Json: TypeAlias = dict[str, Any]
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 
 _STDIN = "-"
 _LINES, _JSON = (".jsonl", ".ndjson"), ".json"
@@ -56,6 +57,19 @@ class WarmItem(Struct, frozen=True):
             which = "both of" if "prompt" in body else "neither of"
             raise InvalidRequest(f"it has {which} messages and prompt; a request body has one of them")
         return CHAT if "messages" in body else COMPLETION, _warming(body, scope)
+
+
+class AgentItem(Struct, frozen=True):
+    """The first prompt of an agent, as a request with its `route` and `body`. `where` is the agent's name."""
+
+    where: str
+    route: str
+    body: Json
+
+    def request(self, scope: str) -> tuple[str, Json]:
+        """Returns the route and the body of a request that computes the prompt and keeps it under `scope`."""
+        own = {"max_tokens": 0} if self.route == MESSAGES else {"store": False} if self.route == RESPONSES else {}
+        return self.route, _warming(self.body, scope) | own
 
 
 def read_items(name: str, *, is_system: bool = False) -> Iterator[WarmItem]:

@@ -1,0 +1,210 @@
+"""The first prompt of an agent: from one run of it without a network, against a stand-in that ends each reply at once.
+Nothing of the run is kept but the request.
+
+The run is a process of its own (`python -P -m diskprefix.extras.clients.first_prompt`), which first gets an empty
+network and mounts of its own: the agent sees only the stand-in, can write nothing in the current folder, and writes to
+a copy of its profile. Agents write the names of both folders and the newest commits into their prompts. Where the system
+does not allow this, the agent runs in an empty repository, and a proxy that is none refuses other addresses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from diskprefix.errors import SettingsError
+from diskprefix.extras.clients.recipe import KnownAgent, Served, recipe
+from diskprefix.extras.clients.stand_in import StandIn
+from diskprefix.printable import shown
+
+_LIMIT_S, _AFTER_S = 120.0, 10.0
+"""Seconds that a run may take, and seconds that it may go on after its first request with tools."""
+_POLL_S = 0.05
+_MAX_FILE_BYTES, _MAX_FILES, _MAX_DEPTH = 1 << 18, 200, 3
+"""Of the user's profile, so many files of at most this size are copied: settings, but no conversations."""
+_CLONE_NEWUSER, _CLONE_NEWNET, _CLONE_NEWNS, _MS_BIND = 0x10000000, 0x40000000, 0x00020000, 4096
+_MS_RDONLY, _MS_REMOUNT, _MS_REC = 1, 32, 16384
+_SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
+
+
+class FirstPrompt(Struct, frozen=True):
+    """A request of an agent: its route and its body. `had_network`: the run could not leave the network."""
+
+    route: str
+    body: dict[str, Any]
+    had_network: bool = False
+
+
+class _Run(Struct, frozen=True):
+    """The input of the process of a run, as JSON."""
+
+    agent: KnownAgent
+    program: str
+    served: Served
+    profile: str
+    own_profile: str
+    """The user's profile of the agent, which may not exist."""
+    current: str
+    """The folder in which the session begins."""
+
+
+def first_prompt(agent: KnownAgent, served: Served, profile: Path) -> FirstPrompt:
+    """Runs an agent and returns its first request with tools, or its largest one if none has tools. `profile` is the
+    folder in which `launch` keeps its files. Raises `SettingsError` if it is not installed or sends nothing."""
+    program = shutil.which(agent.program)
+    if program is None:
+        raise SettingsError(f"{agent.title} is not installed (no {agent.program} in PATH); install it: {agent.install}")
+    if not agent.probe:
+        raise SettingsError(f"{agent.title} cannot be asked for its first prompt; see `diskprefix warm --help`")
+    with tempfile.TemporaryDirectory(prefix="diskprefix-", ignore_cleanup_errors=True) as scratch:
+        run = _Run(agent, program, served, scratch, str(profile), os.getcwd())
+        ended = subprocess.run(
+            [sys.executable, "-P", "-m", "diskprefix.extras.clients.first_prompt"],
+            input=msgspec.json.encode(run),
+            capture_output=True,
+            check=False,
+        )
+    if ended.returncode:
+        lines = ended.stderr.decode(errors="replace").strip().splitlines()
+        raise SettingsError(f"{agent.title} {lines[-1] if lines else 'could not be run'}")
+    return msgspec.json.decode(ended.stdout, type=FirstPrompt)
+
+
+def _answered(run: _Run, *, is_apart: bool) -> FirstPrompt:
+    """Runs the agent until it has sent its first prompt. Raises `SettingsError` if it sends none."""
+    folder = Path(run.profile)
+    home, current, output = folder / "home", Path(run.current), folder / "output"
+    _copy_settings(Path(run.own_profile), home)
+    if is_apart:
+        home = _mounted(home, Path(run.own_profile))
+    if not (is_apart and _is_read_only(current)):
+        current = folder / "repository"
+        _make_repository(current)
+    with StandIn(run.served.model) as stand_in, output.open("wb") as log:
+        settings = recipe(run.agent.name, replace(run.served, url=stand_in.url), home)
+        for file in settings.files:
+            path = Path(file.path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(file.text, encoding="utf-8")
+        command = [run.program, *shlex.split(settings.run)[1:], *run.agent.probe]
+        process = subprocess.Popen(
+            command,
+            cwd=current,
+            env={**os.environ, **settings.environment, **_nowhere()},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        deadline = time.monotonic() + _LIMIT_S
+        # Bound: `deadline`.
+        while process.poll() is None and time.monotonic() < deadline:
+            if stand_in.has_tools:
+                deadline = min(deadline, time.monotonic() + _AFTER_S)
+            time.sleep(_POLL_S)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        request = stand_in.first_prompt()
+    if request is None:
+        said = output.read_text(errors="replace").strip().splitlines()
+        raise SettingsError(f"sent no prompt; it said: {shown(said[-1] if said else 'nothing', 200)}")
+    return FirstPrompt(*request, had_network=not is_apart)
+
+
+def _make_repository(folder: Path) -> None:
+    """Makes an empty folder, and a repository of it if there is git: most sessions are in one, and agents say so."""
+    folder.mkdir()
+    with suppress(OSError):
+        subprocess.run(["git", "init", "--quiet", str(folder)], capture_output=True, check=False)
+
+
+def _copy_settings(profile: Path, home: Path) -> None:
+    """Copies the small files of a profile."""
+    home.mkdir()
+    files = (path for path in sorted(profile.rglob("*")) if len(path.relative_to(profile).parts) <= _MAX_DEPTH)
+    small = [path for path in files if path.is_file() and not path.is_symlink()]
+    for path in [path for path in small if path.stat().st_size <= _MAX_FILE_BYTES][:_MAX_FILES]:
+        copy = home / path.relative_to(profile)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
+
+
+def _nowhere() -> Mapping[str, str]:
+    """Returns variables with which programs find no other host than this one."""
+    proxies = dict.fromkeys(
+        ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9"
+    )
+    return proxies | dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost")
+
+
+def _mounted(folder: Path, place: Path) -> Path:
+    """Shows a folder at the place of another one, to this process and its own. Returns the place, or the folder if it
+    cannot be shown there."""
+    with suppress(OSError, AttributeError):
+        place.mkdir(parents=True, exist_ok=True)
+        if not ctypes.CDLL(None).mount(os.fsencode(folder), os.fsencode(place), None, _MS_BIND, None):
+            return place
+    return folder
+
+
+def _is_read_only(folder: Path) -> bool:
+    """Has this process and its own see a folder, with what is in it, read-only. Returns whether that could be done."""
+    with suppress(OSError, AttributeError):
+        mount, name = ctypes.CDLL(None).mount, os.fsencode(folder)
+        flags = _MS_BIND | _MS_REMOUNT | _MS_RDONLY
+        return not mount(name, name, None, _MS_BIND | _MS_REC, None) and not mount(None, name, None, flags, None)
+    return False
+
+
+def _set_apart() -> bool:
+    """Gives this process, which has one thread, an empty network and mounts of its own. Returns whether it could."""
+    user, group = os.getuid(), os.getgid()
+    with suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET | _CLONE_NEWNS):
+            return False
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+            Path("/proc/self", name).write_text(text, encoding="ascii")
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+            request = struct.pack("16sh", b"lo", 0)
+            [flags] = struct.unpack_from("h", fcntl.ioctl(any_socket, _SIOCGIFFLAGS, request + bytes(14)), 16)
+            fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh", b"lo", flags | _IFF_UP) + bytes(14))
+        return True
+    return False
+
+
+def main() -> int:
+    """Reads a run from standard input, and writes the first prompt to standard output."""
+    run = msgspec.json.decode(sys.stdin.buffer.read(), type=_Run)
+    is_apart = sys.platform == "linux" and _set_apart()
+    try:
+        prompt = _answered(run, is_apart=is_apart)
+    except (SettingsError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    sys.stdout.buffer.write(json.dumps(msgspec.to_builtins(prompt)).encode())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""The first prompt of an agent, taken from one run of it against a server that stands in for the daemon."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from msgspec.structs import replace
+
+from diskprefix.errors import SettingsError
+from diskprefix.extras.clients.first_prompt import first_prompt
+from diskprefix.extras.clients.recipe import Served, agent_called
+from diskprefix.extras.clients.stand_in import StandIn
+
+SERVED = Served(url="http://127.0.0.1:1", model="mine", key="secret", context=32_768)
+AGENT = """\
+#!{python} -S
+import json, os, socket, sys, urllib.request
+from pathlib import Path
+
+def send(body):
+    url = os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages"
+    headers = {{"Content-Type": "application/json"}}
+    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as answer:
+        return answer.read().decode()
+
+def outcome(work):
+    try:
+        work()
+    except OSError as error:
+        return type(error).__name__ + " " + str(error.errno)
+    return "done"
+
+home = Path(os.environ["CLAUDE_CONFIG_DIR"])
+settings = sorted(path.name for path in home.iterdir())
+(home / "history").write_text("Hello.")
+seen = {{
+    "arguments": sys.argv[1:],
+    "files": sorted(os.listdir()),
+    "writes": outcome(lambda: Path("new").write_text("x")),
+    "reaches": outcome(lambda: socket.create_connection(("192.0.2.1", 80), timeout=2)),
+    "settings": settings,
+}}
+send({{"messages": ["a title, please" * 9999]}})
+ends = send({{"messages": ["Hello."], "tools": [{{"name": "look"}}], "stream": True, "metadata": seen}})
+assert "message_stop" in ends
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a file in it."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "x.py").write_text("print(1)")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    return folder
+
+
+def install(programs: Path, text: str) -> None:
+    (programs / "claude").write_text(text)
+    (programs / "claude").chmod(0o755)
+
+
+def test_an_agent_runs_apart_and_leaves_nothing(project: Path, programs: Path, tmp_path: Path) -> None:
+    install(programs, AGENT.format(python=sys.executable))
+    profile = tmp_path / "profile"
+    (profile / ".claude").mkdir(parents=True)
+    (profile / ".claude/settings.json").write_text("{}")
+    (profile / ".claude/long.jsonl").write_bytes(bytes(1 << 20))
+    found = first_prompt(agent_called("claude"), SERVED, profile)
+    assert (found.route, found.body["tools"]) == ("/v1/messages", [{"name": "look"}])
+    seen = found.body["metadata"]
+    assert seen["arguments"][-2:] == ["-p", "Hello."]
+    assert seen["settings"] == [".claude.json", "settings.json"]
+    if not found.had_network:
+        # EROFS and ENETUNREACH.
+        assert (seen["writes"], seen["reaches"]) == ("OSError 30", "OSError 101")
+        assert seen["files"] == ["x.py"]
+    assert sorted(os.listdir(project)) == ["x.py"]
+    assert sorted(os.listdir(profile / ".claude")) == ["long.jsonl", "settings.json"]
+
+
+@pytest.mark.parametrize(
+    ("program", "problem"),
+    [
+        (None, r"Claude Code is not installed \(no claude in PATH\); install it: npm install"),
+        ("#!/bin/sh\necho please log in\n", "Claude Code sent no prompt; it said: please log in"),
+        ("#!/bin/sh\nexit 3\n", "Claude Code sent no prompt; it said: nothing"),
+    ],
+)
+@pytest.mark.usefixtures("project")
+def test_an_agent_without_a_prompt_is_an_error(
+    program: str | None, problem: str, programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if program is None:
+        monkeypatch.setenv("PATH", str(programs))
+    else:
+        install(programs, program)
+    with pytest.raises(SettingsError, match=problem):
+        first_prompt(agent_called("claude-code"), SERVED, tmp_path / "profile")
+
+
+@pytest.mark.usefixtures("project")
+def test_an_agent_without_a_probe_is_refused(programs: Path, tmp_path: Path) -> None:
+    install(programs, "#!/bin/sh\n")
+    with pytest.raises(SettingsError, match="cannot be asked for its first prompt"):
+        first_prompt(replace(agent_called("claude"), probe=()), SERVED, tmp_path)
+
+
+MESSAGES: Any = [{"role": "user", "content": "Hello."}]
+
+
+def test_official_clients_read_the_replies_of_the_stand_in() -> None:
+    with StandIn("mine") as stand_in:
+        one = openai.OpenAI(base_url=f"{stand_in.url}/v1", api_key="k", max_retries=0)
+        other = anthropic.Anthropic(base_url=stand_in.url, api_key="k", max_retries=0)
+        chat = one.chat.completions.create(model="mine", messages=MESSAGES)
+        assert chat.choices[0].message.content == "OK"
+        chunks = [*one.chat.completions.create(model="mine", messages=MESSAGES, stream=True)]
+        assert [chunk.choices[0].finish_reason for chunk in chunks] == [None, "stop"]
+        assert one.responses.create(model="mine", input="Hello.").output_text == "OK"
+        with one.responses.stream(model="mine", input="Hello.") as stream:
+            assert stream.get_final_response().output_text == "OK"
+        message = other.messages.create(model="mine", messages=MESSAGES, max_tokens=9)
+        assert (message.stop_reason, message.content[0].type) == ("end_turn", "text")
+        with other.messages.stream(model="mine", messages=MESSAGES, max_tokens=9) as events:
+            assert events.get_final_text() == "OK"
+        assert [model.id for model in one.models.list()] == ["mine"]
+        assert not stand_in.has_tools
+        assert stand_in.first_prompt() is not None
