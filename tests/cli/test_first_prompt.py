@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -16,6 +17,9 @@ from diskprefix.errors import SettingsError
 from diskprefix.extras.clients.first_prompt import first_prompt
 from diskprefix.extras.clients.recipe import Served, agent_called
 from diskprefix.extras.clients.stand_in import StandIn
+from diskprefix.extras.warm import warm_command
+from tests.cli.conftest import Run
+from tests.server.daemon_process import DaemonProcess
 
 SERVED = Served(url="http://127.0.0.1:1", model="mine", key="secret", context=32_768)
 AGENT = """\
@@ -39,15 +43,17 @@ def outcome(work):
 home = Path(os.environ["CLAUDE_CONFIG_DIR"])
 settings = sorted(path.name for path in home.iterdir())
 (home / "history").write_text("Hello.")
-seen = {{
+seen = json.dumps({{
     "arguments": sys.argv[1:],
     "files": sorted(os.listdir()),
     "writes": outcome(lambda: Path("new").write_text("x")),
     "reaches": outcome(lambda: socket.create_connection(("192.0.2.1", 80), timeout=2)),
     "settings": settings,
-}}
-send({{"messages": ["a title, please" * 9999]}})
-ends = send({{"messages": ["Hello."], "tools": [{{"name": "look"}}], "stream": True, "metadata": seen}})
+}})
+said = [{{"role": "user", "content": "Hello."}}]
+send({{"messages": said * 9999, "max_tokens": 9}})
+tools = [{{"name": "look", "description": "Look at it. " * 20, "input_schema": {{"type": "object"}}}}]
+ends = send({{"messages": said, "tools": tools, "stream": True, "max_tokens": 9, "metadata": {{"user_id": seen}}}})
 assert "message_stop" in ends
 """
 
@@ -82,8 +88,8 @@ def test_an_agent_runs_apart_and_leaves_nothing(project: Path, programs: Path, t
     (profile / ".claude/settings.json").write_text("{}")
     (profile / ".claude/long.jsonl").write_bytes(bytes(1 << 20))
     found = first_prompt(agent_called("claude"), SERVED, profile)
-    assert (found.route, found.body["tools"]) == ("/v1/messages", [{"name": "look"}])
-    seen = found.body["metadata"]
+    assert (found.route, found.body["tools"][0]["name"]) == ("/v1/messages", "look")
+    seen = json.loads(found.body["metadata"]["user_id"])
     assert seen["arguments"][-2:] == ["-p", "Hello."]
     assert seen["settings"] == [".claude.json", "settings.json"]
     if not found.had_network:
@@ -119,6 +125,34 @@ def test_an_agent_without_a_probe_is_refused(programs: Path, tmp_path: Path) -> 
     install(programs, "#!/bin/sh\n")
     with pytest.raises(SettingsError, match="cannot be asked for its first prompt"):
         first_prompt(replace(agent_called("claude"), probe=()), SERVED, tmp_path)
+
+
+@pytest.mark.usefixtures("project")
+def test_warm_computes_the_first_prompt_of_an_agent(run: Run, daemon: DaemonProcess, programs: Path) -> None:
+    install(programs, AGENT.format(python=sys.executable))
+    warm = ["warm", "--agent", "claude", "--agent", "opencode", "--url", daemon.url, "--json"]
+    for number in range(2):
+        first, second = run(*warm).json["prompts"]
+        assert (first["where"], first["error"], first["saved"] in ("queued", "stored")) == ("Claude Code", None, True)
+        assert 60 < first["prompt_tokens"] < 400
+        assert (first["restored"] > 50) == bool(number)
+        assert second["error"].startswith("OpenCode is not installed") or second["where"] == "OpenCode"
+
+
+@pytest.mark.parametrize(
+    "usage",
+    [
+        {"prompt_tokens": 9, "completion_tokens": 0},
+        {"input_tokens": 9, "input_tokens_details": {"cached_tokens": 3}},
+        {"input_tokens": 2, "cache_creation_input_tokens": 3, "cache_read_input_tokens": 4},
+    ],
+)
+def test_the_tokens_of_a_prompt_are_read_from_any_usage(usage: dict[str, Any]) -> None:
+    assert warm_command._prompt_tokens(usage) == 9
+
+
+def test_warm_without_a_prompt_is_wrong_usage(run: Run) -> None:
+    run("warm").assert_refused(2, "give a FILE or --agent NAME")
 
 
 MESSAGES: Any = [{"role": "user", "content": "Hello."}]

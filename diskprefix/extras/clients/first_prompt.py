@@ -3,8 +3,8 @@ Nothing of the run is kept but the request.
 
 The run is a process of its own (`python -P -m diskprefix.extras.clients.first_prompt`), which first gets an empty
 network and mounts of its own: the agent sees only the stand-in, can write nothing in the current folder, and writes to
-a copy of its profile. Agents write the names of both folders and the newest commits into their prompts. Where the system
-does not allow this, the agent runs in an empty repository, and a proxy that is none refuses other addresses.
+a copy of its profile. Agents write the names of both folders and the newest commits into their prompts. Where the
+system does not allow this, the agent runs in an empty repository, and a proxy that is none refuses other addresses.
 """
 
 from __future__ import annotations

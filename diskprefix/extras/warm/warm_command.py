@@ -203,12 +203,18 @@ def _warm_item(target: Target, item: WarmItem | AgentItem, scope: str, say: Say)
     cache = answer.body["prefix_cache"]
     return WarmResult(
         where=item.where,
-        prompt_tokens=answer.body["usage"]["prompt_tokens"],
+        prompt_tokens=_prompt_tokens(answer.body["usage"]),
         restored=cache["restored"],
         saved=cache["saved"],
         reason=None if cache["saved"] in _SAVED else cache.get("dropped_because", cache["boundary_reason"]),
         seconds=round(time.monotonic() - started, 3),
     )
+
+
+def _prompt_tokens(usage: Json) -> int:
+    """Returns the tokens of a prompt from the usage of any of the APIs. Anthropic's counts its parts."""
+    parts = ("cache_creation_input_tokens", "cache_read_input_tokens")
+    return int(usage.get("prompt_tokens") or usage["input_tokens"] + sum(usage.get(part) or 0 for part in parts))
 
 
 def _send(call: Call, path: str, body: Json, say: Say) -> Answer:
