@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,18 @@ def test_an_agent_runs_apart_and_leaves_nothing(project: Path, programs: Path, t
         assert seen["files"] == ["x.py"]
     assert sorted(os.listdir(project)) == ["x.py"]
     assert sorted(os.listdir(profile / ".claude")) == ["long.jsonl", "settings.json"]
+
+
+def test_a_folder_with_the_temporary_files_is_not_shown(
+    programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be read-only, with the copy of the profile in it."""
+    install(programs, AGENT.format(python=sys.executable))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    found = first_prompt(agent_called("claude"), SERVED, tmp_path / "profile")
+    seen = json.loads(found.body["metadata"]["user_id"])
+    assert (seen["files"], seen["writes"]) == ([".git"], "done")
 
 
 @pytest.mark.parametrize(

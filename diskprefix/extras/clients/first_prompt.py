@@ -96,7 +96,8 @@ def _answered(run: _Run, *, is_apart: bool) -> FirstPrompt:
     _copy_settings(Path(run.own_profile), home)
     if is_apart:
         home = _mounted(home, Path(run.own_profile))
-    if not (is_apart and _is_read_only(current)):
+    # In the scratch folder the agent must be able to write.
+    if not (is_apart and current not in folder.resolve().parents and _is_read_only(current)):
         current = folder / "repository"
         _make_repository(current)
     with StandIn(run.served.model) as stand_in, output.open("wb") as log:
