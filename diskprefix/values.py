@@ -257,9 +257,10 @@ class SourceText(Struct, frozen=True, eq=False):
         return self.text[self.text.rfind("\n", 0, start) + 1 : end if end >= 0 else None]
 
     def is_date_at(self, token: int) -> bool:
-        """Returns whether the chat template wrote the date into the line of a token."""
+        """Returns whether the line of a token has all that the chat template wrote for the date. A part alone, such as
+        the number of the day, may stand in any line."""
         line = self.line_at(token)
-        return any(text in line for text in self.dates)
+        return bool(self.dates) and all(text in line for text in self.dates)
 
     def tool_at(self, token: int) -> str:
         """Returns the tool whose result has the line of a token, or whose definition has the token; or ""."""

@@ -97,6 +97,7 @@ class PromptRenderer:
         return other
 
     def today(self) -> date:
+        """Returns the local day, whether or not the template writes another one."""
         return self._clock.now().date()
 
     @property

@@ -131,7 +131,7 @@ class AheadJobs:
         return {
             "waiting": len(jobs),
             "cpu_s": round(self.spent_s, 1),
-            "cpu_left_s": round(max(0.0, self._refill()), 1),
+            "cpu_left_s": round(max(0.0, self._left_at(self._clock())), 1),
             "paused": self.pause_reason if jobs else None,
         }
 
@@ -142,9 +142,12 @@ class AheadJobs:
 
     def _refill(self) -> float:
         now = self._clock()
-        self._left_s += (now - self._counted_at) * self._budget_s / _DAY_S
-        self._left_s, self._counted_at = min(self._left_s, self._budget_s), now
+        self._left_s, self._counted_at = self._left_at(now), now
         return self._left_s
+
+    def _left_at(self, now: float) -> float:
+        """Returns what is left of the budget. Changes nothing, so threads that only show it take nothing back."""
+        return min(self._left_s + (now - self._counted_at) * self._budget_s / _DAY_S, self._budget_s)
 
 
 def _continues(job: AheadJob, other: AheadJob) -> bool:

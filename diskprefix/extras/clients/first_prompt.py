@@ -35,6 +35,7 @@ from diskprefix.errors import SettingsError
 from diskprefix.extras.clients.recipe import KnownAgent, Served, recipe
 from diskprefix.extras.clients.stand_in import StandIn
 from diskprefix.printable import shown
+from diskprefix.private_file import make_private_folder
 
 _LIMIT_S, _AFTER_S = 120.0, 10.0
 """Seconds that a run may take, and seconds that it may go on after its first request with tools."""
@@ -162,7 +163,7 @@ def _mounted(folder: Path, place: Path) -> Path:
     """Shows a folder at the place of another one, to this process and its own. Returns the place, or the folder if it
     cannot be shown there."""
     with suppress(OSError, AttributeError):
-        place.mkdir(parents=True, exist_ok=True)
+        make_private_folder(place)
         if not ctypes.CDLL(None).mount(os.fsencode(folder), os.fsencode(place), None, _MS_BIND, None):
             return place
     return folder
