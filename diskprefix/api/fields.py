@@ -306,6 +306,7 @@ MAX_MESSAGES, MAX_PARTS, MAX_TOOLS = 8192, 1024, 1024
 MAX_NAME_CHARS = 128
 """Most characters of a tool's name. OpenAI and Anthropic accept no longer names, and MCP advises against them."""
 MAX_SALT_CHARS = 256
+MAX_LABEL_CHARS = 64
 MAX_CACHE_KEY_CHARS = 512
 
 Count: TypeAlias = Annotated[int, Field(ge=1, le=MAX_COUNT)]
@@ -360,6 +361,12 @@ def _without_point(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def _printable(value: str) -> str:
+    if not value.isprintable():
+        raise PydanticCustomError(REFUSED, "must have printable characters only")
+    return value
+
+
 class PrefixCacheOptions(Body, extra="forbid"):
     """Options of the disk cache for this request. Unknown fields and null are refused."""
 
@@ -381,6 +388,14 @@ class PrefixCacheOptions(Body, extra="forbid"):
     )
     save: bool = Field(default=True, description="`false`: restore stored state, but save nothing of this request.")
     ttl: Ttl = optional("Time to live after the last use. Overrides OpenAI's fields.", examples=["1h", 300])
+    ahead: Annotated[str, AfterValidator(_printable)] = Field(  # type: ignore[assignment]  # as for `window`
+        default=None,
+        min_length=1,
+        max_length=MAX_LABEL_CHARS,
+        description="A name for this prompt, which is computed while no request waits. The response says how much of "
+        "it is ready, and has no reply. Only for the first request of a conversation, without pictures.",
+        examples=["Claude Code"],
+    )
 
 
 ONLY_MARKS = Scope("tokens", 1)
@@ -454,6 +469,11 @@ class RequestBody(CacheFields, SamplingFields, TextFields):
     model: str | None = optional("Name of the served model. Absent: the served model.")
     stream: bool | None = optional("Send the reply as server-sent events while it is made.")
     structured_outputs: StructuredOutputs | None = optional("The format of the reply's text: vLLM's field.")
+
+    @property
+    def ahead(self) -> str | None:
+        """The name under which the client wants the prompt computed later, None if it wants a reply."""
+        return None if self.prefix_cache is None else self.prefix_cache.ahead
 
     @property
     def needs_stored_items(self) -> bool:

@@ -1,4 +1,4 @@
-"""The opening of a conversation: its first request, in a form that can be kept and rendered with another day."""
+"""The opening of a conversation: its first request, in a form that can be kept and rendered later."""
 
 from __future__ import annotations
 

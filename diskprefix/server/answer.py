@@ -32,6 +32,7 @@ from diskprefix.server.daemon import Daemon
 from diskprefix.server.engine_request import engine_request, reply_id
 from diskprefix.server.generation import Generation, Generations, together
 from diskprefix.server.log_context import log_context
+from diskprefix.server.openings import ask_ahead
 from diskprefix.server.prepare import Arrival, Rendered, prepare
 from diskprefix.server.recent import lost_tokens, program_of
 from diskprefix.server.remembering import stored_turns
@@ -123,7 +124,7 @@ async def answer(request: Request, dialect: Dialect[B]) -> Response:
     context.wants_reply = True
     async with AsyncExitStack() as held:
         body = await daemon.bodies.read_json(request, dialect.body, held)
-        is_stream = bool(body.stream)
+        is_stream = bool(body.stream) and body.ahead is None
         preparing = asyncio.create_task(_response(request, dialect, body, held.pop_all()))
     early = None
     if is_stream and isinstance(dialect, EarlyDialect):
@@ -143,6 +144,10 @@ async def _response(request: Request, dialect: Dialect[B], body: B, held: AsyncE
             if said is not None:
                 arrival.context.wants_reply = False
                 return JSONResponse(said)
+        if body.ahead is not None:
+            arrival.context.wants_reply = False
+            rendered, _ = await prepare(arrival, lambda rendered: rendered)
+            return JSONResponse(await arrival.daemon.threads.run("reading", ask_ahead, rendered, body.ahead))
         arrival.serving.engine.on_request()
         rendered, made = await prepare(arrival, engine_request)
         reply, is_stream = await submit(rendered, made), bool(body.stream)

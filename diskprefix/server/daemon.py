@@ -25,7 +25,7 @@ from diskprefix.memo import PREFILL_SPEEDS
 from diskprefix.model.load.named_model import default_sampling
 from diskprefix.server.body import Bodies
 from diskprefix.server.limits import InFlight, Turns
-from diskprefix.server.openings import compute_each_day
+from diskprefix.server.openings import compute_openings
 from diskprefix.server.process.systemd import notify
 from diskprefix.server.recent import BrokenLines, RecentRequests
 from diskprefix.server.serving import CacheCounts, Serving
@@ -80,7 +80,7 @@ class Daemon:
         self._engine: Engine
         self._loop: asyncio.AbstractEventLoop
         self._thread: threading.Thread | None = None
-        self._each_day: asyncio.Task[None] | None = None
+        self._openings: asyncio.Task[None] | None = None
         self.threads = Threads(self._is_computing)
         self.in_flight = InFlight(settings)
         self.stored_turns = Turns(2)
@@ -181,8 +181,8 @@ class Daemon:
     async def close(self) -> None:
         """Drains without grace, then flushes and closes the cache."""
         await self.drain(0)
-        if self._each_day is not None:
-            self._each_day.cancel()
+        if self._openings is not None:
+            self._openings.cancel()
         serving, self.serving = self.serving, None
         if serving is not None:
             notify(STATUS="stopping: writing what is not on disk yet")
@@ -267,8 +267,8 @@ class Daemon:
         self._is_decided.set()
         if not self._stopping:
             self.on_ready(serving)
-            if serving.renderer.writes_today and self.settings.ahead_s:
-                self._each_day = asyncio.create_task(compute_each_day(serving, self.threads))
+            if self.settings.ahead_s:
+                self._openings = asyncio.create_task(compute_openings(serving, self.threads))
 
     def _failed(self, error: DiskPrefixError) -> None:
         self.failure = error

@@ -1,28 +1,35 @@
-"""The first prompts of a new day, where the chat template writes the day: they are computed before anybody asks.
+"""The first prompts of conversations, which are computed before anybody asks: those that a client named, and those of
+a new day, where the chat template writes the day.
 
-The first request of each conversation is kept as a note for three days. When a day begins, and at the first start on
-it, the newest ones are rendered with the new day and computed while no request waits.
+They are kept as notes: for three days the first request of each conversation, if the template writes the day, and for a
+week those that a client named. At the start, and when a day begins, the newest ones are rendered with the day and
+computed while no request waits.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from contextlib import suppress
 from datetime import date, datetime, time
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from diskprefix.chat.conversation_opening import decode_opening
+from msgspec.structs import replace
+
+from diskprefix.chat.conversation_opening import decode_opening, encode_opening
 from diskprefix.chat.messages import Conversation
+from diskprefix.engine.idle.ahead import prompt_to_compute
 from diskprefix.engine.idle.ahead_jobs import AheadJob
-from diskprefix.errors import CacheError
+from diskprefix.errors import CacheError, InvalidRequest
 from diskprefix.server.remembering import known_parts
 from diskprefix.store.note_record import NoteKind
 from diskprefix.units import counted
 from diskprefix.values import CacheOptions, Prompt, Tenant
 
 if TYPE_CHECKING:
+    from diskprefix.server.prepare import Rendered
     from diskprefix.server.serving import Serving
     from diskprefix.server.threads import Threads
 
@@ -30,12 +37,46 @@ log = logging.getLogger("diskprefix")
 
 _MAX_OPENINGS = 8
 """The most openings that are computed for a day, the latest first. As many wait at most."""
+_ASKED_LASTS_S = 7 * 86400.0
+"""How long an opening is kept that a client named, after it was named the last time, in seconds."""
 _CHECK_S = 20.0
 """Seconds between two looks at the clock, which may jump."""
 
 
-async def compute_each_day(serving: Serving, threads: Threads) -> None:
-    """Adds the openings to the work ahead when a day begins, until it is cancelled. For the event loop."""
+def ask_ahead(rendered: Rendered, label: str) -> dict[str, Any]:
+    """Keeps the opening of a conversation under a client's name for it, and adds it to the work ahead. Returns how much
+    of it is computed. Waits for the disk. Raises `InvalidRequest` for other requests, and `CacheError`."""
+    arrival, asked = rendered.arrival, rendered.parsed.prompt
+    serving, options = arrival.serving, arrival.cache
+    opening = encode_opening(asked) if isinstance(asked, Conversation) else None
+    if options.scope.most is not None or not options.save:
+        raise InvalidRequest.at("prefix_cache.ahead", "needs the scope full or auto, and not save: false")
+    if opening is None:
+        problem = "is only for the first request of a conversation, without replies and pictures"
+        raise InvalidRequest.at("prefix_cache.ahead", problem)
+    assert isinstance(asked, Conversation)
+    id_, content = opening
+    job = _job(serving, options, asked, content, label)
+    if (prompt := job.make()) is None:
+        raise InvalidRequest.at("prefix_cache.ahead", "needs a system message or tools: nothing else comes again")
+    job.make = lambda: prompt
+    if prompt_to_compute(job) is not None:
+        serving.engine.ahead.add_job(job)
+    lasts_s = min(serving.engine.cache.lasts_s(options.ttl_s), _ASKED_LASTS_S)
+    notes = replace(arrival.notes(), ttl_s=lasts_s)
+    notes.put(NoteKind.ASKED_OPENING, id_, b"%b\n%b" % (label.encode(), content), prompt.token_ids)
+    return {
+        "object": "prefix_cache.ahead",
+        "model": serving.model_name,
+        "prompt_tokens": len(prompt.token_ids),
+        "ready_tokens": job.num_ready,
+        "paused": serving.engine.ahead.why_paused(),
+    }
+
+
+async def compute_openings(serving: Serving, threads: Threads) -> None:
+    """Adds the openings to the work ahead, at once and, if the template writes the day, when a day begins, until it is
+    cancelled. For the event loop."""
     computed: date | None = None
     # Bound: until the daemon ends.
     while True:
@@ -47,28 +88,38 @@ async def compute_each_day(serving: Serving, threads: Threads) -> None:
             else:
                 computed = today
                 if num_added:
-                    log.info("[template] computing %s with the date of %s", counted(num_added, "prompt"), today)
+                    log.info("[engine] %s may be computed ahead, for %s", counted(num_added, "prompt"), today)
+        if computed is not None and not serving.renderer.writes_today:
+            return
         await asyncio.sleep(_CHECK_S)
 
 
 def add_openings(serving: Serving, today: date) -> int:
-    """Adds the openings of earlier days to the work ahead. Returns their number. Waits for the disk. Raises
-    `CacheError`."""
-    cache = serving.engine.cache
+    """Adds to the work ahead the openings that clients named and, if the template writes the day, those of earlier
+    days. Returns their number. Waits for the disk. Raises `CacheError`."""
     if serving.scope.kind == "off":
         return 0
-    tenants, openings = _tenants(serving), list[tuple[Tenant, Conversation, bytes]]()
-    midnight = datetime.combine(today, time()).timestamp()
-    notes = cache.writer.notes.newest(NoteKind.OPENING, tenants, before=midnight, at_most=_MAX_OPENINGS)
-    for root, content in notes:
-        with suppress(ValueError):
-            openings.append((tenants[root], decode_opening(content), content))
+    tenants, jobs = _tenants(serving), list[AheadJob]()
+    kinds = {NoteKind.ASKED_OPENING: math.inf}
+    if serving.renderer.writes_today:
+        kinds[NoteKind.OPENING] = datetime.combine(today, time()).timestamp()
+    for kind, before in kinds.items():
+        notes = serving.engine.cache.writer.notes.newest(kind, tenants, before=before, at_most=_MAX_OPENINGS)
+        for root, content in notes:
+            label, _, opening = content.rpartition(b"\n")
+            with suppress(ValueError):
+                options = CacheOptions(scope=serving.scope, tenant=tenants[root])
+                jobs.append(_job(serving, options, decode_opening(opening), opening, label.decode()))
     # A job that is added later is computed earlier.
-    for tenant, opening, content in reversed(openings):
-        options = CacheOptions(scope=serving.scope, tenant=tenant)
-        make, owner = partial(_render, serving, opening, options), cache.owner(tenant)
-        serving.engine.ahead.add_job(AheadJob(serving.engine, make, options, owner, (content,)))
-    return len(openings)
+    for job in reversed(jobs[:_MAX_OPENINGS]):
+        serving.engine.ahead.add_job(job)
+    return len(jobs[:_MAX_OPENINGS])
+
+
+def _job(serving: Serving, options: CacheOptions, opening: Conversation, content: bytes, label: str) -> AheadJob:
+    make, cache = partial(_render, serving, opening, options), serving.engine.cache
+    owner, expires_at = cache.owner(options.tenant), cache.expires_at(options.ttl_s)
+    return AheadJob(serving.engine, make, options, owner, (content,), expires_at, label)
 
 
 def _tenants(serving: Serving) -> dict[bytes, Tenant]:

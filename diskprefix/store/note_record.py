@@ -58,6 +58,8 @@ class NoteKind(IntEnum):
     OPENING = 6
     """The system message, the tools and the first question of conversations in which the chat template writes a
     date."""
+    ASKED_OPENING = 7
+    """The same of a conversation that a client wants computed ahead, behind a line with the client's name for it."""
 
 
 ENCODED_TEXT = 4

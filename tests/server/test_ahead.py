@@ -165,7 +165,7 @@ def test_a_budget_is_spent_and_comes_back_with_time(monkeypatch: pytest.MonkeyPa
     assert jobs.spend(job, 860.0)
     assert not jobs.spend(job, 10.0)
     assert jobs.next() is None
-    assert jobs.figures == {"waiting": 1, "cpu_s": 870.0, "cpu_left_s": 0.0, "paused": "budget"}
+    assert jobs.figures == {"waiting": 1, "cpu_s": 870.0, "cpu_left_s": 0.0, "paused": "budget", "asked": []}
     clock.now += jobs.wait_s or 0.0
     assert jobs.next() is None, "ten seconds of a processor come back in a thousand"
     clock.now = 2000.0

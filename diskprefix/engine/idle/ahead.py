@@ -6,11 +6,16 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 
 from diskprefix.cache.cached_request import CachedRequest
+from diskprefix.cache.context import RequestContext
+from diskprefix.cache.matching import Matcher
+from diskprefix.cache.tiers.nodes import PromptNodes
+from diskprefix.cache.tiers.tier import open_views
 from diskprefix.engine.idle.ahead_jobs import AheadJob, AheadJobs
 from diskprefix.engine.idle.idle_work import IdleWork, Steps
-from diskprefix.tokens import LEAST_TOKENS, floor_to_grid
+from diskprefix.tokens import LEAST_TOKENS, TokenPath, floor_to_grid
 from diskprefix.values import CacheOptions, CacheReport, Prompt
 
 log = logging.getLogger("diskprefix")
@@ -38,12 +43,9 @@ class Ahead:
 
     def _compute(self, job: AheadJob) -> Steps:
         model, cache, options = job.model, job.model.cache, job.options
-        yield (made := self._idle.submit_read(job.make))
+        yield (made := self._idle.submit_read(partial(prompt_to_compute, job)))
         prompt: Prompt | None = made.result()
-        if prompt is not None and cache.layout.exact_at == "grid":
-            # The rest of the prompt would be a step that the next prompt does not take.
-            prompt = prompt.until(floor_to_grid(len(prompt.token_ids), cache.settings.block_size))
-        if prompt is None or len(prompt.token_ids) < cache.settings.kv_cache_min_tokens:
+        if prompt is None:
             self._jobs.drop_job(job)
             return
         token_ids = prompt.token_ids
@@ -61,6 +63,7 @@ class Ahead:
                     self._idle.compute_step(model, sequence, token_ids)
                     model.pages.set_ready(sequence, sequence.num_tokens)
                     cache.counters["ahead_tokens"] += sequence.num_tokens - num_tokens
+                    job.num_ready = sequence.num_tokens
                     cached.after_step(sequence)
                     if not self._jobs.spend(job, time.process_time() - began_s):
                         # The rest is computed when the budget allows it again, unless the prompt was purged.
@@ -81,3 +84,33 @@ class Ahead:
                 remembered=False,
                 is_ahead=True,
             )
+
+
+def prompt_to_compute(job: AheadJob) -> Prompt | None:
+    """Returns the prompt of a job, None if there is nothing to compute. Sets the job's counts. Waits for the disk.
+    Raises `CacheError`."""
+    cache, prompt = job.model.cache, job.make()
+    if prompt is not None and cache.layout.exact_at == "grid":
+        # The rest of the prompt would be a step that the next prompt does not take.
+        prompt = prompt.until(floor_to_grid(len(prompt.token_ids), cache.settings.block_size))
+    if prompt is None or len(prompt.token_ids) < cache.settings.kv_cache_min_tokens:
+        return None
+    job.num_tokens, job.num_ready = len(prompt.token_ids), _num_ready(job, prompt)
+    return prompt if job.num_tokens - job.num_ready >= LEAST_TOKENS else None
+
+
+def _num_ready(job: AheadJob, prompt: Prompt) -> int:
+    """Returns how many of a prompt's first tokens are in memory, or in a tier from which they can be restored."""
+    cache = job.model.cache
+    context = RequestContext(cache, cache.namespaces.get(job.options.tenant), prompt, job.options, goes_on=True)
+    if context.bypass is not None:
+        return 0
+    token_ids, size = prompt.token_ids, cache.settings.block_size
+    in_memory = job.model.pages.match_prefix(job.owner, job.owner.path(token_ids, size)).prefix.num_tokens
+    # The file may have another secret than the names in memory.
+    stored = TokenPath(context.epoch.secret, context.namespace.root, token_ids, size)
+    with open_views(cache.tiers) as views:
+        nodes = PromptNodes(stored, cache.payload_layout)
+        matcher = Matcher(nodes, views, cache.layout.state_kind, needs_logits=False)
+        matcher.match()
+        return max(in_memory, matcher.restorable()[1])

@@ -35,7 +35,7 @@ _DAY_S = 86400.0
 _SUPPLIES = Path("/sys/class/power_supply")
 
 
-PauseReason: TypeAlias = Literal["battery", "budget", "other programs"]
+PauseReason: TypeAlias = Literal["off", "battery", "budget", "other programs"]
 
 
 class AheadModel(Protocol):
@@ -46,11 +46,12 @@ class AheadModel(Protocol):
     pages: PageCache
 
 
-class AheadJob(Struct, frozen=True, eq=False):
+class AheadJob(Struct, eq=False):
     """A prompt that a model computes. `make` renders the prompt, which may take long, and returns None if there is no
     prompt. `owner` owns its state in memory. `content` is the conversation that the prompt continues: a later job that
     continues more of this conversation replaces this one. After `expires_at`, on the clock of `AheadJobs`, the job is
-    no longer wanted."""
+    no longer wanted. `label` is the name under which a client asked for it. Of its `num_tokens`, 0 until they are
+    known, `num_ready` are computed."""
 
     model: AheadModel
     make: Callable[[], Prompt | None]
@@ -58,6 +59,9 @@ class AheadJob(Struct, frozen=True, eq=False):
     owner: Owner
     content: tuple[object, ...] | bytes = ()
     expires_at: float = math.inf
+    label: str = ""
+    num_tokens: int = 0
+    num_ready: int = 0
 
 
 class AheadJobs:
@@ -68,7 +72,7 @@ class AheadJobs:
         self._budget_s, self._clock, self._lock = budget_s, clock, threading.Lock()
         self.spent_s = 0.0
         """The processor seconds that were spent since the start."""
-        self.pause_reason: PauseReason | None = None
+        self.pause_reason: PauseReason | None = None if budget_s else "off"
         """Why waiting prompts are not computed now, as far as a request is not the reason."""
         self._waits = CpuWaits()
         self._jobs: list[AheadJob] = []
@@ -106,12 +110,24 @@ class AheadJobs:
         self.drop_gone(lambda _: False)
         if not self._jobs or self._clock() < self._not_before:
             return None
-        self.pause_reason = "budget" if self._refill() <= 0 else "battery" if runs_on_battery() else None
+        self._refill()
+        self.pause_reason = self._limit()
         if self.pause_reason is not None:
             self.pause(is_long=True)
             return None
         self._waits.begin()
         return self._jobs[0]
+
+    def why_paused(self) -> PauseReason | None:
+        """Returns why a prompt that is added now is not computed soon, as far as a request is not the reason. May ask
+        another program about the battery."""
+        is_later = self._clock() < self._not_before
+        return self.pause_reason if self.pause_reason == "other programs" and is_later else self._limit()
+
+    def _limit(self) -> PauseReason | None:
+        if not self._budget_s:
+            return "off"
+        return "budget" if self._left_at(self._clock()) <= 0 else "battery" if runs_on_battery() else None
 
     def spend(self, job: AheadJob, seconds: float) -> bool:
         """Subtracts processor seconds from the budget. Returns whether the job may go on."""
@@ -125,14 +141,19 @@ class AheadJobs:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """The number of waiting prompts, the processor seconds that were spent, those that may be spent now, and why
-        nothing is computed (`paused`)."""
+        """The number of waiting prompts, the processor seconds that were spent, those that may be spent now, why
+        nothing is computed (`paused`), and the progress of the prompts that clients asked for (`asked`)."""
         jobs = self._jobs
         return {
             "waiting": len(jobs),
             "cpu_s": round(self.spent_s, 1),
             "cpu_left_s": round(max(0.0, self._left_at(self._clock())), 1),
-            "paused": self.pause_reason if jobs else None,
+            "paused": self.pause_reason if jobs or not self._budget_s else None,
+            "asked": [
+                {"label": job.label, "tokens": job.num_tokens or None, "ready": job.num_ready}
+                for job in jobs
+                if job.label
+            ],
         }
 
     @property

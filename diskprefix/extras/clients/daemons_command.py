@@ -23,6 +23,13 @@ from diskprefix.printable import printable_only, shown
 from diskprefix.server.process.token_file import own_daemons
 from diskprefix.units import ago, counted, format_duration, format_size
 
+PAUSED = {
+    "off": "--ahead is off",
+    "battery": "not on battery",
+    "budget": "the budget of --ahead is used up",
+    "other programs": "other programs want the CPUs",
+}
+"""Why nothing is computed ahead, for people."""
 _PROC = Path("/proc")
 
 
@@ -59,6 +66,9 @@ def ps(context: click.Context, url: str, api_key: str | None, as_json: bool) -> 
             click.echo(printable_only(_progress(running)))
         if (ahead := row["ahead"]) and (ahead["tokens"] or ahead["waiting"]):
             click.echo(printable_only(f"{row['model']}: {_ahead_line(ahead)}"))
+            for asked in ahead.get("asked", ()):
+                of_all = f"{asked['ready']:,} of {asked['tokens']:,} tokens" if asked["tokens"] else "not begun"
+                click.echo(printable_only(f"{row['model']}: ahead for {asked['label']}: {of_all}"))
 
 
 def _urls(context: click.Context, url: str) -> list[str]:
@@ -148,12 +158,7 @@ def _ahead_line(ahead: dict[str, Any]) -> str:
     line = f"{ahead['tokens']:,} tokens computed ahead in {format_duration(ahead['cpu_s'])} of a CPU"
     if ahead["waiting"]:
         line += f", {counted(ahead['waiting'], 'prompt')} to come"
-    reasons = {
-        "battery": "not on battery",
-        "budget": "the budget of --ahead is used up",
-        "other programs": "other programs want the CPUs",
-    }
-    return f"{line} ({reasons[ahead['paused']]})" if ahead["paused"] in reasons else line
+    return f"{line} ({PAUSED[ahead['paused']]})" if ahead["paused"] in PAUSED else line
 
 
 @click.command(short_help="Unload a model, or end the daemon.")

@@ -45,6 +45,7 @@ class Watch:
             "scope": daemon.settings.disk_prefix_cache,
             "arriving": daemon.num_arriving,
             "requests": [] if serving is None else [_running(activity) for activity in serving.inbox.activities()],
+            "ahead": serving and serving.engine.ahead.figures,
             "memory": serving and _memory(serving.engine),
             "cache": cache,
             "lost": lost,

@@ -16,6 +16,7 @@ function onState(now) {
   drawSentence(now, state.ended);
   drawProblems(now.problems);
   drawLive(now);
+  drawAhead(now.ahead);
   drawEnded(state.ended, now.now);
   drawMeters(now);
   drawLost(now.lost);

@@ -147,6 +147,17 @@ function liveCells(request) {
   return [request.state, seconds(request.elapsed_s), progress, seconds(request.ttft_s), plural(request.reply_tokens, "token"), speed];
 }
 
+const PAUSED = { off: "--ahead is off", battery: "not on battery", budget: "the budget of --ahead is used up", "other programs": "other programs want the CPUs" };
+
+// The prompts that are computed while no request waits.
+function drawAhead(ahead) {
+  find("#ahead").hidden = !ahead?.waiting;
+  if (!ahead?.waiting) return;
+  const named = ahead.asked.map(({ label, tokens, ready }) => `${label} ${tokens ? `${count(ready)} of ${plural(tokens, "token")}` : "not begun"}`);
+  const others = ahead.waiting - named.length, paused = ahead.paused ? ` (${PAUSED[ahead.paused] ?? ahead.paused})` : "";
+  setText(find("#ahead"), `While no request waits: ${[...named, ...(others > 0 ? [plural(others, "prompt")] : [])].join(", ")}${paused}.`);
+}
+
 const FEW_ROWS = 6, MANY_ROWS = 50;
 
 function drawEnded(ended, now) {
