@@ -28,11 +28,11 @@ from diskprefix.api.parsed_request import ParsedRequest
 from diskprefix.api.reply import ReplyReader
 from diskprefix.chat.messages import Conversation
 from diskprefix.engine.request import DoneEvent, GenerateRequest, SamplingParams
+from diskprefix.server.ask_ahead import ask_ahead
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.engine_request import engine_request, reply_id
 from diskprefix.server.generation import Generation, Generations, together
 from diskprefix.server.log_context import log_context
-from diskprefix.server.openings import ask_ahead
 from diskprefix.server.prepare import Arrival, Rendered, prepare
 from diskprefix.server.recent import lost_tokens, program_of
 from diskprefix.server.remembering import stored_turns

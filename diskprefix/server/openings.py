@@ -14,22 +14,18 @@ import math
 from contextlib import suppress
 from datetime import date, datetime, time
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from msgspec.structs import replace
-
-from diskprefix.chat.conversation_opening import decode_opening, encode_opening
+from diskprefix.chat.conversation_opening import decode_opening
 from diskprefix.chat.messages import Conversation
-from diskprefix.engine.idle.ahead import prompt_to_compute
 from diskprefix.engine.idle.ahead_jobs import AheadJob
-from diskprefix.errors import CacheError, InvalidRequest
+from diskprefix.errors import CacheError
 from diskprefix.server.remembering import known_parts
 from diskprefix.store.note_record import NoteKind
 from diskprefix.units import counted
 from diskprefix.values import CacheOptions, Prompt, Tenant
 
 if TYPE_CHECKING:
-    from diskprefix.server.prepare import Rendered
     from diskprefix.server.serving import Serving
     from diskprefix.server.threads import Threads
 
@@ -37,41 +33,8 @@ log = logging.getLogger("diskprefix")
 
 _MAX_OPENINGS = 8
 """The most openings that are computed for a day, the latest first. As many wait at most."""
-_ASKED_LASTS_S = 7 * 86400.0
-"""How long an opening is kept that a client named, after it was named the last time, in seconds."""
 _CHECK_S = 20.0
 """Seconds between two looks at the clock, which may jump."""
-
-
-def ask_ahead(rendered: Rendered, label: str) -> dict[str, Any]:
-    """Keeps the opening of a conversation under a client's name for it, and adds it to the work ahead. Returns how much
-    of it is computed. Waits for the disk. Raises `InvalidRequest` for other requests, and `CacheError`."""
-    arrival, asked = rendered.arrival, rendered.parsed.prompt
-    serving, options = arrival.serving, arrival.cache
-    opening = encode_opening(asked) if isinstance(asked, Conversation) else None
-    if options.scope.most is not None or not options.save:
-        raise InvalidRequest.at("prefix_cache.ahead", "needs the scope full or auto, and not save: false")
-    if opening is None:
-        problem = "is only for the first request of a conversation, without replies and pictures"
-        raise InvalidRequest.at("prefix_cache.ahead", problem)
-    assert isinstance(asked, Conversation)
-    id_, content = opening
-    job = _job(serving, options, asked, content, label)
-    if (prompt := job.make()) is None:
-        raise InvalidRequest.at("prefix_cache.ahead", "needs a system message or tools: nothing else comes again")
-    job.make = lambda: prompt
-    if prompt_to_compute(job) is not None:
-        serving.engine.ahead.add_job(job)
-    lasts_s = min(serving.engine.cache.lasts_s(options.ttl_s), _ASKED_LASTS_S)
-    notes = replace(arrival.notes(), ttl_s=lasts_s)
-    notes.put(NoteKind.ASKED_OPENING, id_, b"%b\n%b" % (label.encode(), content), prompt.token_ids)
-    return {
-        "object": "prefix_cache.ahead",
-        "model": serving.model_name,
-        "prompt_tokens": len(prompt.token_ids),
-        "ready_tokens": job.num_ready,
-        "paused": serving.engine.ahead.why_paused(),
-    }
 
 
 async def compute_openings(serving: Serving, threads: Threads) -> None:
@@ -109,14 +72,15 @@ def add_openings(serving: Serving, today: date) -> int:
             label, _, opening = content.rpartition(b"\n")
             with suppress(ValueError):
                 options = CacheOptions(scope=serving.scope, tenant=tenants[root])
-                jobs.append(_job(serving, options, decode_opening(opening), opening, label.decode()))
+                jobs.append(job_of(serving, options, decode_opening(opening), opening, label.decode()))
     # A job that is added later is computed earlier.
     for job in reversed(jobs[:_MAX_OPENINGS]):
         serving.engine.ahead.add_job(job)
     return len(jobs[:_MAX_OPENINGS])
 
 
-def _job(serving: Serving, options: CacheOptions, opening: Conversation, content: bytes, label: str) -> AheadJob:
+def job_of(serving: Serving, options: CacheOptions, opening: Conversation, content: bytes, label: str) -> AheadJob:
+    """Returns the job that computes an opening, kept as `content`. `label` is a client's name for it, or ""."""
     make, cache = partial(_render, serving, opening, options), serving.engine.cache
     owner, expires_at = cache.owner(options.tenant), cache.expires_at(options.ttl_s)
     return AheadJob(serving.engine, make, options, owner, (content,), expires_at, label)

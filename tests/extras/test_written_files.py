@@ -23,7 +23,7 @@ def write_page(path: Path, text: str) -> None:
             raise OSError(error.message) from error
 
 
-@pytest.mark.parametrize("write", [agent_profile._replace, service_command._replace, write_page])
+@pytest.mark.parametrize("write", [agent_profile.replace_file, service_command._replace, write_page])
 @pytest.mark.parametrize("before", [None, "what was there"])
 def test_a_full_disk_leaves_no_part_of_a_file(
     write: Callable[[Path, str], None],

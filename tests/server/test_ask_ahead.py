@@ -88,7 +88,7 @@ def wait_computed(server: AppServer) -> None:
 
 
 @pytest.mark.parametrize("route", BODIES)
-def test_a_prompt_is_computed_after_the_answer_which_says_how_much_is_ready(server: AppServer, route: str) -> None:
+def test_the_answer_says_how_much_is_ready_and_the_rest_is_computed_later(server: AppServer, route: str) -> None:
     answer = ask_ahead(server, route).json()
     num_tokens = answer.pop("prompt_tokens")
     assert num_tokens > 300
@@ -107,7 +107,7 @@ def test_the_first_question_is_a_next_turn(server: AppServer) -> None:
     assert sent - 40 < restored < sent
 
 
-def test_what_was_not_computed_before_a_restart_is_computed_after_it(model: Path, tmp_path: Path) -> None:
+def test_a_restart_computes_the_prompts_that_wait(model: Path, tmp_path: Path) -> None:
     with start(model, tmp_path) as server:
         server.engine.ahead.pause(is_long=True)
         ask_ahead(server, label="Claude Code")

@@ -75,8 +75,8 @@ class AgentProfile(Struct, frozen=True, kw_only=True):
             )
             shutil.copy2(path, copy)
             say(f"{path} had been changed and is written anew; it was copied to {copy}")
-        _replace(path, file.text)
-        _replace(self._record, json.dumps(written | {file.path: _digest(file.text.encode())}, indent=2))
+        replace_file(path, file.text)
+        replace_file(self._record, json.dumps(written | {file.path: _digest(file.text.encode())}, indent=2))
 
     @property
     def _record(self) -> Path:
@@ -90,7 +90,7 @@ class AgentProfile(Struct, frozen=True, kw_only=True):
             return {}
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
     """Replaces a file atomically, also across a power failure. Only this user can read it."""
     new = path.with_name(f"{path.name}.new")
     try:

@@ -76,18 +76,26 @@ def first_prompt(agent: KnownAgent, served: Served, profile: Path) -> FirstPromp
         raise SettingsError(f"{agent.title} is not installed (no {agent.program} in PATH); install it: {agent.install}")
     if not agent.probe:
         raise SettingsError(f"{agent.title} cannot be asked for its first prompt; see `diskprefix warm --help`")
-    with tempfile.TemporaryDirectory(prefix="diskprefix-", ignore_cleanup_errors=True) as scratch:
-        run = _Run(agent, program, served, scratch, str(profile), os.getcwd())
-        ended = subprocess.run(
-            [sys.executable, "-P", "-m", "diskprefix.extras.clients.first_prompt"],
-            input=msgspec.json.encode(run),
-            capture_output=True,
-            check=False,
-        )
+    try:
+        with tempfile.TemporaryDirectory(prefix="diskprefix-", ignore_cleanup_errors=True) as scratch:
+            run = _Run(agent, program, served, scratch, str(profile), os.getcwd())
+            ended = subprocess.run(
+                [sys.executable, "-P", "-m", "diskprefix.extras.clients.first_prompt"],
+                input=_written(run),
+                capture_output=True,
+                check=False,
+            )
+    except OSError as error:
+        raise SettingsError(f"{agent.title} cannot be run here: {error.strerror or error}") from error
     if ended.returncode:
         lines = ended.stderr.decode(errors="replace").strip().splitlines()
-        raise SettingsError(f"{agent.title} {lines[-1] if lines else 'could not be run'}")
-    return msgspec.json.decode(ended.stdout, type=FirstPrompt)
+        raise SettingsError(f"{agent.title} {shown(lines[-1], 300) if lines else 'could not be run'}")
+    return msgspec.convert(json.loads(ended.stdout), FirstPrompt)
+
+
+def _written(value: Struct) -> bytes:
+    """Returns a value as JSON. Paths and prompts may have half characters, which msgspec's own JSON refuses."""
+    return json.dumps(msgspec.to_builtins(value)).encode()
 
 
 def _answered(run: _Run, *, is_apart: bool) -> FirstPrompt:
@@ -148,7 +156,9 @@ def _copy_settings(profile: Path, home: Path) -> None:
     for path in [path for path in small if path.stat().st_size <= _MAX_FILE_BYTES][:_MAX_FILES]:
         copy = home / path.relative_to(profile)
         copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, copy)
+        # The agent may be running.
+        with suppress(FileNotFoundError):
+            shutil.copyfile(path, copy)
 
 
 def _nowhere() -> Mapping[str, str]:
@@ -195,16 +205,24 @@ def _set_apart() -> bool:
     return False
 
 
+def _can_be_set_apart() -> bool:
+    """Tries `_set_apart` in a process of its own: an empty network that cannot be used cannot be left either."""
+    if child := os.fork():
+        return os.waitpid(child, 0)[1] == 0
+    # Not sys.exit, which would write the parent's buffers.
+    os._exit(0 if _set_apart() else 1)
+
+
 def main() -> int:
     """Reads a run from standard input, and writes the first prompt to standard output."""
-    run = msgspec.json.decode(sys.stdin.buffer.read(), type=_Run)
-    is_apart = sys.platform == "linux" and _set_apart()
+    run = msgspec.convert(json.loads(sys.stdin.buffer.read()), _Run)
+    is_apart = sys.platform == "linux" and _can_be_set_apart() and _set_apart()
     try:
         prompt = _answered(run, is_apart=is_apart)
     except (SettingsError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
-    sys.stdout.buffer.write(json.dumps(msgspec.to_builtins(prompt)).encode())
+    sys.stdout.buffer.write(_written(prompt))
     return 0
 
 

@@ -42,13 +42,14 @@ _KV_PART = re.compile(r"KV memory for ([\d,]+) tokens")
 class Choice(Struct, frozen=True, kw_only=True):
     """A model of the daemon. `problem` says why agents may not work with it, or is empty; `advice` is what to do then.
     `prefill_s_per_token` is measured by a daemon if `is_measured`, else guessed from the size of the weights, and
-    None if it is unknown."""
+    None if it is unknown. `is_ahead_off`: the daemon computes nothing ahead of requests."""
 
     served: Served
     problem: str
     advice: str
     prefill_s_per_token: float | None = None
     is_measured: bool = False
+    is_ahead_off: bool = False
 
 
 class NotServed(SettingsError):
@@ -78,7 +79,8 @@ def ask_served(
     takes_images = "vision" in card.get("capabilities", ())
     key = api_key or key_of(url)
     served = Served(url=full_url(url), model=card["id"], key=key, context=context, takes_images=takes_images)
-    measured = _measured_speed(call, card["id"])
+    props = _props(call, card["id"])
+    measured: float | None = props.get("full_cache", {}).get("gate", {}).get("prefill_s_per_token")
     speed, is_measured = _noted_speed(card) if measured is None else (measured, True)
     return Choice(
         served=served,
@@ -86,6 +88,7 @@ def ask_served(
         advice=_advice(cards),
         prefill_s_per_token=speed,
         is_measured=is_measured,
+        is_ahead_off=props.get("ahead", {}).get("paused") == "off",
     )
 
 
@@ -126,13 +129,10 @@ def _advice(cards: list[dict[str, Any]]) -> str:
     return f"fetch another with {proposed()} and name it with --model"
 
 
-def _measured_speed(call: Call, model: str) -> float | None:
-    """Returns the measured prefill seconds per token, or None if the daemon has none."""
+def _props(call: Call, model: str) -> dict[str, Any]:
+    """Returns what the daemon tells its owner of a model, nothing to others."""
     answer = call("GET", f"/props?model={quote(model, safe='')}", None)
-    if answer.status != 200:
-        return None
-    speed: float | None = answer.body.get("full_cache", {}).get("gate", {}).get("prefill_s_per_token")
-    return speed
+    return answer.body if answer.status == 200 and isinstance(answer.body, dict) else {}
 
 
 def _noted_speed(card: dict[str, Any]) -> tuple[float | None, bool]:
@@ -149,14 +149,6 @@ def _noted_speed(card: dict[str, Any]) -> tuple[float | None, bool]:
         elif match := _KV_PART.fullmatch(part):
             attended_bytes += attention_bytes(num_bytes / max(int(match[1].replace(",", "")), 1), num_tokens)
     return (guessed_s_per_token(weights_bytes + attended_bytes, is_plain=True) if weights_bytes else None), False
-
-
-def has_stored(call: Call, model: str, num_tokens: int) -> bool:
-    """Returns whether the daemon has a stored prompt of `model` with at least `num_tokens` tokens that its caller may
-    see."""
-    answer = call("GET", f"/dashboard/entries?model={quote(model, safe='')}", None)
-    entries = answer.body.get("entries", ()) if answer.status == 200 and isinstance(answer.body, dict) else ()
-    return any(entry["model"] == model and entry["num_tokens"] >= num_tokens for entry in entries)
 
 
 def flags_of_model(model: str | None, *, fetches: bool = True) -> list[str]:

@@ -21,8 +21,10 @@ import click
 
 from diskprefix.cli.options import GroupedCommand, build_settings, policy_option, policy_values, setting_options
 from diskprefix.cli.serve_command import policy_text
-from diskprefix.cli.tooling import json_option, print_json
+from diskprefix.cli.tooling import json_option, print_json, say
 from diskprefix.errors import NotReady, SettingsError
+from diskprefix.extras.clients.daemon_choice import shared_daemon
+from diskprefix.extras.clients.first_prompt_ahead import compute_in_background, may_be_asked
 from diskprefix.printable import printable_only
 from diskprefix.private_file import make_private_folder
 from diskprefix.server.process.listener import listen
@@ -188,6 +190,9 @@ def install(as_json: bool, **flags: Any) -> int:
     and restarts the daemon if something changed. The daemon stops when you log out, unless lingering is on: `loginctl
     enable-linger` starts your services at boot and keeps them running.
 
+    Once the service answers, the first prompts of the installed agents in the current folder are computed ahead, in
+    the background (--ahead off: not).
+
     Exit codes: 0 done; 1 this user has no systemd session; 2 wrong usage, or the port is in use.
     """
     settings, manager, before = build_settings(flags), _manager(), _installed()
@@ -206,7 +211,18 @@ def install(as_json: bool, **flags: Any) -> int:
     for path, text in texts.items():
         _replace(path, text)
     manager.start(changed=any(old.values()) and old != texts)
+    _compute_first_prompts(settings)
     return _show(manager, as_json)
+
+
+def _compute_first_prompts(settings: Settings) -> None:
+    """Has the first prompts of the installed agents computed ahead in the background, once the service answers."""
+    asked = may_be_asked()
+    if asked and settings.ahead_s and settings.api_keys is None:
+        with suppress(OSError):
+            compute_in_background(asked, shared_daemon().folder, f"http://{_address(settings)}", None, None)
+            titles = ", ".join(agent.title for agent in asked)
+            say(f"each runs once in this folder, in the background, to compute its first prompt ahead: {titles}")
 
 
 @service.command()

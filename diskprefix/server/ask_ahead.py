@@ -1,0 +1,49 @@
+"""A request that asks for its prompt ahead, and gets no reply: the daemon keeps the prompt, and computes it later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from diskprefix.chat.conversation_opening import encode_opening
+from diskprefix.chat.messages import Conversation
+from diskprefix.engine.idle.ahead import prompt_to_compute
+from diskprefix.errors import InvalidRequest
+from diskprefix.server.openings import job_of
+from diskprefix.server.prepare import Rendered
+from diskprefix.store.note_record import NoteKind
+
+_LASTS_S = 7 * 86400.0
+"""How long the prompt is kept after the last request that asks for it, in seconds."""
+
+
+def ask_ahead(rendered: Rendered, label: str) -> dict[str, Any]:
+    """Keeps the opening of a conversation under a client's name for it, and adds it to the work ahead. Returns how much
+    of it is computed. Waits for the disk. Raises `InvalidRequest` for other requests, and `CacheError`."""
+    arrival, asked = rendered.arrival, rendered.parsed.prompt
+    serving, options = arrival.serving, arrival.cache
+    opening = encode_opening(asked) if isinstance(asked, Conversation) else None
+    if options.scope.most is not None or not options.save:
+        raise InvalidRequest.at("prefix_cache.ahead", "needs the scope full or auto, and not save: false")
+    if opening is None:
+        problem = "is only for the first request of a conversation, without replies and pictures"
+        raise InvalidRequest.at("prefix_cache.ahead", problem)
+    assert isinstance(asked, Conversation)
+    id_, content = opening
+    job = job_of(serving, options, asked, content, label)
+    if (prompt := job.make()) is None:
+        raise InvalidRequest.at("prefix_cache.ahead", "needs a system message or tools: nothing else comes again")
+    job.make = lambda: prompt
+    if prompt_to_compute(job) is not None:
+        serving.engine.ahead.add_job(job)
+    lasts_s = min(serving.engine.cache.lasts_s(options.ttl_s), _LASTS_S)
+    notes = replace(arrival.notes(), ttl_s=lasts_s)
+    notes.put(NoteKind.ASKED_OPENING, id_, b"%b\n%b" % (label.encode(), content), prompt.token_ids)
+    return {
+        "object": "prefix_cache.ahead",
+        "model": serving.model_name,
+        "prompt_tokens": len(prompt.token_ids),
+        "ready_tokens": job.num_ready,
+        "paused": serving.engine.ahead.why_paused(),
+    }
