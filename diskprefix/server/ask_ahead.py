@@ -20,7 +20,7 @@ _LASTS_S = 7 * 86400.0
 
 def ask_ahead(rendered: Rendered, label: str) -> dict[str, Any]:
     """Keeps the opening of a conversation under a client's name for it, and adds it to the work ahead. Returns how much
-    of it is computed. Waits for the disk. Raises `InvalidRequest` for other requests, and `CacheError`."""
+    of it is computed. Waits for the disk. Raises `InvalidRequest` for other requests."""
     arrival, asked = rendered.arrival, rendered.parsed.prompt
     serving, options = arrival.serving, arrival.cache
     opening = encode_opening(asked) if isinstance(asked, Conversation) else None
@@ -35,7 +35,7 @@ def ask_ahead(rendered: Rendered, label: str) -> dict[str, Any]:
     if (prompt := job.make()) is None:
         raise InvalidRequest.at("prefix_cache.ahead", "needs a system message or tools: nothing else comes again")
     job.make = lambda: prompt
-    if prompt_to_compute(job) is not None:
+    if prompt_to_compute(job, arrival.patience) is not None:
         serving.engine.ahead.add_job(job)
     lasts_s = min(serving.engine.cache.lasts_s(options.ttl_s), _LASTS_S)
     notes = replace(arrival.notes(), ttl_s=lasts_s)

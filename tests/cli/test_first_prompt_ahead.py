@@ -149,7 +149,7 @@ def test_an_agent_that_sends_nothing_is_not_asked_again_on_that_day(
 def test_a_daemon_with_ahead_off_runs_no_agent(run: Run, folder: Path) -> None:
     props = [(200, {"ahead": {"paused": "off"}})]
     with small_daemon(models=[models(CARD)], props=props) as daemon:
-        assert launch(run, daemon) == ["its first prompt is not computed ahead: --ahead is off"]
+        assert launch(run, daemon) == ["its first prompt is not computed ahead: work ahead is off"]
     assert not files(folder)
 
 

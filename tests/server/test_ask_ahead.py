@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from diskprefix.engine.idle import ahead_jobs
+from diskprefix.errors import DiskStalled
 from diskprefix.server import openings
 from tests.agent_bodies import words
 from tests.engine.driving import write_model
@@ -162,6 +163,18 @@ def test_the_answer_says_why_nothing_is_computed(
             figures = client.get("/props").json()["ahead"]
         assert (figures["waiting"], len(figures["asked"])) == ((0, 0) if ahead == "off" else (1, 1))
         assert figures["tokens"] == 0
+
+
+def test_a_disk_that_does_not_answer_has_nothing_ready(server: AppServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stall(*_: object) -> None:
+        raise DiskStalled("the disk does not answer")
+
+    ask_ahead(server)
+    wait_computed(server)
+    server.engine.pages.forget_idle()
+    assert ask_ahead(server).json()["ready_tokens"] > 300
+    monkeypatch.setattr(server.engine.cache.store.reads, "ask", stall)
+    assert ask_ahead(server).json()["ready_tokens"] == 0
 
 
 @pytest.mark.parametrize("label", ["", "a" * 65, "a\nb", "\x1b[1m", "\u200b", 1, True, None, ["a"]])

@@ -8,6 +8,7 @@ import logging
 import time
 from functools import partial
 
+from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.cache.context import RequestContext
 from diskprefix.cache.matching import Matcher
@@ -15,6 +16,8 @@ from diskprefix.cache.tiers.nodes import PromptNodes
 from diskprefix.cache.tiers.tier import open_views
 from diskprefix.engine.idle.ahead_jobs import AheadJob, AheadJobs
 from diskprefix.engine.idle.idle_work import IdleWork, Steps
+from diskprefix.errors import CacheError
+from diskprefix.store.reads import Patience
 from diskprefix.tokens import LEAST_TOKENS, TokenPath, floor_to_grid
 from diskprefix.values import CacheOptions, CacheReport, Prompt
 
@@ -86,21 +89,22 @@ class Ahead:
             )
 
 
-def prompt_to_compute(job: AheadJob) -> Prompt | None:
-    """Returns the prompt of a job, None if there is nothing to compute. Sets the job's counts. Waits for the disk.
-    Raises `CacheError`."""
+def prompt_to_compute(job: AheadJob, patience: Patience | None = None) -> Prompt | None:
+    """Returns the prompt of a job, None if there is nothing to compute. Sets the job's counts. Waits for the disk; for
+    `patience` see `Reads.ask`."""
     cache, prompt = job.model.cache, job.make()
     if prompt is not None and cache.layout.exact_at == "grid":
         # The rest of the prompt would be a step that the next prompt does not take.
         prompt = prompt.until(floor_to_grid(len(prompt.token_ids), cache.settings.block_size))
     if prompt is None or len(prompt.token_ids) < cache.settings.kv_cache_min_tokens:
         return None
-    job.num_tokens, job.num_ready = len(prompt.token_ids), _num_ready(job, prompt)
+    job.num_tokens, job.num_ready = len(prompt.token_ids), _num_ready(job, prompt, patience)
     return prompt if job.num_tokens - job.num_ready >= LEAST_TOKENS else None
 
 
-def _num_ready(job: AheadJob, prompt: Prompt) -> int:
-    """Returns how many of a prompt's first tokens are in memory, or in a tier from which they can be restored."""
+def _num_ready(job: AheadJob, prompt: Prompt, patience: Patience | None) -> int:
+    """Returns how many of a prompt's first tokens are in memory, or in a tier from which they can be restored. A tier
+    that fails has none."""
     cache = job.model.cache
     context = RequestContext(cache, cache.namespaces.get(job.options.tenant), prompt, job.options, goes_on=True)
     if context.bypass is not None:
@@ -109,8 +113,15 @@ def _num_ready(job: AheadJob, prompt: Prompt) -> int:
     in_memory = job.model.pages.match_prefix(job.owner, job.owner.path(token_ids, size)).prefix.num_tokens
     # The file may have another secret than the names in memory.
     stored = TokenPath(context.epoch.secret, context.namespace.root, token_ids, size)
+    try:
+        return max(in_memory, cache.store.reads.ask(partial(_num_stored, cache, stored), patience))
+    except CacheError:
+        return in_memory
+
+
+def _num_stored(cache: PrefixCache, path: TokenPath) -> int:
     with open_views(cache.tiers) as views:
-        nodes = PromptNodes(stored, cache.payload_layout)
+        nodes = PromptNodes(path, cache.payload_layout)
         matcher = Matcher(nodes, views, cache.layout.state_kind, needs_logits=False)
         matcher.match()
-        return max(in_memory, matcher.restorable()[1])
+        return matcher.restorable()[1]

@@ -24,7 +24,7 @@ from diskprefix.server.process.token_file import own_daemons
 from diskprefix.units import ago, counted, format_duration, format_size
 
 PAUSED = {
-    "off": "--ahead is off",
+    "off": "work ahead is off",
     "battery": "not on battery",
     "budget": "the budget of --ahead is used up",
     "other programs": "other programs want the CPUs",

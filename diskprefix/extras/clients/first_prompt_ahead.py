@@ -79,7 +79,7 @@ def remembered(folder: Path, agent: KnownAgent, served: Served) -> Remembered | 
     model and this day."""
     with suppress(OSError, ValueError, RecursionError, msgspec.ValidationError):
         file = _file(folder, agent, served)
-        if file.stat().st_size <= 2 * _MAX_BYTES:
+        if file.stat().st_size <= _MAX_BYTES:
             result = msgspec.convert(json.loads(file.read_text("utf-8")), Remembered)
             return result if result.made_for == _made_for(agent) else None
     return None

@@ -92,9 +92,8 @@ def launch(
     The log of a daemon that launches started is $XDG_STATE_HOME/diskprefix/launch/daemon.log, by default below
     ~/.local/state. A second daemon beside it has daemon-2.log, and the log of the start before ends with .1.
 
-    The agent's first prompt is computed ahead of its first request, which goes first: in the background, a second
-    AGENT runs once a day in each folder, read-only and without a network, and gets no reply. --clean removes what is
-    remembered of it.
+    The agent's first prompt is computed while no request waits: in the background, a second AGENT runs once a day in
+    each folder, on Linux read-only and without a network, and gets no reply. --clean removes what is remembered of it.
 
     Agents send this user's key, a secret generated at first use. Other users of the daemon do not have it, so they
     cannot test guesses about what your agents send.

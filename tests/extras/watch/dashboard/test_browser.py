@@ -480,6 +480,24 @@ def test_a_page_without_requests_has_the_address_and_while_the_model_loads_how_f
         assert violations(page) == []
 
 
+def test_the_page_shows_prompts_that_are_computed_ahead_and_why_they_wait(
+    browser: Browser, daemon: DaemonProcess
+) -> None:
+    asked = [
+        {"label": "Claude <b>Code", "tokens": 18_692, "ready": 8100},
+        {"label": "Codex", "tokens": None, "ready": 0},
+    ]
+    with daemon.client() as client, opened(browser, daemon) as page:
+        new = client.get("/dashboard/state").json()
+        assert new["ahead"]["asked"] == []
+        held(page).evaluate("now => given.onState(now)", new)
+        assert not page.is_visible("#ahead")
+        page.evaluate("now => given.onState(now)", new | {"ahead": {"waiting": 3, "asked": asked, "paused": "battery"}})
+        line = "Claude <b>Code 8,100 of 18,692 tokens, Codex not begun, 1 prompt (not on battery)."
+        assert page.inner_text("#ahead") == f"While no request waits: {line}"
+        assert violations(page) == []
+
+
 def crowded(state: dict[str, Any]) -> dict[str, Any]:
     """The daemon's state with more of everything, and every text too long for a line of a telephone."""
     word = "averylongnamewithoutaplacetobreak" * 3
@@ -494,6 +512,7 @@ def crowded(state: dict[str, Any]) -> dict[str, Any]:
     return state | {
         "model": state["model"] | {"name": word},
         "message": word,
+        "ahead": {"waiting": 1, "paused": word, "asked": [{"label": word, "tokens": 10**9, "ready": 10**8}]},
         "requests": [running | {"id": str(number), "state": "prefilling"} for number in range(3)],
         "ended": [*state["ended"], *(ended | failed | {"number": 10_000 + number} for number in range(20))],
         "memory": state["memory"] | {"slots": [slot] * 100},

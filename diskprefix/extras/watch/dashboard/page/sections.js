@@ -147,7 +147,7 @@ function liveCells(request) {
   return [request.state, seconds(request.elapsed_s), progress, seconds(request.ttft_s), plural(request.reply_tokens, "token"), speed];
 }
 
-const PAUSED = { off: "--ahead is off", battery: "not on battery", budget: "the budget of --ahead is used up", "other programs": "other programs want the CPUs" };
+const PAUSED = { off: "work ahead is off", battery: "not on battery", budget: "the budget of --ahead is used up", "other programs": "other programs want the CPUs" };
 
 // The prompts that are computed while no request waits.
 function drawAhead(ahead) {
