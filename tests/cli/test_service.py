@@ -48,7 +48,8 @@ def home(tmp_path: Path) -> Path:
 @pytest.fixture
 def service(home: Path) -> Iterator[Service]:
     """Runs `diskprefix service` in a session of its own: mounts and control groups of this machine are not touched."""
-    environment = clean_environment(HOME=str(home), XDG_RUNTIME_DIR=str(home / "run"))
+    # Agents that are installed on this machine do not run.
+    environment = clean_environment(HOME=str(home), XDG_RUNTIME_DIR=str(home / "run"), DISKPREFIX_AHEAD="off")
     for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "DBUS_SESSION_BUS_ADDRESS"):
         environment.pop(name, None)
     if os.geteuid() != 0:
