@@ -195,8 +195,8 @@ def test_a_second_process_leaves_the_agent_to_the_first(folder: Path) -> None:
 
 
 def test_the_process_ends_quietly_without_a_daemon(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_prompt_ahead, "_WAIT_S", 0.0)
-    task = {"names": ["claude"], "url": "http://127.0.0.1:9", "model": None, "api_key": None, "folder": str(folder)}
+    task: dict[str, Any] = {"names": ["claude"], "url": "http://127.0.0.1:9", "model": None, "api_key": None}
+    task |= {"folder": str(folder), "patience_s": 0}
     monkeypatch.setattr(sys, "stdin", _Input(json.dumps(task)))
     monkeypatch.setattr(os, "nice", lambda _: 0)
     assert first_prompt_ahead.main() == 1
@@ -242,13 +242,13 @@ def test_a_service_asks_the_installed_agents(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     asked = list[tuple[Any, ...]]()
-    monkeypatch.setattr(service_command, "compute_in_background", lambda *values: asked.append(values))
+    monkeypatch.setattr(service_command, "compute_in_background", lambda *values, **_: asked.append(values))
     monkeypatch.setattr(service_command, "may_be_asked", lambda: [CLAUDE])
     service_command._compute_first_prompts(Settings(**changes))
     assert [[agent.name for agent in values[0]] for values in asked] == ([] if names is None else [names])
     line = "each runs once in this folder, in the background, to compute its first prompt ahead: Claude Code\n"
     assert capsys.readouterr().err == ("" if names is None else line)
-    assert {values[1:] for values in asked} <= {(folder, "http://127.0.0.1:8642", None, None)}
+    assert {values[1:] for values in asked} <= {(folder, "http://127.0.0.1:8642")}
 
 
 def test_a_service_does_nothing_without_agents_and_its_install_never_fails(
@@ -256,7 +256,7 @@ def test_a_service_does_nothing_without_agents_and_its_install_never_fails(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **_options: object) -> None:
         raise OSError("no more processes")
 
     monkeypatch.setattr(service_command, "compute_in_background", fail)

@@ -36,8 +36,7 @@ from diskprefix.printable import shown
 _FOLDER = "first-prompts"
 _MAX_FILES, _MAX_BYTES = 32, 4 << 20
 """The files that are kept, the newest ones, and the size of each. A longer prompt is computed and not remembered."""
-_WAIT_S, _POLL_S = 600.0, 2.0
-"""How long the process waits for a daemon that starts, in seconds."""
+_POLL_S = 2.0
 _NICE = 10
 
 
@@ -60,13 +59,15 @@ class Readiness(Struct, frozen=True):
 
 
 class _Errand(Struct, frozen=True):
-    """The input of the process, as JSON. `folder` has the profiles of the agents with these `names`."""
+    """The input of the process, as JSON. `folder` has the profiles of the agents with these `names`. The process waits
+    `patience_s` seconds for a daemon that starts."""
 
     names: Sequence[str]
     url: str
     model: str | None
     api_key: str | None
     folder: str
+    patience_s: float
 
 
 def may_be_asked() -> list[KnownAgent]:
@@ -98,10 +99,17 @@ def ask_daemon(call: Call, agent: KnownAgent, served: Served, prompt: FirstPromp
 
 
 def compute_in_background(
-    known: Sequence[KnownAgent], folder: Path, url: str, model: str | None, api_key: str | None
+    known: Sequence[KnownAgent],
+    folder: Path,
+    url: str,
+    model: str | None = None,
+    api_key: str | None = None,
+    *,
+    patience_s: float = 0.0,
 ) -> None:
-    """Starts the process, which goes on after this one has ended. It waits until the daemon at `url` answers."""
-    task = _Errand([agent.name for agent in known], url, model, api_key, str(folder))
+    """Starts the process, which goes on after this one has ended. It waits `patience_s` seconds until the daemon at
+    `url` answers, and until its model is loaded."""
+    task = _Errand([agent.name for agent in known], url, model, api_key, str(folder), patience_s)
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "diskprefix.extras.clients.first_prompt_ahead"],
         stdin=subprocess.PIPE,
@@ -163,7 +171,7 @@ def _run_agent(folder: Path, agent: KnownAgent, served: Served) -> FirstPrompt |
 
 def _wait_served(call: Call, task: _Errand) -> Served:
     """Waits until the daemon answers and serves. Raises as `ask_served`."""
-    deadline = time.monotonic() + _WAIT_S
+    deadline = time.monotonic() + task.patience_s
     # Bound: `deadline`.
     while True:
         try:

@@ -34,6 +34,8 @@ _PROGRAM = "%h/.local/bin/diskprefix"
 """The program in the units of `systemd/user`."""
 _MARK = "diskprefix service install"
 """A text in each file that this command writes. It leaves files without it alone."""
+_PATIENCE_S = 600.0
+"""How long the first prompts of agents wait for a service that starts, in seconds."""
 _UNITS = ("diskprefix.socket", "diskprefix-verify.timer", "diskprefix.service")
 
 
@@ -220,7 +222,8 @@ def _compute_first_prompts(settings: Settings) -> None:
     asked = may_be_asked()
     if asked and settings.ahead_s and settings.api_keys is None:
         with suppress(OSError):
-            compute_in_background(asked, shared_daemon().folder, f"http://{_address(settings)}", None, None)
+            url = f"http://{_address(settings)}"
+            compute_in_background(asked, shared_daemon().folder, url, patience_s=_PATIENCE_S)
             titles = ", ".join(agent.title for agent in asked)
             say(f"each runs once in this folder, in the background, to compute its first prompt ahead: {titles}")
 
