@@ -442,7 +442,8 @@ class CacheReport(Struct, frozen=True, kw_only=True):
     `dropped` if not all could be saved, because of `dropped_because`. `broken` is a difference from an earlier prompt
     with nearly equal text after it, None without one, `broken_line` the prompt's line there, `broken_tool` the tool
     that wrote it, and `broken_date` whether the chat template wrote the date into it. `recomputed` are the tokens that
-    were computed again. `rewriting` and `replayed` are the prompt's.
+    were computed again. `rewriting` and `replayed` are the prompt's. `unverified` tokens were restored from the state
+    of an imported file, or from such state, which was not computed here.
     """
 
     selection: Selection
@@ -461,6 +462,7 @@ class CacheReport(Struct, frozen=True, kw_only=True):
     recomputed: tuple[Lost, ...] = ()
     rewriting: Rewriting = msgspec.field(default_factory=Rewriting)
     replayed: int = 0
+    unverified: int = 0
 
     @property
     def diverged_at(self) -> int | None:

@@ -377,7 +377,7 @@ def test_the_log_line_of_a_hit_holds_every_figure_once() -> None:
     )
     assert report.log_line() == (
         "[disk-cache] restored=1280 source=disk matched=1502 refused=no_logits"
-        " restore_ms=9.13 saved=queued replayed=0 scope=auto:30 prompt_tokens=1502"
+        " restore_ms=9.13 saved=queued replayed=0 unverified=0 scope=auto:30 prompt_tokens=1502"
         " reason=best_checkpoints selected=1432 aligned=1280 keep_tail=false saves_reply=false"
         " checkpoints=512,1280 votes=3,1 window=30 recent=12 common=1440 seen=1280 price=256 lost=7"
         " trials=11 again=4"

@@ -58,6 +58,7 @@ def _cache_reply(done: DoneEvent) -> dict[str, Any]:
         "changed": [change._asdict() for change in report.rewriting.changes] or None,
         "left_out": None if left_out is None else left_out._asdict(),
         "replayed": report.replayed or None,
+        "unverified": report.unverified or None,
         "template_kwargs": report.rewriting.template_kwargs or None,
     }
     return {name: value for name, value in reply.items() if value is not None}

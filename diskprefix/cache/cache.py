@@ -81,6 +81,8 @@ class PrefixCache:
         self.restored_tokens: Counter[str] = Counter(memory=0, disk=0, remote=0)
         """The number of restored tokens, by tier."""
         self.misses: Counter[str] = Counter()
+        self.unverified: set[bytes] = set()
+        """The names of nodes whose state came from a file and was restored by this process."""
         self._model_name = model_name
         self._tokenizer = tokenizer
         self._secret = store.secret

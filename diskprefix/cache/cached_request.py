@@ -449,6 +449,7 @@ class CachedRequest:
             recomputed=self._lost_tokens(broken),
             rewriting=self.prompt.rewriting,
             replayed=self.prompt.replayed,
+            unverified=restored.num_unverified,
         )
         if log.isEnabledFor(logging.DEBUG):
             log.debug("%s", report.log_line())
@@ -488,7 +489,7 @@ class CachedRequest:
     def _upload(self) -> None:
         """Queues the stored part of the prompt and its reply for the shared tier, by `--remote-write`."""
         cache, nodes = self.cache, self.nodes
-        if cache.remote is None or not self.options.save:
+        if cache.remote is None or not self.options.save or self.restored.num_unverified:
             return
         num_tokens = self.selection.shared(cache.settings.remote_write, len(nodes.token_ids), self.restored.num_tokens)
         if num_tokens >= nodes.block_size:

@@ -26,7 +26,8 @@ class RestoreResult(Struct, frozen=True, kw_only=True):
     on, and `matched` is the number of stored tokens. Both may reach further: `refused` says why these tokens were not
     restored. For `partial_match` see `Matcher`. `prefill_s` is how long computing `num_tokens` tokens took, in seconds;
     0 if unknown. `logits`, shape [vocab], come with an exact repeat. `has_tail`: the prompt's
-    tail, which holds logits too, is stored. Another key of the same user would restore `with_other_key` tokens.
+    tail, which holds logits too, is stored. Another key of the same user would restore `with_other_key` tokens. From
+    position `unverified_from` on, the state came from a file, or from state that did; None if none of it did.
     """
 
     blocks: Sequence[Node] = ()
@@ -39,11 +40,21 @@ class RestoreResult(Struct, frozen=True, kw_only=True):
     has_tail: bool = False
     matched: int = 0
     with_other_key: int = 0
+    unverified_from: int | None = None
     refused: Refused | None = None
     source: StateSource = "none"
     prefill_s: float = 0.0
     lookup_ms: float = 0.0
     restore_ms: float = 0.0
+
+    @property
+    def num_unverified(self) -> int:
+        """The number of restored tokens whose state came from a file, or from state that did."""
+        return 0 if self.unverified_from is None else max(0, self.num_tokens - self.unverified_from)
+
+    def is_unverified(self, start: int, stop: int) -> bool:
+        """Returns whether the state of the tokens from `start` to `stop` includes restored state of a file."""
+        return self.num_unverified > 0 and start < self.num_tokens and stop > (self.unverified_from or 0)
 
 
 class Matcher(Struct, Generic[_Index]):

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from operator import attrgetter
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -31,6 +32,8 @@ from diskprefix.tokens import Logits, TokenPath, floor_to_grid, root_hash
 from diskprefix.values import MissReason, Refused, StateSource, is_miss
 
 Step: TypeAlias = Literal["prefetch", "seen", "match", "load"]
+_MAX_UNVERIFIED = 1 << 16
+"""The most names of nodes from files that a process remembers."""
 
 
 class Restore:
@@ -218,6 +221,7 @@ class Restore:
             return None
         loaded = time.perf_counter()
         deepest, num_tokens = matcher.deepest, max(loader.have, loader.stop)
+        unverified_from = self._unverified_from(matcher, path, views, num_tokens)
         return RestoreResult(
             num_tokens=num_tokens,
             num_bytes=loader.num_bytes,
@@ -231,9 +235,30 @@ class Restore:
             refused=self._why_refused(matcher, num_tokens),
             source=self._source(loader.path) if num_tokens else "none",
             prefill_s=prefill_s * num_tokens,
+            unverified_from=unverified_from,
             lookup_ms=(matched - started) * 1e3,
             restore_ms=(loaded - matched) * 1e3,
         )
+
+    def _unverified_from(
+        self, matcher: Matcher[View], path: list[Node], views: Sequence[View], num_tokens: int
+    ) -> int | None:
+        """Returns the first of the restored positions whose state came from a file, by the nodes that were found and by
+        what this process has restored earlier: memory may keep state longer than the disk."""
+        known, stored = self._cache.unverified, {name for view in views for name in view.unverified}
+        if not stored and not known:
+            return None
+        partial = [] if matcher.partial_match is None else [matcher.partial_match.node]
+        marked = [node for node in (*self._nodes.blocks, *path, *partial) if node.name in stored or node.name in known]
+        # A block that is computed again is known to be right.
+        known.difference_update(node.name for node in marked if node.position >= num_tokens and node.name not in stored)
+        restored = [node for node in marked if node.position < num_tokens]
+        if not restored:
+            return None
+        first = min(restored, key=attrgetter("position"))
+        if len(known) < _MAX_UNVERIFIED:
+            known.add(first.name)
+        return first.position
 
     def _select(self, matcher: Matcher[View], have: int) -> tuple[list[Node], int]:
         """Returns the nodes of the prefix to restore, with the last one pinned, and the number of its tokens. Returns

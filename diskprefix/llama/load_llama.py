@@ -25,7 +25,7 @@ from diskprefix.model.load.alternatives import require_fit
 from diskprefix.model.load.chat_template import read_template
 from diskprefix.model.load.fingerprint import weights_digest
 from diskprefix.model.load.fit import ModelNeeds, TokenState
-from diskprefix.model.load.gguf_file import block_of, forget_headers, part_paths, read_tensors
+from diskprefix.model.load.gguf_file import block_of, forget_headers, offer_packs, part_paths, read_tensors
 from diskprefix.model.load.kernel_settings import processor
 from diskprefix.model.load.loader import LoadedModel, clock_into, find_model
 from diskprefix.model.load.memory import available_ram_bytes
@@ -204,6 +204,7 @@ def cells_of(metadata: Metadata, context: int | None) -> tuple[int, int]:
 
 def _read_file(settings: Settings, progress: Report) -> _File:
     path, name = find_model(settings.model, progress)
+    offer_packs(path, progress)
     if not path.is_file():
         raise SettingsError(f"--engine llama reads .gguf files, and {path} is none; choose --engine plan or grid")
     parts = part_paths(path)

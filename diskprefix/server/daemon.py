@@ -24,6 +24,7 @@ from diskprefix.errors import DiskPrefixError, NotReady, SettingsError
 from diskprefix.memo import PREFILL_SPEEDS
 from diskprefix.model.load.named_model import default_sampling
 from diskprefix.server.body import Bodies
+from diskprefix.server.import_checks import ImportChecks
 from diskprefix.server.limits import InFlight, Turns
 from diskprefix.server.openings import compute_openings
 from diskprefix.server.process.systemd import notify
@@ -80,7 +81,9 @@ class Daemon:
         self._engine: Engine
         self._loop: asyncio.AbstractEventLoop
         self._thread: threading.Thread | None = None
-        self._openings: asyncio.Task[None] | None = None
+        self.imports: ImportChecks | None = None
+        self._looking: list[asyncio.Task[None]] = []
+        """What looks for work ahead from time to time."""
         self.threads = Threads(self._is_computing)
         self.in_flight = InFlight(settings)
         self.stored_turns = Turns(2)
@@ -181,8 +184,8 @@ class Daemon:
     async def close(self) -> None:
         """Drains without grace, then flushes and closes the cache."""
         await self.drain(0)
-        if self._openings is not None:
-            self._openings.cancel()
+        for task in self._looking:
+            task.cancel()
         serving, self.serving = self.serving, None
         if serving is not None:
             notify(STATUS="stopping: writing what is not on disk yet")
@@ -268,7 +271,9 @@ class Daemon:
         if not self._stopping:
             self.on_ready(serving)
             if self.settings.ahead_s:
-                self._openings = asyncio.create_task(compute_openings(serving, self.threads))
+                self.imports = ImportChecks(serving)
+                looks = (self.imports.run(self.threads), compute_openings(serving, self.threads))
+                self._looking += map(asyncio.create_task, looks)
 
     def _failed(self, error: DiskPrefixError) -> None:
         self.failure = error

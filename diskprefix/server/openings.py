@@ -62,7 +62,7 @@ def add_openings(serving: Serving, today: date) -> int:
     days. Returns their number. Waits for the disk. Raises `CacheError`."""
     if serving.scope.kind == "off":
         return 0
-    tenants, jobs = _tenants(serving), list[AheadJob]()
+    tenants, jobs = tenants_of_model(serving), list[AheadJob]()
     kinds = {NoteKind.ASKED_OPENING: math.inf}
     if serving.renderer.writes_today:
         kinds[NoteKind.OPENING] = datetime.combine(today, time()).timestamp()
@@ -86,7 +86,7 @@ def job_of(serving: Serving, options: CacheOptions, opening: Conversation, conte
     return AheadJob(serving.engine, make, options, owner, (content,), expires_at, label)
 
 
-def _tenants(serving: Serving) -> dict[bytes, Tenant]:
+def tenants_of_model(serving: Serving) -> dict[bytes, Tenant]:
     """Returns the tenants that have state of the served model, by their roots."""
     cache, tenants = serving.engine.cache, dict[bytes, Tenant]()
     with cache.store.reads.snapshot() as snapshot:

@@ -76,7 +76,8 @@ async def props(request: Request) -> Response:
 
     Returns the model, the cache with its settings and counts, all settings and the start-up times. `lost`: the
     tokens of the last day that were computed again. `gate`: whether restoring is faster than computing. `running`: the
-    progress of each request that waits or runs. `ahead`: the work ahead of requests.
+    progress of each request that waits or runs. `ahead`: the work ahead of requests. `imports`: the
+    imported prompts that are computed before they are used.
     """
     log_context(request).caller.require_owner()
     daemon = _daemon(request)
@@ -89,6 +90,7 @@ async def props(request: Request) -> Response:
         "queue_depth": serving.inbox.queue_depth,
         "running": [_running(activity, serving.model_name) for activity in serving.inbox.activities()],
         "ahead": {"tokens": stats["ahead_tokens"], **serving.engine.ahead.figures},
+        "imports": None if daemon.imports is None else daemon.imports.figures,
         "kv_memory": serving.engine.memory_stats(),
         "settings": asdict(daemon.settings),
         "startup_s": serving.startup_s,

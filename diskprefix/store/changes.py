@@ -65,7 +65,8 @@ class NewNode(Struct, frozen=True, eq=False):
 
     `prefill_s` is how long computing its tokens took, in seconds; 0 if unknown. `ttl_s` is its time to live after the
     last use, in seconds; with None the daemon's `--kv-cache-ttl` holds. `replaces`: any of its first tokens can be
-    restored without the rest, so the node replaces nodes that hold only first tokens.
+    restored without the rest, so the node replaces nodes that hold only first tokens. `is_unverified` is that of
+    `NodeRecord`.
     """
 
     name: bytes
@@ -79,6 +80,7 @@ class NewNode(Struct, frozen=True, eq=False):
     ttl_s: float | None = None
     replaces: bool = False
     num_checked: int = 0
+    is_unverified: bool = False
 
     @property
     def end(self) -> int:
@@ -204,6 +206,7 @@ class Changes(Snapshot):
             raw_bytes=node.payload_bytes,
             stored_bytes=sum(sizes),
             seen_children=0 if known is None else known.seen_children,
+            is_unverified=node.is_unverified,
         )
         usage = UsageRecord(
             last_used=self.now,

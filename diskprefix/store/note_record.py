@@ -60,6 +60,8 @@ class NoteKind(IntEnum):
     date."""
     ASKED_OPENING = 7
     """The same of a conversation that a client wants computed ahead, behind a line with the client's name for it."""
+    IMPORTED = 8
+    """A prompt of a pack that this machine has to compute before it uses it."""
 
 
 ENCODED_TEXT = 4

@@ -28,8 +28,8 @@ MAX_PREFILL_S = 1e6
 """Limit for the seconds that computing a node took. Greater values in a record are not trusted."""
 DATABASES = ("meta", "roots", "nodes", "children", "usage", "payloads", "entries", "seen", "notes")
 
-_HEADER = struct.Struct("<16s16sIIBxHIQQ")
-_KIND_AT = 40
+_HEADER = struct.Struct("<16s16sIIBBHIQQ")
+_KIND_AT, _UNVERIFIED_AT = 40, 41
 _CHECKSUM = struct.Struct("<Q")
 _POSITION = struct.Struct("<I")
 _TOKENS_AT = _HEADER.size + _CHECKSUM.size
@@ -85,6 +85,7 @@ class NodeRecord(Struct, frozen=True, eq=False):
     """The index record of one node. It holds the tokens from `position` to before `end`.
 
     `seen_children` counts the seen prompts that continue it, and the children that lie on the path of a seen prompt.
+    `is_unverified`: the state came from a file, and this machine has not computed it.
     """
 
     parent: bytes
@@ -96,6 +97,7 @@ class NodeRecord(Struct, frozen=True, eq=False):
     raw_bytes: int
     stored_bytes: int
     seen_children: int = 0
+    is_unverified: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -222,6 +224,7 @@ def encode_node(name: bytes, node: NodeRecord) -> bytes:
         node.position,
         len(node.token_ids),
         node.kind,
+        node.is_unverified,
         node.num_pieces,
         node.seen_children,
         node.raw_bytes,
@@ -238,11 +241,12 @@ def decode_node(name: bytes, value: bytes | memoryview) -> NodeRecord:
     header, token_ids = bytes(value[: _HEADER.size]), bytes(value[_TOKENS_AT:])
     if checksum(name + header + token_ids) != _CHECKSUM.unpack_from(value, _HEADER.size)[0]:
         raise StoreCorrupt("a node record's checksum does not match")
-    parent, root, position, num_tokens, kind, num_pieces, seen, raw_bytes, stored_bytes = _HEADER.unpack(header)
+    parent, root, position, num_tokens, kind, flag, num_pieces, seen, raw_bytes, stored_bytes = _HEADER.unpack(header)
     if len(token_ids) != 4 * num_tokens or kind not in _KINDS:
         raise StoreCorrupt(f"a node record of {len(value)} bytes claims {num_tokens} tokens of kind {kind}")
     ids = np.frombuffer(token_ids, dtype="<i4").astype(np.int32)
-    return NodeRecord(parent, root, position, ids, NodeKind(kind), num_pieces, raw_bytes, stored_bytes, seen)
+    known = (parent, root, position, ids, NodeKind(kind), num_pieces, raw_bytes, stored_bytes)
+    return NodeRecord(*known, seen_children=seen, is_unverified=bool(flag))
 
 
 def is_node(value: memoryview, parent: bytes, position: int, kind: NodeKind, token_ids: bytes) -> bool:
@@ -256,6 +260,11 @@ def is_node(value: memoryview, parent: bytes, position: int, kind: NodeKind, tok
     record = bytes(value)
     has_tokens = record.startswith(parent) and record.endswith(token_ids)
     return has_tokens and (node_position(record), node_kind(record)) == (position, kind)
+
+
+def is_unverified(value: bytes | memoryview) -> bool:
+    """Returns whether the state of a node is that of a file, by its record, which is not verified."""
+    return len(value) >= _HEADER.size and bool(value[_UNVERIFIED_AT])
 
 
 def node_root(value: bytes | memoryview) -> bytes:

@@ -32,6 +32,7 @@ from diskprefix.store.schema import (
     decode_record,
     decode_usage,
     is_node,
+    is_unverified,
     model_key,
     node_kind,
     node_name,
@@ -59,6 +60,8 @@ class Snapshot:
         self.read_at = time.monotonic()
         """The time of the last read (`time.monotonic`). It does not change while a read waits for the disk; see
         `reads`."""
+        self.unverified: set[bytes] = set()
+        """The names of the nodes found by `has` whose state came from a file; see `NodeRecord`."""
         self.number = int(txn.id())
         """The number of the last commit that this snapshot sees. For a write transaction, the number of its own
         commit."""
@@ -86,6 +89,8 @@ class Snapshot:
             return False
         if not is_node(value, parent, position, kind, token_ids):
             raise StoreCorrupt("its record is damaged or that of another prefix")
+        if is_unverified(value):
+            self.unverified.add(name)
         return True
 
     def piece(self, name: bytes, index: int) -> memoryview | None:

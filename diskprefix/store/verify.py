@@ -430,6 +430,16 @@ def stored_pieces(snapshot: Snapshot, name: bytes, expected: tuple[Piece, ...]) 
     return pieces
 
 
+def raw_payload(snapshot: Snapshot, name: bytes, expected: tuple[Piece, ...]) -> memoryview:
+    """Returns a copy of the raw payload of a node. Raises `StoreCorrupt` if a piece is missing or damaged."""
+    payload, start = np.empty(sum(piece.num_bytes for piece in expected), dtype=np.uint8), 0
+    for piece in stored_pieces(snapshot, name, expected):
+        stop = start + piece.expected.num_bytes
+        piece.decode(payload[start:stop].reshape(piece.expected.num_rows, -1))
+        start = stop
+    return payload.data
+
+
 def _slices(stored_bytes: dict[bytes, int]) -> Iterator[list[bytes]]:
     names: list[bytes] = []
     size = 0

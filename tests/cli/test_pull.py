@@ -81,6 +81,29 @@ def test_the_quant_that_is_asked_for_is_fetched_and_nothing_else(run: Run, hub: 
     assert len([path for path in hub.sent if "elsewhere" in path]) == 1, "it is not fetched again"
 
 
+def test_packs_beside_a_quant_are_offered_and_fetched_if_asked_for(
+    run: Run, hub: FakeHub, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("tiny-q4_0.prefixes/agents", "tiny-q4_0.prefixes/old/agents", "tiny-q8_0.prefixes/agents"):
+        path = repository / f"{name}.safetensors"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(bytes(1000))
+    ended = run("pull", f"{REPO}:Q4_0")
+    assert f"{REPO} has 1 file of prompts for it, 1000 B; `diskprefix pull --packs` fetches them" in ended.stderr
+    assert (ended.exit_code, hub.fetched()) == (0, ["tiny-q4_0.gguf"])
+    ended = run("pull", f"{REPO}:Q4_0", "--packs")
+    assert "1000 B; they are fetched too" in ended.stderr
+    assert hub.fetched() == ["agents.safetensors", "tiny-q4_0.gguf"]
+    line = ended.stdout.splitlines()[-1]
+    folder = Path(line.rpartition(" ")[2])
+    assert line == f"{folder} has 1 file of prompts for this model; add them: diskprefix import {folder}"
+    assert [path.name for path in folder.iterdir()] == ["agents.safetensors"]
+    lines: list[str] = []
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    load_model(Settings(model=f"{REPO}:Q4_0"), lines.append)
+    assert line in lines
+
+
 def test_the_best_quant_that_fits_is_chosen_with_the_reason_and_16_bits_only_if_nothing_else_does(
     run: Run, hub: FakeHub, repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,6 +47,7 @@ MAY_HANG = {
     "store/verify.py": "commands, and the thread kv-check",
     "store/purge.py": "commands, and by `ask`",
     "cache/build_bits.py": "the start, the writer, and threads of fetches",
+    "cache/imported_prompt.py": "a thread for reads",
     "cache/namespaces.py": "kv-seen, and the start",
     "cache/restore.py": "kv-match",
     "cache/tiers/local.py": "threads of fetches and uploads",

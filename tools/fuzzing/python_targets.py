@@ -24,7 +24,7 @@ from diskprefix.cli.options import policy_value
 from diskprefix.cli.policy_file import read_policy
 from diskprefix.errors import DiskPrefixError
 from diskprefix.extras.catalogue.models_file import read_models_file
-from diskprefix.extras.exchange.entry_file import EntryReader
+from diskprefix.extras.exchange.pack_file import PackReader
 from diskprefix.extras.remote.bundle import BundleSlot, decode_bundle, encode_bundle, slot_nodes, slot_path
 from diskprefix.extras.remote.signing import signed, verified
 from diskprefix.model.load.gguf_file import read_tensors
@@ -121,32 +121,32 @@ def _gguf_file(folder: Path) -> Iterable[bytes]:
     yield write_sample(folder / "whole.gguf").read_bytes()
 
 
-def _entry_file(folder: Path) -> Check:
-    """The first byte says whether the file gets the checksum that its header and index need."""
+def _pack_file(folder: Path) -> Check:
+    """The first byte says whether the file gets the digest that its header and index need."""
     path = folder / "fuzzed.safetensors"
 
     def act() -> None:
-        with EntryReader.open(path) as reader:
+        with PackReader.open(path) as reader:
             reader.verify_payloads(lambda _num_bytes: None)
 
     def check(data: bytes) -> None:
         path.unlink(missing_ok=True)
-        path.write_bytes(_with_checksum(data[1:]) if data[:1] > b"\x7f" else data[1:])
+        path.write_bytes(_with_digest(data[1:]) if data[:1] > b"\x7f" else data[1:])
         refused(act)
 
     return check
 
 
-def _with_checksum(data: bytes) -> bytes:
-    """Returns an exported file with the checksum of its manifest, as far as it has one."""
+def _with_digest(data: bytes) -> bytes:
+    """Returns an exported file with the digest of its manifest, as far as it has one."""
     with suppress(
         ValueError, KeyError, TypeError, IndexError, AttributeError, struct.error, UnicodeEncodeError, RecursionError
     ):
-        return exported.signed(*exported.split(data))
+        return exported.sealed(*exported.split(data))
     return data
 
 
-def _entry_files(folder: Path) -> Iterable[bytes]:
+def _pack_files(folder: Path) -> Iterable[bytes]:
     for number, (layout, checkpoints) in enumerate(((LAYOUT, ()), (HYBRID, (BLOCK,)))):
         store = open_store(folder / f"kv-{number}")
         pub = entry_of(store, prompt(1, BLOCK + 5), layout=layout, checkpoints=checkpoints)
@@ -341,7 +341,7 @@ def _reply_words() -> Iterable[str]:
 
 TARGETS: dict[str, PythonTarget] = {
     "bucket_object": PythonTarget(_bucket_object, _bundles),
-    "entry_file": PythonTarget(_entry_file, _entry_files),
+    "pack_file": PythonTarget(_pack_file, _pack_files),
     "gguf": PythonTarget(_gguf, _gguf_file),
     "gguf_tables": PythonTarget(partial(gguf_tables.check, refused), gguf_tables.seeds),
     "models_toml": PythonTarget(partial(_toml, read_models_file), _models),

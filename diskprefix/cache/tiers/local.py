@@ -38,6 +38,7 @@ class BufferView:
     def __init__(self, pending: Mapping[bytes, NewNode]) -> None:
         self._pending = pending
         self.damaged: set[bytes] = set()
+        self.unverified = frozenset(name for name, new in pending.items() if new.is_unverified)
 
     def has(self, node: Node, token_ids: bytes) -> bool:
         new = None if node.name in self.damaged else self._pending.get(node.name)
@@ -85,6 +86,7 @@ class DiskView:
     def __init__(self, snapshot: Snapshot, quarantine: Callable[[bytes, bytes], object]) -> None:
         self._snapshot, self._quarantine = snapshot, quarantine
         self.damaged: set[bytes] = set()
+        self.unverified = snapshot.unverified
 
     def has(self, node: Node, token_ids: bytes) -> bool:
         if node.name in self.damaged:
@@ -103,6 +105,8 @@ class DiskView:
                 self.drop_damaged(Node(name, parent, 0, 0, NodeKind.BLOCK), error)
                 continue
             if record is not None and record.parent == parent:
+                if record.is_unverified:
+                    self.unverified.add(name)
                 yield Node(name, parent, record.position, record.num_tokens, record.kind), record.token_ids
 
     def num_children(self, parent: bytes) -> int:

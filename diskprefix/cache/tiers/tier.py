@@ -54,6 +54,10 @@ class View(NodeIndex, Protocol):
     def damaged(self) -> Collection[bytes]:
         """The names of damaged nodes, which the view no longer has."""
 
+    @property
+    def unverified(self) -> Collection[bytes]:
+        """The names of the nodes that were found so far whose state came from a file; see `NodeRecord`."""
+
     def prefill_s(self, node: Node) -> float:
         """Returns the time that computing the node's tokens took, in seconds; 0 if unknown."""
 

@@ -95,6 +95,10 @@ class AheadJobs:
         with self._lock:
             self._jobs = [other for other in self._jobs if other is not job]
 
+    def has(self, job: AheadJob) -> bool:
+        """Returns whether a job waits or runs."""
+        return job in self._jobs
+
     def drop_gone(self, is_gone: Callable[[Owner], bool]) -> None:
         """Drops the jobs that have expired, and those whose owner's state was purged."""
         now = self._clock()

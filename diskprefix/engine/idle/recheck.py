@@ -118,7 +118,11 @@ class Recheck:
                 ends = [*islice(((name, root) for name, root in stored if root in own), _PROMPTS)]
             for name, root in ends[:: -(-len(ends) // _PROMPTS) or 1]:
                 with suppress(CacheError):
-                    ids = np.concatenate([node.token_ids for node in tree.path(name).values()])
+                    nodes = tree.path(name).values()
+                    if any(node.is_unverified for node in nodes):
+                        # It tells nothing of an earlier build.
+                        continue
+                    ids = np.concatenate([node.token_ids for node in nodes])
                     pictures = np.flatnonzero(ids < 0)
                     chosen.append(_PromptToCheck(own[root], ids[: min([_MAX_TOKENS, *pictures[:1].tolist()])]))
         return chosen

@@ -19,6 +19,7 @@ from diskprefix.extras.catalogue.catalogue import KnownModel
 from diskprefix.extras.catalogue.list_command import row_of
 from diskprefix.model.load.fit import fitted
 from diskprefix.model.load.found_models import found_model
+from diskprefix.model.load.gguf_file import offer_packs
 from diskprefix.model.load.hub import HubListing, cached_models, fetched_model, files_to_remove
 from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.model.load.proposals import meant_name, require_repository, short_name
@@ -30,15 +31,17 @@ from diskprefix.values import require_model_name
 
 @click.command(short_help="Fetch a model from the Hugging Face hub.")
 @click.argument("name", metavar="NAME|ORG/NAME[:QUANT]", callback=nonempty)
+@click.option("--packs", is_flag=True, help="Fetch prompts for this .gguf file, too, if the repository has any.")
 @json_option
-def pull(name: str, as_json: bool) -> None:
+def pull(name: str, packs: bool, as_json: bool) -> None:
     """Fetch a model, so that `serve` finds it on this machine. Only the files that are needed are fetched.
 
     NAME is a short name, such as qwen3.5:4b; an unknown name lists the known ones.
 
     QUANT is a quantization in a repository of .gguf files, such as Q4_K_M. Without it, the one with the most bits that
     fits into the free memory is fetched, with at most 8 bits per weight if there is a choice. In a repository of
-    safetensors, these are fetched.
+    safetensors, these are fetched. A folder MODEL.prefixes beside MODEL.gguf may have packs: prompts that somebody has
+    computed. With --packs they are fetched, for `diskprefix import`.
 
     A broken connection resumes where it stopped; an interrupted pull starts its file again. The SHA-256 of large
     files is checked, and the disk must have enough space. The files are in the cache folder of huggingface_hub, whose
@@ -55,7 +58,7 @@ def pull(name: str, as_json: bool) -> None:
     if "/" not in name and (model := found_model(name)) is not None and not model.problem:
         raise SettingsError(f"{model.owner} has {name} on this machine: diskprefix serve --model {shlex.quote(name)}")
     name = require_repository(name)
-    path = fetch(name, "pull")
+    path = fetch(name, "pull", with_packs=packs)
     fetched = next((known for known, place in cached_models() if place.samefile(path)), None)
     if fetched is None:
         raise ModelError(f"{name} holds no model: neither weights with a config.json nor .gguf files")
@@ -73,12 +76,14 @@ def pull(name: str, as_json: bool) -> None:
         fits = f"a context of {row['context']:,} tokens" if row["fits"] else "which is more than is free"
         click.echo(f"needs     {format_size(row['needed_bytes'])} of memory, {fits}")
     click.echo(f"serve it  diskprefix serve --model {shlex.quote(fetched)}")
+    if path.is_file():
+        offer_packs(path, click.echo)
 
 
-def fetch(name: str, flag: str) -> Path:
-    """Returns the folder or file of a model. Fetches it from the hub if it is not on this machine, with progress on
-    stderr. Raises a `ModelError` that names `flag`."""
-    return fetched_model(name, say, flag, _warn, with_weights=True)
+def fetch(name: str, flag: str, *, with_packs: bool = False) -> Path:
+    """Returns the folder or file of a model. Fetches it from the hub if it is not on this machine, `with_packs` with
+    those beside a `.gguf` file, and with progress on stderr. Raises a `ModelError` that names `flag`."""
+    return fetched_model(name, say, flag, _warn, with_weights=True, with_packs=with_packs)
 
 
 def _warn(listing: HubListing) -> None:

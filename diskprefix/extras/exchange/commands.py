@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,25 @@ import click
 from diskprefix.cli.options import PathType
 from diskprefix.cli.tooling import find_entry, opened_store, print_json, progress, short_id, store_options, tenant_names
 from diskprefix.errors import SettingsError
-from diskprefix.extras.exchange.entry_file import EntryReader
-from diskprefix.extras.exchange.exchange import export_entry, import_entry, require_known_model, require_room
-from diskprefix.printable import printable_only
+from diskprefix.extras.exchange.exchange import (
+    encoded_notes,
+    export_pack,
+    import_pack,
+    import_to_compute,
+    require_known_model,
+    require_room,
+)
+from diskprefix.extras.exchange.pack_file import PackReader, WrittenPack
+from diskprefix.extras.exchange.signatures import allowed_signers, sign_digest, signer_of
+from diskprefix.printable import printable_only, shown
 from diskprefix.settings import Settings
-from diskprefix.store.tree import list_entries
+from diskprefix.store.store import Store
+from diskprefix.store.tree import EntryInfo, list_entries
 from diskprefix.units import counted, format_size
 
 
-@click.command(short_help="Write a saved prompt to a .safetensors file.")
-@click.argument("entry")
+@click.command(short_help="Write saved prompts to a .safetensors file.")
+@click.argument("entries", metavar="ENTRY...", nargs=-1, required=True)
 @click.option(
     "-o",
     "--output",
@@ -30,49 +40,93 @@ from diskprefix.units import counted, format_size
     show_default="named by the beginning of the id, in the current folder",
     help="The file to write, or the folder to write it into.",
 )
+@click.option("--pack", metavar="FILE", type=PathType(), help="As --output, for others: the keys are left out.")
+@click.option("--sign", metavar="KEY", type=PathType(), help="Sign the file with this key of OpenSSH.")
 @click.option("--force", is_flag=True, help="Overwrite an existing file.")
 @store_options
-def export(entry: str, output: Path | None, force: bool, kv_cache_dir: Path, as_json: bool) -> None:
-    """Write the saved prompt ENTRY with all its blocks to one .safetensors file.
+def export(
+    entries: tuple[str, ...],
+    output: Path | None,
+    pack: Path | None,
+    sign: Path | None,
+    force: bool,
+    kv_cache_dir: Path,
+    as_json: bool,
+) -> None:
+    """Write saved prompts with all their blocks to one .safetensors file.
 
-    ENTRY is an id from inspect, or the beginning of one. `diskprefix import` adds the file to another store, on this
-    machine or on one with the same model and libraries.
+    Each ENTRY is an id from inspect, or the beginning of one; all are of one model. `diskprefix import` adds the file
+    to another store, on this machine or on one with the same model and libraries.
 
-    A prompt of your own programs belongs to the programs of the user who imports it. Any other keeps its tenant: in the
-    other store, only requests with the same key and salt can use it.
+    Prompts of your own programs belong to the programs of the user who imports them. Any others keep their tenant: in
+    the other store, only requests with the same key and salt can use them. With --pack, no key is written: the
+    prompts belong to the programs of whoever imports the file.
+
+    The SHA-256 of the content is shown. --sign signs it with `ssh-keygen`: `import` uses signed files at once where the
+    signer is trusted.
 
     The command is safe beside a running daemon. Every block is verified; if one is damaged, no file is written. The
-    file contains the prompt, so only its owner may read it.
+    file contains the prompts, so only its owner may read it.
 
     \b
     diskprefix inspect                            lists the ids
     diskprefix export 3fa9 -o manual.safetensors
+    diskprefix export 3fa9 77b0 --pack agents.safetensors --sign ~/.ssh/id_ed25519
     diskprefix export 3fa9 --json | jq -r .file
 
     \b
     Exit codes: 0 done; 2 wrong usage, no such ENTRY, one that cannot be exported, or the file
     exists; 4 the store cannot be opened or is damaged, or the file cannot be written.
     """
-    path = Path() if output is None else output.absolute()
+    if output is not None and pack is not None:
+        raise click.UsageError("give --output or --pack")
     with opened_store(kv_cache_dir) as store:
         with store.snapshot() as snapshot:
-            info = find_entry(list_entries(snapshot), entry)
-        if path.is_dir():
-            path = path / f"{short_id(info.id)}.safetensors"
-        if not path.parent.is_dir():
-            raise SettingsError(f"--output: there is no folder {path.parent}; create it first")
-        with progress("exporting", info.raw_bytes) as advance:
-            file_bytes = export_entry(store, bytes.fromhex(info.id), path, force=force, advance=advance)
+            known = list_entries(snapshot)
+            infos = [find_entry(known, entry) for entry in entries]
+        first = infos[0]
+        option = "--output" if pack is None else "--pack"
+        path = _destination(output if pack is None else pack, f"{short_id(first.id)}.safetensors", option)
+        with progress("exporting", sum(info.raw_bytes for info in infos)) as advance:
+            written = export_pack(
+                store,
+                [bytes.fromhex(info.id) for info in infos],
+                path,
+                force=force,
+                advance=advance,
+                without_keys=pack is not None,
+                sign=None if sign is None else partial(sign_digest, sign),
+            )
+    tenant = "" if pack is not None else first.tenant
+    _print_export(path, infos, written, tenant, is_signed=sign is not None, as_json=as_json)
+
+
+def _print_export(
+    path: Path, infos: Sequence[EntryInfo], written: WrittenPack, tenant: str, *, is_signed: bool, as_json: bool
+) -> None:
+    model, num_tokens = infos[0].model, sum(info.num_tokens for info in infos)
     if as_json:
-        known = {name: getattr(info, name) for name in ("id", "model", "tenant", "num_tokens")}
-        print_json({"file": str(path), "file_bytes": file_bytes} | known)
-    else:
-        content = f"{info.num_tokens:,} tokens of {_named(info.model, info.tenant, tenant_names())}"
-        click.echo(f"{path}: {content}, {format_size(file_bytes)}, entry {short_id(info.id)}")
+        about = {"file": str(path), "file_bytes": written.num_bytes, "sha256": written.digest, "signed": is_signed}
+        about |= {"model": model, "tenant": tenant, "num_tokens": num_tokens}
+        print_json(about | {"entries": [info.id for info in infos]})
+        return
+    content = f"{_prompts(len(infos), num_tokens)} of {_named(model, tenant, tenant_names())}"
+    click.echo(f"{path}: {content}, {format_size(written.num_bytes)}")
+    click.echo(f"  sha256 {written.digest}{', signed' if is_signed else ''}")
+
+
+def _destination(path: Path | None, name: str, option: str) -> Path:
+    """Returns the file to write, of this `name` if `path` is a folder. Raises `SettingsError`."""
+    path = Path() if path is None else path.absolute()
+    path = path / name if path.is_dir() else path
+    if not path.parent.is_dir():
+        raise SettingsError(f"{option}: there is no folder {path.parent}; create it first")
+    return path
 
 
 @click.command("import", short_help="Add exported prompts to the store.")
 @click.argument("files", metavar="FILE...", nargs=-1, required=True, type=PathType())
+@click.option("--trust", is_flag=True, help="Use files at once that no signer you trust has signed.")
 @click.option("--dry-run", is_flag=True, help="Verify the files, show what they hold, and change nothing.")
 @click.option(
     "--force",
@@ -81,12 +135,25 @@ def export(entry: str, output: Path | None, force: bool, kv_cache_dir: Path, as_
 )
 @click.option("--mine", is_flag=True, help="Give the prompts to your programs, whoever they belong to.")
 @store_options
-def import_(files: tuple[Path, ...], dry_run: bool, force: bool, mine: bool, kv_cache_dir: Path, as_json: bool) -> None:
-    """Add exported prompts to the store.
+def import_(
+    files: tuple[Path, ...],
+    trust: bool,
+    dry_run: bool,
+    force: bool,
+    mine: bool,
+    kv_cache_dir: Path,
+    as_json: bool,
+) -> None:
+    """Add exported prompts to the store. Each FILE is a file of `diskprefix export`, or a folder of them.
 
-    The command is safe beside a running daemon, whose next request can restore the prompts. All files are verified
-    before anything is written. Blocks that the store already has are not stored again. If the store is full, other
-    blocks are evicted. A file larger than the budget is refused.
+    Whoever made this state can steer answers. A file is used at once if a signer whom you trust has signed it:
+    $XDG_CONFIG_HOME/diskprefix/allowed_signers names them, one on a line (see ALLOWED SIGNERS in ssh-keygen(1)). Of any
+    other file only the tokens are taken: the daemon computes the prompts while nobody waits, and its log says if the
+    file has other state. --trust uses files at once all the same, and responses then say `unverified`.
+
+    The command is safe beside a running daemon. All files are verified before anything is written. Blocks that the
+    store already has are not stored again. If the store is full, other blocks are evicted. A file larger than the
+    budget is refused.
 
     A prompt of the exporting user's programs is given to your programs, which a daemon without API keys tells by their
     user or by your key. Any other keeps its tenant: only requests with the same key and salt can use it. With --mine,
@@ -95,62 +162,114 @@ def import_(files: tuple[Path, ...], dry_run: bool, force: bool, mine: bool, kv_
     State can be restored only with the same weights, libraries, device and settings. A file is therefore refused if its
     model was not served with this store; the error says what differs.
 
-    Import only files that you trust: the model answers from this state, and a checksum does not protect against
-    deliberate changes.
-
     \b
     diskprefix import manual.safetensors
-    diskprefix import *.safetensors --dry-run
+    diskprefix import Qwen3-4B-Q8_0.prefixes --dry-run
+    diskprefix import manual.safetensors --trust
     diskprefix import manual.safetensors --kv-cache-dir /srv/kv --force
 
     \b
     Exit codes: 0 done; 2 wrong usage, no such file, a file that export did not write, or of a
     model that is not known here; 4 the store cannot be opened or is full, or a file is damaged.
     """
-    done: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        readers = [stack.enter_context(EntryReader.open(path)) for path in files]
+        readers = [stack.enter_context(PackReader.open(path)) for path in _packs(files)]
+        signers = [signer_of(reader.signature, reader.digest, allowed_signers()) for reader in readers]
         for reader in readers:
             reader.give(mine=mine)
         min_free_bytes = Settings.kv_cache_min_free
         store = stack.enter_context(opened_store(kv_cache_dir, write=not dry_run, min_free_bytes=min_free_bytes))
-        num_bytes = sum(sum(reader.manifest.payload_bytes()) for reader in readers)
         with store.snapshot() as snapshot:
             for reader in () if force else readers:
                 require_known_model(snapshot, reader)
-        with progress("verifying", num_bytes) as advance:
-            for reader in readers:
-                require_room(store, reader)
-                reader.verify_payloads(advance)
+        results = [_summary(reader, signer, trust=trust) for reader, signer in zip(readers, signers, strict=True)]
+        _verify(store, readers, results)
         if not dry_run:
-            with progress("importing", num_bytes) as advance:
-                done = [import_entry(store, reader, advance=advance)._asdict() for reader in readers]
-    results = [_summary(reader) | result for reader, result in zip(readers, done or [{}] * len(readers), strict=True)]
+            results = _add(store, readers, results)
     if as_json:
-        print_json({"dry_run": dry_run, "entries": results})
+        print_json({"dry_run": dry_run, "files": results})
         return
+    _print_import(readers, results, dry_run=dry_run)
+
+
+def _print_import(readers: Sequence[PackReader], results: Sequence[dict[str, Any]], *, dry_run: bool) -> None:
     tenant_text = tenant_names()
     for reader, result in zip(readers, results, strict=True):
-        click.echo(f"{result['file']}: {_sentence(result, tenant_text)}")
+        click.echo(f"{result['file']}: {_sentence(result, tenant_text, dry_run=dry_run)}")
         if not reader.manifest.is_own:
             only = "requests with its key and salt" if result["tenant"] else "requests that have no key or user"
             click.echo(f"  only {only} restore it; `import --mine` gives it to your programs")
 
 
-def _summary(reader: EntryReader) -> dict[str, Any]:
+def _verify(store: Store, readers: Sequence[PackReader], results: Sequence[dict[str, Any]]) -> None:
+    """Raises the errors of an import before anything is written."""
+    with progress("verifying", sum(sum(reader.manifest.payload_bytes()) for reader in readers)) as advance:
+        for reader, result in zip(readers, results, strict=True):
+            require_room(store, reader)
+            reader.verify_payloads(advance)
+            if result["use"] == "once computed":
+                encoded_notes(store, reader)
+
+
+def _add(store: Store, readers: Sequence[PackReader], results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Adds files, and returns the results with what was added."""
+    with progress("importing", sum(sum(reader.manifest.payload_bytes()) for reader in readers)) as advance:
+        added = list[dict[str, Any]]()
+        for reader, result in zip(readers, results, strict=True):
+            if result["use"] == "once computed":
+                import_to_compute(store, reader)
+                added.append(result)
+            else:
+                done = import_pack(store, reader, advance=advance, is_unverified=result["use"] == "unverified")
+                added.append(result | done._asdict())
+    return added
+
+
+def _packs(names: Sequence[Path]) -> list[Path]:
+    """Returns the files, and those in the folders. Raises `SettingsError` for a folder without any."""
+    files = list[Path]()
+    for name in names:
+        inside = sorted(name.glob("*.safetensors")) if name.is_dir() else [name]
+        if not inside:
+            raise SettingsError(f"{name}: there is no .safetensors file in this folder")
+        files += inside
+    return files
+
+
+def _summary(reader: PackReader, signer: str | None, *, trust: bool) -> dict[str, Any]:
     manifest = reader.manifest
-    model = {"file": str(reader.path), "model": manifest.root.model, "tenant": manifest.root.tenant}
-    return model | {"num_tokens": manifest.entry.num_tokens, "num_nodes": len(manifest.nodes)}
+    about = {"file": str(reader.path), "sha256": reader.digest, "signer": signer, "is_signed": bool(reader.signature)}
+    about["use"] = "at once" if signer is not None else "unverified" if trust else "once computed"
+    about |= {"model": manifest.root.model, "tenant": manifest.root.tenant}
+    num_tokens = sum(prompt.entry.num_tokens for prompt in manifest.prompts)
+    return about | {"prompts": len(manifest.prompts), "num_tokens": num_tokens, "num_nodes": len(manifest.nodes)}
 
 
-def _sentence(result: dict[str, Any], tenant_text: Callable[[str], str]) -> str:
-    content = f"{result['num_tokens']:,} tokens of {_named(result['model'], result['tenant'], tenant_text)}"
-    blocks = counted(result["num_nodes"], "block")
-    if "id" not in result:
-        return f"would import {content} in {blocks}"
+_USES = {
+    "at once": "signed by {signer}",
+    "unverified": "unverified: responses that use it say so",
+    "once computed": "no signer whom you trust has signed it, so this machine computes it while nobody waits, then "
+    "uses it; --trust uses it at once",
+}
+
+
+def _sentence(result: dict[str, Any], tenant_text: Callable[[str], str], *, dry_run: bool) -> str:
+    content = _prompts(result["prompts"], result["num_tokens"])
+    content += f" of {_named(result['model'], result['tenant'], tenant_text)}"
+    content += f" in {counted(result['num_nodes'], 'block')}"
+    use = _USES[result["use"]].format(signer=shown(str(result["signer"])))
+    if dry_run:
+        return f"would import {content}; {use}"
+    if "new_nodes" not in result:
+        return f"noted {content}; {use}"
     new = f"{result['new_nodes']:,} new ({format_size(result['new_bytes'])})" if result["new_nodes"] else "none new"
     evicted = f", evicted {counted(result['evicted'], 'block')} for them" if result["evicted"] else ""
-    return f"imported {content} in {blocks}, {new}{evicted}, entry {short_id(result['id'])}"
+    return f"imported {content}, {new}{evicted}; {use}"
+
+
+def _prompts(number: int, num_tokens: int) -> str:
+    tokens = counted(num_tokens, "token")
+    return tokens if number == 1 else f"{counted(number, 'prompt')} with {tokens}"
 
 
 def _named(model: str, tenant: str, tenant_text: Callable[[str], str]) -> str:

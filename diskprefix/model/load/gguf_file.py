@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import lru_cache
-from pathlib import Path
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 from msgspec.structs import replace
@@ -13,6 +15,8 @@ from msgspec.structs import replace
 from diskprefix.errors import ModelError
 from diskprefix.model.load.gguf_header import MAGIC, FileTensor, GgufHeader, read_header, require_beginning
 from diskprefix.model.load.manifests import is_blob, manifest_of
+from diskprefix.progress import Report
+from diskprefix.units import counted
 
 _PART = re.compile(r"(?P<model>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})")
 QUANT = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d|TQ\d|BF16|FP?16|FP?32|MXFP4|NVFP4)(?:_[A-Z0-9]+)*)$", re.IGNORECASE)
@@ -69,10 +73,25 @@ def first_parts(names: Iterable[str]) -> dict[str, list[str]]:
     return models
 
 
-def model_stem(gguf: Path) -> str:
+def model_stem(gguf: PurePath) -> str:
     """Returns the name of the file without its extension, and without the number of the part."""
     match = _PART.fullmatch(gguf.stem)
     return gguf.stem if match is None else match["model"]
+
+
+def packs_folder(gguf: str) -> str:
+    """Returns the name of the folder beside a `.gguf` file that may have packs: prompts that were computed with it."""
+    path = PurePosixPath(gguf)
+    return str(path.with_name(f"{model_stem(path)}.prefixes"))
+
+
+def offer_packs(gguf: Path, progress: Report) -> None:
+    """Reports the packs beside a `.gguf` file, if there are any. `diskprefix import` takes their folder."""
+    folder = Path(packs_folder(str(gguf)))
+    with suppress(OSError):
+        if packs := list(folder.glob("*.safetensors")):
+            has = f"{counted(len(packs), 'file')} of prompts"
+            progress(f"{folder} has {has} for this model; add them: diskprefix import {shlex.quote(str(folder))}")
 
 
 def read_tensors(parts: Sequence[Path]) -> tuple[GgufHeader, list[FileTensor]]:

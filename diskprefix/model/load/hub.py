@@ -25,14 +25,14 @@ from diskprefix.model.load.checkpoint import (
     weight_files_of,
 )
 from diskprefix.model.load.fit import ROOM_BYTES, ModelNeeds, TokenState, needs_of_checkpoint, state_of
-from diskprefix.model.load.gguf_file import QUANT, first_parts, model_stem, part_paths
+from diskprefix.model.load.gguf_file import QUANT, first_parts, model_stem, packs_folder, part_paths
 from diskprefix.model.load.hub_library import COMMIT, checked_library
 from diskprefix.model.load.made_once import require_disk
 from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.model.load.projector import preferred_projectors
 from diskprefix.printable import first_line, shown
 from diskprefix.progress import Report, progress_bar
-from diskprefix.units import format_size
+from diskprefix.units import counted, format_size
 
 _FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _SMALL = [*_FILES, "*.md", "LICENSE*", ".gitattributes"]
@@ -289,13 +289,20 @@ def _content(file: Path) -> Path:
 
 
 def fetched_model(
-    model: str, progress: Report, flag: str, before: Callable[[HubListing], None], *, with_weights: bool
+    model: str,
+    progress: Report,
+    flag: str,
+    before: Callable[[HubListing], None],
+    *,
+    with_weights: bool,
+    with_packs: bool = False,
 ) -> Path:
     """Returns the folder of the newest snapshot of a repository, or the first part of a quant: of the one that `model`
     names, or of the best one if the repository has nothing else. If the hub does not answer, the cached snapshot is
     used.
 
-    `before` is called before weights are fetched. Raises `ModelError`; `flag` is what named the model."""
+    `before` is called before weights are fetched. `with_packs`: the packs beside a quant are fetched too. Raises
+    `ModelError`; `flag` is what named the model."""
     library = checked_library(begins=True)
     repo, quant = split_name(model)
     progress(f"looking for {model} on the Hugging Face hub")
@@ -314,11 +321,11 @@ def fetched_model(
         top = [name for name in files if "/" not in name]
         weights = [SAFETENSORS] if any(fnmatch(name, SAFETENSORS) for name in top) else []
         is_gone = quant and _quant_called(quant, list(files)) is None
-        if here is not None and here.is_file() and (is_gone or not (quant or weights)):
+        if here is not None and here.is_file() and (is_gone or not (quant or weights or with_packs)):
             progress(f"{model}: {here.name} is on this machine")
             return here
         if quant or (not weights and any(map(is_gguf_model, files))):
-            return _fetched_quant(repo, commit, quant, files, progress, before)
+            return _fetched_quant(repo, commit, quant, files, progress, before, with_packs=with_packs)
 
         def before_weights() -> None:
             if with_weights and (listing := listing_of(repo)) is not None:
@@ -338,7 +345,14 @@ def _network_error() -> type[Exception]:
 
 
 def _fetched_quant(
-    repo: str, commit: str, quant: str, files: Mapping[str, int], progress: Report, before: Callable[[HubListing], None]
+    repo: str,
+    commit: str,
+    quant: str,
+    files: Mapping[str, int],
+    progress: Report,
+    before: Callable[[HubListing], None],
+    *,
+    with_packs: bool,
 ) -> Path:
     """Returns the first part of a quant, fetched. `files` are the repository's files with their sizes."""
     chosen, reason = choose_quant(repo, files, quant, available_ram_bytes())
@@ -348,6 +362,13 @@ def _fetched_quant(
     if projector := _projector_of(files, chosen):
         progress(f"pictures need {projector}, {format_size(files[projector])}, which is fetched too")
         names.append(projector)
+    beside = packs_folder(names[0])
+    packs = [name for name in files if name.rpartition("/")[0] == beside and name.endswith(".safetensors")]
+    if packs:
+        size = format_size(sum(files[name] for name in packs))
+        asked = "they are fetched too" if with_packs else "`diskprefix pull --packs` fetches them"
+        progress(f"{repo} has {counted(len(packs), 'file')} of prompts for it, {size}; {asked}")
+        names += packs if with_packs else []
     folder = _fetched(repo, commit, [escape(name) for name in names], progress, lambda: before(listing), ignored=())
     if not all((folder / name).is_file() for name in names):
         raise ModelError(f"{repo} was changed while it was fetched; fetch it again")

@@ -36,7 +36,7 @@ from diskprefix.model.load.draft_layer import further_layers, has_known_draft_la
 from diskprefix.model.load.embedded import EMBEDDED, embedded_file
 from diskprefix.model.load.fingerprint import weights_digest
 from diskprefix.model.load.fit import Fit, ModelNeeds, needs_of_file_model, needs_of_folder
-from diskprefix.model.load.gguf_file import file_stamp, forget_headers, part_paths
+from diskprefix.model.load.gguf_file import file_stamp, forget_headers, offer_packs, part_paths
 from diskprefix.model.load.hub import HubListing, fetched_model
 from diskprefix.model.load.imports import INSTALL, transformers_quietly
 from diskprefix.model.load.kinds import ModelKind, config_of_plan, kind_of_plan, plan_config, require_served_kind
@@ -365,6 +365,8 @@ def _source(
 
         path, name = find_model(settings.model, progress, flag=flag, before_fetch=before_fetch)
         is_file = path.is_file()
+        if is_file:
+            offer_packs(path, progress)
         files = part_paths(path) if is_file else weight_files_of(path)
     with clock("imports"):
         device = pick_device(settings.device)

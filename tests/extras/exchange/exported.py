@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
-from diskprefix.extras.exchange.entry_file import EntryReader
-from diskprefix.extras.exchange.exchange import Imported, export_entry, import_entry
+from diskprefix.extras.exchange.exchange import Imported, export_pack, import_pack
+from diskprefix.extras.exchange.pack_file import PackReader
 from diskprefix.store.schema import EntryRecord, RootRecord
 from diskprefix.store.store import Publication, Store
-from diskprefix.tokens import TokenIds, checksum, root_hash
+from diskprefix.tokens import TokenIds, root_hash
 from tests.store.building import BLOCK, publication
 
 LAYOUT = json.dumps(
@@ -98,14 +99,18 @@ def entry_of(
 
 
 def export(store: Store, pub: Publication, path: Path, *, force: bool = False) -> Path:
-    assert pub.last_node is not None
-    export_entry(store, pub.last_node, path, force=force, advance=lambda _num_bytes: None)
+    return export_all(store, [pub], path, force=force)
+
+
+def export_all(store: Store, pubs: Sequence[Publication], path: Path, **options: Any) -> Path:
+    names = [pub.last_node for pub in pubs if pub.last_node is not None]
+    export_pack(store, names, path, **{"force": False} | options, advance=lambda _num_bytes: None)
     return path
 
 
-def import_file(store: Store, path: Path) -> Imported:
-    with EntryReader.open(path) as reader:
-        return import_entry(store, reader, advance=lambda _num_bytes: None)
+def import_file(store: Store, path: Path, *, is_unverified: bool = False) -> Imported:
+    with PackReader.open(path) as reader:
+        return import_pack(store, reader, advance=lambda _num_bytes: None, is_unverified=is_unverified)
 
 
 def split(data: bytes) -> tuple[dict[str, Any], bytes]:
@@ -120,11 +125,19 @@ def joined(header: object, data: bytes) -> bytes:
     return struct.pack("<Q", len(text)) + text + data
 
 
-def signed(header: dict[str, Any], data: bytes) -> bytes:
-    """The file with the checksum that its manifest ought to have: what is wrong beside it is left to be found."""
+def sealed(header: dict[str, Any], data: bytes) -> bytes:
+    """The file with the digest that its manifest ought to have: what is wrong beside it is left to be found."""
     start, end = header["token_ids"]["data_offsets"]
     text = header["__metadata__"]["manifest"].encode(errors="replace")
     header["__metadata__"]["manifest"] = text.decode()
-    checksums_at = header["checksums"]["data_offsets"][0]
-    index = checksum(text + data[start:end] + data[checksums_at:-8])
-    return joined(header, data[:-8] + struct.pack("<Q", index))
+    digests_at, digests_end = header["digests"]["data_offsets"]
+    index = hashlib.sha256(text + data[start:end] + data[digests_at : digests_end - 32]).digest()
+    return joined(header, data[: digests_end - 32] + index + data[digests_end:])
+
+
+def with_payload(header: dict[str, Any], data: bytes, number: int, at: int, payload: bytes) -> bytes:
+    """The file with another payload of a node, which begins at byte `at`, and all its digests."""
+    start, digests_at = header["payloads"]["data_offsets"][0] + at, header["digests"]["data_offsets"][0] + 32 * number
+    data = data[:start] + payload + data[start + len(payload) :]
+    digest = hashlib.sha256(payload).digest()
+    return sealed(header, data[:digests_at] + digest + data[digests_at + 32 :])

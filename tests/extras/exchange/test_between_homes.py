@@ -14,6 +14,7 @@ import pytest
 from diskprefix.store.store import Store
 from diskprefix.tenant_ids import short_tenant
 from diskprefix.values import Tenant
+from tests.extras.exchange.test_signatures import make_key, public
 from tests.native.variants import of_this_cpu
 from tests.server.daemon_process import DaemonProcess, clean_environment, serve_flags, wait_until
 from tests.server.test_auth import ALICE, write_keys
@@ -49,9 +50,9 @@ class Home:
         entries: list[dict[str, Any]] = json.loads(self.run("inspect", "--json").stdout)["entries"]
         return entries
 
-    def export(self, path: Path) -> None:
+    def export(self, path: Path, *more: object) -> None:
         (entry,) = self.entries()
-        self.run("export", entry["id"], "-o", path)
+        self.run("export", entry["id"], "-o", path, *more)
 
     def knows_a_model(self) -> bool:
         with closing(Store(self.folder / "kv", read_only=True)) as store, store.snapshot() as snapshot:
@@ -76,22 +77,33 @@ def reply_to_a_question(daemon: DaemonProcess) -> tuple[int, Any]:
 
 
 @pytest.mark.slow
-def test_an_import_restores_a_warmed_prompt_in_another_home(homes: tuple[Home, Home], tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_signed", [False, True], ids=["trusted", "signed"])
+def test_an_import_restores_a_warmed_prompt_in_another_home(
+    homes: tuple[Home, Home], tmp_path: Path, is_signed: bool
+) -> None:
     here, there = homes
+    more: tuple[object, ...] = ()
+    if is_signed:
+        key = make_key(tmp_path / "keys" / "here")
+        more = ("--sign", key)
+        signers = there.folder / "config" / "diskprefix" / "allowed_signers"
+        signers.parent.mkdir(parents=True)
+        signers.write_text(f"here {public(key)}\n")
     with here.serve() as daemon:
         computed = here.warm(daemon.wait_ready())
         wait_until(here.entries, "the prompt is saved")
         known, choices = reply_to_a_question(daemon)
     assert (computed["restored"], computed["saved"]) == (0, "queued")
-    here.export(path := tmp_path / "system.safetensors")
+    here.export(path := tmp_path / "system.safetensors", *more)
     with there.serve() as daemon:
         daemon.wait_ready()
         wait_until(there.knows_a_model, "the model is known")
-        said = there.run("import", path).stdout
+        said = there.run("import", path, *(() if is_signed else ("--trust",))).stdout
+        assert ("signed by here" in said, "unverified" in said) == (is_signed, not is_signed)
         assert " (yours) in " in said
         assert "--mine" not in said
-        for more in ((), ("--api-key", "unused")):
-            again = there.warm(daemon, *more)
+        for flags in ((), ("--api-key", "unused")):
+            again = there.warm(daemon, *flags)
             assert again["restored"] == again["prompt_tokens"] == computed["prompt_tokens"]
         restored, same = reply_to_a_question(daemon)
         assert restored == known > 700
@@ -116,7 +128,7 @@ def test_a_prompt_of_an_api_key_keeps_it_and_the_import_says_how_to_take_it_over
         wait_until(there.knows_a_model, "the model is known")
         tenant = short_tenant(str(Tenant.of_key(ALICE)))
         for flags, is_taken in (((), False), (("--mine",), True)):
-            said = there.run("import", path, *flags).stdout
+            said = there.run("import", path, "--trust", *flags).stdout
             assert (f" of tenant {tenant} in " in said, "--mine" in said, " (yours) in " in said) == (
                 not is_taken,
                 not is_taken,

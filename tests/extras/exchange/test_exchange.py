@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 
 from diskprefix.errors import DiskPrefixError, PrefixGone, SettingsError, StoreCorrupt, StoreUnavailable
 from diskprefix.extras.exchange import exchange
-from diskprefix.extras.exchange.entry_file import EntryReader
 from diskprefix.extras.exchange.exchange import require_known_model
+from diskprefix.extras.exchange.pack_file import PackReader
 from diskprefix.model.load.fingerprint import fingerprint_of_modules
 from diskprefix.store.codec.codec import Codec
 from diskprefix.store.pieces import LAYOUT_VERSION
@@ -128,7 +128,7 @@ def test_an_entry_is_the_same_in_a_store_of_another_secret_and_codec(
             assert is_whole(target, theirs)
             assert {node.name for node in ours.nodes}.isdisjoint(node.name for node in theirs.nodes)
             assert theirs.last_node is not None
-            assert (done.id, done.new_nodes) == (theirs.last_node.hex(), len(theirs.nodes))
+            assert (done.ids, done.new_nodes) == ([theirs.last_node.hex()], len(theirs.nodes))
             assert done.new_bytes == theirs.payload_bytes
             with target.snapshot() as snapshot:
                 assert snapshot.entry(theirs.last_node) == theirs.entry
@@ -153,10 +153,10 @@ def test_all_that_is_known_of_an_entry_comes_along_but_what_is_of_its_machine(
 def test_the_folder_of_a_tokenizer_that_a_forged_file_names_is_not_stored(
     pub: Publication, file: Path, target: Store
 ) -> None:
-    with EntryReader.open(file) as reader:
+    with PackReader.open(file) as reader:
         root = structs.replace(reader.manifest.root, tokenizer="/tmp/forged")
         reader.manifest = structs.replace(reader.manifest, root=root)
-        exchange.import_entry(target, reader, advance=lambda _num_bytes: None)
+        exchange.import_pack(target, reader, advance=lambda _num_bytes: None, is_unverified=False)
     with target.snapshot() as snapshot:
         assert snapshot.root(pub.root) == structs.replace(root, tokenizer="")
 
@@ -166,19 +166,21 @@ def test_the_file_is_what_its_page_says(pub: Publication, file: Path) -> None:
     assert {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()} == {
         "token_ids": (torch.int32, (len(PROMPT),)),
         "payloads": (torch.uint8, (60 * len(PROMPT) + 100,)),
-        "checksums": (torch.uint8, (8 * 5,)),
+        "digests": (torch.uint8, (32 * 5,)),
+        "signature": (torch.uint8, (0,)),
     }
     assert tensors["token_ids"].tolist() == PROMPT.tolist()
     assert tensors["payloads"].numpy().tobytes() == b"".join(piece for node in pub.nodes for piece in node.payload)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     with safe_open(file, "pt") as opened:
         metadata = opened.metadata()
-    assert (metadata["format"], metadata["version"]) == ("diskprefix-entry", "1")
+    assert (metadata["format"], metadata["version"]) == ("diskprefix-pack", "1")
     manifest = json.loads(metadata["manifest"])
     assert (manifest["root"]["model"], manifest["root"]["layout"]) == ("tiny", LAYOUT)
     assert manifest["root"]["identity"] == pub.root_record.identity
-    assert (manifest["entry"]["scope"], manifest["entry"]["num_tokens"]) == ("auto:30", len(PROMPT))
-    assert manifest["nodes"] == [*([0, start, BLOCK, 0.5] for start in (0, 16, 32)), [1, 48, 5, 0.5]]
+    (kept,) = manifest["prompts"]
+    assert (kept["node"], kept["entry"]["scope"], kept["entry"]["num_tokens"]) == (3, "auto:30", len(PROMPT))
+    assert manifest["nodes"] == [*([0, parent, BLOCK, 0.5] for parent in (-1, 0, 1)), [1, 2, 5, 0.5]]
 
 
 def test_a_file_that_safetensors_wrote_anew_is_imported(target: Store, file: Path, tmp_path: Path) -> None:
@@ -234,7 +236,7 @@ def test_what_happens_during_an_export_ends_it_without_a_file(
 
     assert pub.last_node is not None
     with pytest.raises(error, match=words):
-        exchange.export_entry(store, pub.last_node, path, force=False, advance=advance)
+        exchange.export_pack(store, [pub.last_node], path, force=False, advance=advance)
     assert {one.name for one in tmp_path.iterdir()} - {path.name} == {"source"}
     assert not path.exists() or path.read_text() == "precious"
 
@@ -280,7 +282,7 @@ def test_another_model_s_state_is_refused_with_what_differs_from_the_nearest(
     with target.changes() as changes:
         for model, identity in served.items():
             changes.put_model(ModelRecord(model=model, identity=identity))
-    with EntryReader.open(file) as reader, target.snapshot() as snapshot:
+    with PackReader.open(file) as reader, target.snapshot() as snapshot:
         if words:
             with pytest.raises(SettingsError, match=f"'tiny', {words}; serve that model"):
                 require_known_model(snapshot, reader)
@@ -316,13 +318,13 @@ def test_an_interrupted_import_leaves_a_shorter_prefix_that_the_next_completes(
 
 
 def test_what_changes_after_it_was_verified_is_not_imported(target: Store, file: Path) -> None:
-    with EntryReader.open(file) as reader:
+    with PackReader.open(file) as reader:
         reader.verify_payloads(lambda _num_bytes: None)
         with file.open("r+b") as opened:
-            opened.seek(-100, os.SEEK_END)
+            opened.seek(-200, os.SEEK_END)
             opened.write(b"12345678")
-        with pytest.raises(StoreCorrupt, match=r"entry\.safetensors is damaged: the checksum of tokens"):
-            exchange.import_entry(target, reader, advance=lambda _num_bytes: None)
+        with pytest.raises(StoreCorrupt, match=r"entry\.safetensors is damaged: the digest of tokens"):
+            exchange.import_pack(target, reader, advance=lambda _num_bytes: None, is_unverified=False)
     assert target.counts()["blocks"] == target.counts()["entries"] == 0
 
 
@@ -350,7 +352,7 @@ def test_memory_stays_at_a_few_blocks_whatever_the_entry_s_size(
     assert name is not None
     del pub
     assert (
-        traced_peak(lambda: exchange.export_entry(store, name, path, force=False, advance=lambda _: None)) < 4 * block
+        traced_peak(lambda: exchange.export_pack(store, [name], path, force=False, advance=lambda _: None)) < 4 * block
     )
     assert path.stat().st_size > count * block
     assert traced_peak(lambda: import_file(target, path)) < 12 * block
@@ -396,36 +398,43 @@ def test_a_prompt_goes_from_store_to_store_with_its_tenant_and_both_commands_say
     assert exported == {
         "file": str(path.absolute()),
         "file_bytes": path.stat().st_size,
-        "id": name,
+        "sha256": exported["sha256"],
+        "signed": False,
         "model": "tiny",
         "tenant": tenant,
         "num_tokens": len(PROMPT),
+        "entries": [name],
     }
     whose = "tiny" + (f" of tenant {tenant[:8]}" if tenant else "")
     shown = run("export", name[:6], "--kv-cache-dir", from_kv)
     assert (shown.exit_code, shown.stderr) == (0, "")
     assert shown.stdout.startswith(f"{name[:12]}.safetensors: {len(PROMPT)} tokens of {whose}, ")
     assert Path(f"{name[:12]}.safetensors").read_bytes() == path.read_bytes()
-    planned = run("import", path, "--kv-cache-dir", to_kv, "--dry-run", "--json").json
+    planned = run("import", path, "--trust", "--kv-cache-dir", to_kv, "--dry-run", "--json").json
     assert not holds_the_prompt(to_kv, tenant=tenant)
-    done = run("import", path, "--kv-cache-dir", to_kv, "--json").json
-    (plan,), (entry,) = planned["entries"], done["entries"]
+    done = run("import", path, "--trust", "--kv-cache-dir", to_kv, "--json").json
+    (plan,), (entry,) = planned["files"], done["files"]
     assert (planned["dry_run"], done["dry_run"], entry | plan) == (True, False, entry)
     assert entry == {
         "file": str(path),
-        "id": entry["id"],
+        "sha256": exported["sha256"],
+        "signer": None,
+        "is_signed": False,
+        "use": "unverified",
         "model": "tiny",
         "tenant": tenant,
+        "prompts": 1,
         "num_tokens": len(PROMPT),
         "num_nodes": 4,
+        "ids": entry["ids"],
         "new_nodes": 4,
         "new_bytes": 60 * len(PROMPT) + 100,
         "evicted": 0,
     }
     assert holds_the_prompt(to_kv, tenant=tenant)
     assert not holds_the_prompt(to_kv, tenant=TENANT if not tenant else "")
-    again = run("import", path, "--kv-cache-dir", to_kv)
-    assert f": imported {len(PROMPT)} tokens of {whose} in 4 blocks, none new" in again.stdout
+    again = run("import", path, "--trust", "--kv-cache-dir", to_kv)
+    assert f": imported {len(PROMPT)} tokens of {whose} in 4 blocks, none new; unverified" in again.stdout
 
 
 def test_an_import_of_several_files_is_refused_whole(run: Run, from_kv: Path, to_kv: Path, tmp_path: Path) -> None:
@@ -445,7 +454,7 @@ def test_an_import_of_several_files_is_refused_whole(run: Run, from_kv: Path, to
         (("export", entry_id(from_kv), "-o", "none/e"), from_kv, 2, ("--output: there is no folder", "/none;")),
         (("import", file, tmp_path / "none"), to_kv, 2, ("none: no such file",)),
         (("import", file, text), to_kv, 2, (f"{text}: it is a text; import takes files that",)),
-        (("import", file, flipped), to_kv, 4, ("flipped.safetensors is damaged", "checksum")),
+        (("import", file, flipped), to_kv, 4, ("flipped.safetensors is damaged", "digest")),
         (("import", file, large, "--force"), to_kv, 4, ("do not fit --kv-cache-budget 32.0 MiB",)),
         (("import", file), other, 2, ("'tiny'", "'Other-7B'", "--force")),
         (("import", file, "--dry-run"), other, 2, ("'tiny'",)),
@@ -459,6 +468,8 @@ def test_an_import_of_several_files_is_refused_whole(run: Run, from_kv: Path, to
     assert not holds_the_prompt(to_kv)
     assert run("export", entry_id(from_kv), "-o", file, "--force", "--kv-cache-dir", from_kv).exit_code == 0
     assert run("import", file, "--kv-cache-dir", other, "--force").exit_code == 0
+    assert not holds_the_prompt(other)
+    assert run("import", file, "--kv-cache-dir", other, "--force", "--trust").exit_code == 0
     assert holds_the_prompt(other)
 
 
@@ -495,7 +506,7 @@ def test_a_model_restores_what_another_store_computed_bit_for_bit(
     path = tmp_path / "e.safetensors"
     assert run("export", entry_id(tmp_path / "a"), "-o", path, "--kv-cache-dir", tmp_path / "a").exit_code == 0
     answers(tmp_path / "b", (random_prompt(2, 2 * BLOCK), "full"))
-    imported = run("import", path, "--kv-cache-dir", tmp_path / "b")
+    imported = run("import", path, "--trust", "--kv-cache-dir", tmp_path / "b")
     assert imported.exit_code == 0, imported.stderr
     found = answers(tmp_path / "b", *((ids, "full") for ids in (token_ids, shorter, longer)))
     assert found[0].report.source == "disk"
@@ -529,7 +540,7 @@ def test_a_daemon_without_a_request_makes_its_model_known_for_an_import_beside_i
     with running_daemon(chat_model, tmp_path / "b") as daemon:
         wait_until(knows_a_model, "the model is known")
         assert run("inspect", "--stats", "--json", "--kv-cache-dir", tmp_path / "b").json["roots"] == []
-        assert run("import", path, "--kv-cache-dir", tmp_path / "b").exit_code == 0
+        assert run("import", path, "--trust", "--kv-cache-dir", tmp_path / "b").exit_code == 0
         with daemon.client() as client:
             warm = reply_to(client, body, scope="full")
     # The prompt, or its beginning if the reply took the place of its end.

@@ -17,7 +17,7 @@ import pytest
 from diskprefix.tokens import root_hash
 from tests.cli.conftest import Run, run  # noqa: F401 (a fixture)
 from tests.examples import examples
-from tests.extras.exchange.exported import HYBRID, LAYOUT, TENANT, entry_of, export, joined, signed, split
+from tests.extras.exchange.exported import HYBRID, LAYOUT, TENANT, entry_of, export, joined, sealed, split
 from tests.store.building import BLOCK, open_store, prompt
 
 Manifest: TypeAlias = dict[str, Any]
@@ -40,11 +40,11 @@ def identify(manifest: Manifest, **changes: object) -> None:
     """Changes the identity, and gives the manifest the root that belongs to it."""
     identity = json.dumps(json.loads(manifest["root"]["identity"]) | changes, sort_keys=True, separators=(",", ":"))
     manifest["root"]["identity"] = identity
-    manifest["entry"]["root"] = base64.b64encode(root_hash(identity)).decode()
+    manifest["prompts"][0]["entry"]["root"] = base64.b64encode(root_hash(identity)).decode()
 
 
 def change_record(rng: random.Random, file: Parts) -> None:
-    record = file.manifest[rng.choice(("root", "entry"))]
+    record = rng.choice((file.manifest["root"], *(prompt["entry"] for prompt in file.manifest["prompts"])))
     record[rng.choice(sorted(record))] = rng.choice(ODD)
 
 
@@ -75,7 +75,7 @@ def change_layout(rng: random.Random, file: Parts) -> None:
 
 
 def change_tensor(rng: random.Random, file: Parts) -> None:
-    tensor = file.header[rng.choice(("token_ids", "payloads", "checksums"))]
+    tensor = file.header[rng.choice(("token_ids", "payloads", "digests", "signature"))]
     start, end = tensor["data_offsets"]
     dtype, item = rng.choice((("F32", 4), ("U32", 4), ("I8", 1), ("F8_E4M3", 1), ("F16", 2), ("I64", 8), ("BOOL", 1)))
     count = (end - start) // item
@@ -101,7 +101,7 @@ def forged(data: bytes, rng: random.Random, change: Callable[[random.Random, Par
     at = header["token_ids"]["data_offsets"][0]
     body = body[:at] + rng.choice((body[at : at + 4], b"\xff\xff\xff\x7f", b"\0\0\0\x80")) + body[at + 4 :]
     header["__metadata__"]["manifest"] = json.dumps(manifest)
-    return signed(header, body) if rng.random() < 0.95 else joined(header, body)
+    return sealed(header, body) if rng.random() < 0.95 else joined(header, body)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def test_a_forged_file_is_refused_or_brings_what_verify_finds_sound(
         rng = random.Random(seed)
         path.write_bytes(forged(rng.choice(files), rng, change))
         # Without --force, only models that the store knows.
-        force = ["--force"] if rng.random() < 0.7 else []
+        force = ["--trust", "--force"] if rng.random() < 0.7 else rng.choice(([], ["--trust"]))
         ended = run("import", path, *force, "--kv-cache-dir", folder)
         codes[ended.exit_code] += 1
         if ended.exit_code:

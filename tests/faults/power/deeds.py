@@ -258,7 +258,7 @@ def exchange(root: Path) -> None:
     mark(written="entry.safetensors")
     with opened(root / OTHER_KV, 16 << 20):
         pass
-    command("import", str(root / "entry.safetensors"), "--kv-cache-dir", str(root / OTHER_KV), "--force")
+    command("import", str(root / "entry.safetensors"), "--kv-cache-dir", str(root / OTHER_KV), "--force", "--trust")
     mark(imported=OTHER_KV)
 
 
@@ -372,9 +372,9 @@ def _without_sync(of_folders: bool) -> None:
 
 
 def _without_export_sync() -> None:
-    from diskprefix.extras.exchange import entry_file
+    from diskprefix.extras.exchange import pack_file
 
-    vars(entry_file)["os"] = SimpleNamespace(**vars(os) | {"fsync": lambda _fd: None})
+    vars(pack_file)["os"] = SimpleNamespace(**vars(os) | {"fsync": lambda _fd: None})
 
 
 REMOVALS: dict[str, Callable[[], None]] = {
@@ -389,7 +389,7 @@ REMOVALS: dict[str, Callable[[], None]] = {
 
 
 _MODULES = {
-    "exchange": ("diskprefix.extras.exchange.entry_file",),
+    "exchange": ("diskprefix.extras.exchange.pack_file",),
     "profile": ("diskprefix.extras.clients.agent_profile",),
     "models": ("diskprefix.model.load.made_once",),
 }

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from diskprefix.errors import SettingsError, StoreCorrupt, StoreFormatError
-from diskprefix.extras.exchange.entry_file import EntryReader
+from diskprefix.extras.exchange.pack_file import PackReader
 from diskprefix.store.schema import NodeKind
 from diskprefix.tokens import root_hash
-from tests.extras.exchange.exported import HYBRID, LAYOUT, TENANT, entry_of, export, identity_of, joined, signed, split
+from tests.extras.exchange.exported import HYBRID, LAYOUT, TENANT, entry_of, export, identity_of, joined, sealed, split
 from tests.store.building import BLOCK, open_store, prompt
 
 
@@ -30,9 +30,9 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return exported(tmp_path_factory.mktemp("hybrid"), HYBRID, checkpoints=(BLOCK, 2 * BLOCK))
 
 
-def exported(folder: Path, layout: str, checkpoints: tuple[int, ...] = ()) -> bytes:
+def exported(folder: Path, layout: str, checkpoints: tuple[int, ...] = (), seed: int = 1) -> bytes:
     store = open_store(folder / "kv")
-    pub = entry_of(store, prompt(1, 2 * BLOCK + 5), layout=layout, checkpoints=checkpoints)
+    pub = entry_of(store, prompt(seed, 2 * BLOCK + 5), layout=layout, checkpoints=checkpoints)
     store.publish(pub)
     data = export(store, pub, folder / "e.safetensors").read_bytes()
     store.close()
@@ -45,7 +45,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def check(path: Path) -> None:
-    with EntryReader.open(path) as reader:
+    with PackReader.open(path) as reader:
         reader.verify_payloads(lambda _num_bytes: None)
 
 
@@ -53,7 +53,7 @@ def test_a_sound_file_is_sound(sound: bytes, hybrid: bytes, path: Path) -> None:
     for data in (sound, hybrid):
         path.write_bytes(data)
         check(path)
-        path.write_bytes(signed(*split(data)))
+        path.write_bytes(sealed(*split(data)))
         check(path)
 
 
@@ -76,6 +76,19 @@ def of(part: str, **changes: object) -> Change:
     return lambda manifest: manifest[part].update(changes)
 
 
+def of_entry(**changes: object) -> Change:
+    return lambda manifest: manifest["prompts"][0]["entry"].update(changes)
+
+
+def ends_at(node: int, **changes: object) -> Change:
+    def change(manifest: dict[str, Any]) -> None:
+        (prompt,) = manifest["prompts"]
+        prompt["node"] = node
+        prompt["entry"].update(changes)
+
+    return change
+
+
 def node(index: int, *changed: object, seconds: float = 0.5) -> Change:
     return lambda manifest: manifest["nodes"].__setitem__(index, [*changed, seconds])
 
@@ -86,7 +99,7 @@ def relaid(layout: str) -> Change:
     def change(manifest: dict[str, Any]) -> None:
         identity = identity_of(layout)
         manifest["root"] |= {"layout": layout, "identity": identity}
-        manifest["entry"]["root"] = base64.b64encode(root_hash(identity)).decode()
+        manifest["prompts"][0]["entry"]["root"] = base64.b64encode(root_hash(identity)).decode()
 
     return change
 
@@ -98,12 +111,16 @@ def named(**changes: object) -> Change:
         fields = json.loads(manifest["root"]["identity"]) | changes
         identity = json.dumps(fields, sort_keys=True, separators=(",", ":"))
         manifest["root"] |= {"identity": identity, "block_size": fields["block_size"]}
-        manifest["entry"]["root"] = base64.b64encode(root_hash(identity)).decode()
+        manifest["prompts"][0]["entry"]["root"] = base64.b64encode(root_hash(identity)).decode()
 
     return change
 
 
-NO_PATH, NOT_ITS_ROOT, SIZES = "nodes are not those of a prompt", "root is not the hash", "not as large as its manifest"
+NO_PATH, NOT_ITS_ROOT, SIZES = (
+    "nodes are not those of its prompts",
+    "root is not the hash",
+    "not as large as its manifest",
+)
 UNREADABLE = "layout cannot be read"
 
 
@@ -112,15 +129,15 @@ UNREADABLE = "layout cannot be read"
     [
         ("header", metadata(format="pt"), "`diskprefix export` did not write it"),
         ("header", metadata(version="2\n"), r"version 2\\n, this diskprefix reads version 1"),
-        ("header", metadata(manifest="{}"), "checksum of its manifest"),
-        ("header", lambda header: header["__metadata__"].pop("manifest"), "checksum of its manifest"),
+        ("header", metadata(manifest="{}"), "digest of its manifest"),
+        ("header", lambda header: header["__metadata__"].pop("manifest"), "digest of its manifest"),
         ("header", lambda header: header.pop("token_ids"), "cut short, or no .safetensors file"),
         ("header", of("token_ids", dtype="F32"), "its tensor token_ids is not a list of I32"),
-        ("header", of("checksums", dtype="I8"), "its tensor checksums is not a list of U8"),
+        ("header", of("digests", dtype="I8"), "its tensor digests is not a list of U8"),
         ("header", of("payloads", dtype="F8_E4M3"), "its tensor payloads is not a list of U8"),
         ("header", lambda header: header["payloads"]["shape"].append(1), "its tensor payloads is not a list of U8"),
         ("plain", lambda manifest: manifest.pop("root"), "missing required field `root`"),
-        ("plain", of("entry", root=base64.b64encode(b"r" * 16).decode()), NOT_ITS_ROOT),
+        ("plain", of_entry(root=base64.b64encode(b"r" * 16).decode()), NOT_ITS_ROOT),
         ("plain", of("root", identity=identity_of(weights="w2")), NOT_ITS_ROOT),
         ("plain", of("root", identity="[1]"), "damaged"),
         ("plain", of("root", identity="[" * 100_000), "damaged"),
@@ -130,20 +147,27 @@ UNREADABLE = "layout cannot be read"
         ("plain", of("root", block_size=2 * BLOCK), NOT_ITS_ROOT),
         ("plain", of("root", tenant=TENANT), NOT_ITS_ROOT),
         ("plain", of("root", model=7), "Expected `str`"),
-        ("plain", of("entry", num_tokens=36), NO_PATH),
+        ("plain", of_entry(num_tokens=36), NO_PATH),
         ("plain", lambda manifest: manifest["nodes"].clear(), NO_PATH),
         ("plain", lambda manifest: manifest["nodes"].pop(0), NO_PATH),
         ("plain", lambda manifest: manifest["nodes"].insert(0, manifest["nodes"][0]), NO_PATH),
-        ("plain", node(0, 0, 0, BLOCK - 1), NO_PATH),
-        ("plain", node(0, 0, 0, -BLOCK), NO_PATH),
-        ("plain", node(0, 2, 0, BLOCK - 1), NO_PATH),
-        ("plain", node(0, 7, 0, BLOCK), "Invalid enum value 7"),
-        ("plain", node(0, int(NodeKind.GHOST), 0, BLOCK), NO_PATH),
+        ("plain", node(0, 0, -1, BLOCK - 1), NO_PATH),
+        ("plain", node(0, 0, -1, -BLOCK), NO_PATH),
+        ("plain", node(0, 2, -1, BLOCK - 1), NO_PATH),
+        ("plain", node(0, 7, -1, BLOCK), "Invalid enum value 7"),
+        ("plain", node(0, int(NodeKind.GHOST), -1, BLOCK), NO_PATH),
+        *(("plain", node(1, 0, parent, BLOCK), NO_PATH) for parent in (1, 2, -2, 7, 2**62)),
+        ("plain", lambda manifest: manifest["prompts"].clear(), "it has 0 prompts"),
+        ("plain", lambda manifest: manifest["prompts"].extend(1000 * manifest["prompts"]), "it has 1001 prompts"),
+        ("plain", lambda manifest: manifest["prompts"].append(manifest["prompts"][0]), NO_PATH),
+        *(("plain", ends_at(number), NO_PATH) for number in (-1, 1, 3, 2**40)),
+        ("hybrid", ends_at(3, num_tokens=2 * BLOCK), NO_PATH),
+        ("hybrid", node(2, 0, 1, BLOCK), NO_PATH),
         ("hybrid", node(1, int(NodeKind.GHOST), 0, 0), NO_PATH),
-        ("hybrid", node(-1, int(NodeKind.GHOST), 2 * BLOCK, 5), NO_PATH),
-        ("plain", node(2, 1, 2 * BLOCK, 2**70), "damaged"),
-        ("plain", node(0, 0, 0, BLOCK, seconds=-1.0), NO_PATH),
-        ("plain", node(0, 0, 0, BLOCK, seconds=1e300), NO_PATH),
+        ("hybrid", node(-1, int(NodeKind.GHOST), 2, 5), NO_PATH),
+        ("plain", node(2, 1, 1, 2**70), "damaged"),
+        ("plain", node(0, 0, -1, BLOCK, seconds=-1.0), NO_PATH),
+        ("plain", node(0, 0, -1, BLOCK, seconds=1e300), NO_PATH),
         ("plain", relaid("[" * 100_000), "damaged"),
         ("plain", relaid(LAYOUT.replace('"bfloat16"', '"float5"')), UNREADABLE),
         ("plain", relaid(LAYOUT.replace('"heads":2', '"heads":0')), UNREADABLE),
@@ -151,10 +175,10 @@ UNREADABLE = "layout cannot be read"
         ("plain", relaid(HYBRID), SIZES),
         ("plain", relaid('{"version":1,"groups":[],"logits":[0,"float32"]}'), SIZES),
         ("hybrid", relaid(LAYOUT), NO_PATH),
-        ("hybrid", lambda manifest: manifest["nodes"].pop(1), SIZES),
-        ("hybrid", node(1, 2, 0, 0), NO_PATH),
-        ("hybrid", node(1, 2, BLOCK, BLOCK), NO_PATH),
-        ("hybrid", node(4, 0, 2 * BLOCK, 5), NO_PATH),
+        ("hybrid", lambda manifest: manifest["nodes"].pop(1), NO_PATH),
+        ("hybrid", node(1, 2, 3, 0), NO_PATH),
+        ("hybrid", node(1, 2, 0, BLOCK), NO_PATH),
+        ("hybrid", node(4, 0, 2, 5), NO_PATH),
         ("hybrid", relaid(HYBRID.replace("[6,3]", "[6,0]")), SIZES),
         ("hybrid", relaid(HYBRID.replace("[6,3]", "[6,-3]")), UNREADABLE),
         ("hybrid", relaid(HYBRID.replace('"rows":6', '"rows":5')), UNREADABLE),
@@ -172,7 +196,7 @@ def test_a_contradictory_manifest_raises_one_clear_error(
         manifest = json.loads(header["__metadata__"]["manifest"])
         change(manifest)
         header["__metadata__"]["manifest"] = json.dumps(manifest)
-        path.write_bytes(signed(header, data))
+        path.write_bytes(sealed(header, data))
     assert_refused(path, problem)
 
 
@@ -211,7 +235,22 @@ def test_a_truncated_file_and_a_flipped_bit_anywhere_in_the_data_are_found(
             flipped = bytearray(whole)
             flipped[at] ^= 1 << (at % 8)
             path.write_bytes(flipped)
-            assert_refused(path, "checksum of")
+            assert_refused(path, "digest of")
+
+
+def test_exchanged_parts_of_two_packs_are_found(sound: bytes, hybrid: bytes, path: Path, tmp_path: Path) -> None:
+    """Parts of the same size from another pack of the same model, and the files of two models."""
+    other, (header, data) = exported(tmp_path / "other", LAYOUT, seed=2), split(sound)
+    other_header, other_data = split(other)
+    assert {name: header[name] for name in ("payloads", "digests")} == {
+        name: other_header[name] for name in ("payloads", "digests")
+    }
+    for name in ("token_ids", "payloads", "digests"):
+        start, stop = header[name]["data_offsets"]
+        path.write_bytes(joined(header, data[:start] + other_data[start:stop] + data[stop:]))
+        assert_refused(path, "digest of")
+    path.write_bytes(joined(split(hybrid)[0], data))
+    assert_refused(path, "cut short|digest of")
 
 
 def test_what_is_no_file_is_named(tmp_path: Path) -> None:
