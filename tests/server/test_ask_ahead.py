@@ -132,6 +132,7 @@ def test_a_prompt_belongs_to_its_tenant_and_a_purge_deletes_it(server: AppServer
     wait_computed(server)
     assert first_question(server)[0] == 0
     assert first_question(server, salt="alice")[0] > 300
+    assert server.engine.cache.writer.flush(10)
     assert openings.add_openings(serving, date.today()) == 1
     wait_computed(server)
     command("purge", tmp_path / "kv", "--all", "--yes")
