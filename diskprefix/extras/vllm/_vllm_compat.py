@@ -1,4 +1,4 @@
-"""The supported versions of vLLM, and all imports from it."""
+"""Everything that the connector needs from vLLM: all imports from it, and what is read from its objects."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ try:
     )
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 except ImportError as error:
-    raise ImportError(f"{error}: this diskprefix needs vLLM 0.32") from error
+    raise ImportError(f"{error}: the connector of this diskprefix needs vLLM 0.32 or newer") from error
 
 from diskprefix.extras.vllm import engine_numbers
-from diskprefix.extras.vllm.engine_pages import EngineGroup
+from diskprefix.extras.vllm.engine_pages import EngineGroup, UnsupportedPages
+from diskprefix.extras.vllm.versions import VERSIONS, missing, untried
 from diskprefix.model.load.kernel_settings import device_kind
 
 __all__ = [
@@ -46,20 +47,45 @@ __all__ = [
 ]
 log = logging.getLogger("diskprefix")
 
-SUPPORTED = ("0.32",)
+_BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+USED = {
+    f"{_BASE}:KVConnectorBase_V1": (
+        *("_get_connector_metadata", "register_kv_caches", "get_handshake_metadata", "start_load_kv", "wait_for_save"),
+        *("get_transfer_results", "get_block_ids_with_load_errors", "set_xfer_handshake_metadata_pp_aware"),
+        *("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta"),
+        *("request_finished", "reset_cache", "get_kv_connector_stats", "build_prom_metrics", "shutdown"),
+    ),
+    f"{_BASE}:SupportsHMA": ("request_finished_all_groups",),
+    f"{_BASE}:KVConnectorTransferResults": ("finished_recving", "failed_recving"),
+    "vllm.v1.request:Request": (
+        *("request_id", "prompt_token_ids", "cache_salt", "kv_transfer_params", "num_computed_tokens", "num_tokens"),
+        *("num_preemptions", "all_token_ids", "lora_request", "mm_features", "prompt_embeds", "pooling_params"),
+        "skip_reading_prefix_cache",
+    ),
+    "vllm.v1.core.sched.output:SchedulerOutput": (
+        *("kv_connector_block_state", "num_scheduled_tokens", "total_num_scheduled_tokens"),
+    ),
+    "vllm.v1.core.sched.output:KVConnectorBlockState": ("get_block_ids",),
+    "vllm.v1.core.kv_cache_manager:KVCacheBlocks": ("get_block_ids",),
+    "vllm.v1.kv_cache_interface:KVCacheConfig": ("num_blocks", "kv_cache_groups"),
+    "vllm.v1.kv_cache_interface:KVCacheGroupSpec": ("layer_names", "kv_cache_spec"),
+    "vllm.config:KVTransferConfig": ("kv_connector_extra_config", "kv_load_failure_policy"),
+    "vllm.config:ParallelConfig": (
+        *("rank", "world_size", "tensor_parallel_size", "pipeline_parallel_size"),
+        *("decode_context_parallel_size", "prefill_context_parallel_size"),
+    ),
+}
+"""The attributes of vLLM's classes that the connector reads, calls or overrides."""
 
 
-def check_version() -> None:
-    """Raises `ImportError` with one line if vLLM's version is not supported."""
-    if not vllm.__version__.startswith(tuple(f"{version}." for version in SUPPORTED)):
-        raise ImportError(f"this diskprefix supports vLLM {', '.join(SUPPORTED)}, and {vllm.__version__} is installed")
-
-
-def check_parallel(vllm_config: Any) -> None:
-    """Raises `ValueError` if the pages of a rank do not hold consecutive tokens, as with context parallelism."""
-    parallel = vllm_config.parallel_config
-    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        raise ValueError("diskprefix cannot cache pages that context parallelism spreads over ranks; leave it out")
+def check_version() -> str | None:
+    """Returns a line that names a version that was not tried, or None. Raises `ImportError` with one line if the
+    version lacks something that the connector needs."""
+    if lacking := missing(USED):
+        raise ImportError(
+            f"diskprefix cannot be a connector of vLLM {vllm.__version__}: it has no {', '.join(lacking)}"
+        )
+    return untried(vllm.__version__, [row for row in VERSIONS if row.runs_connector])
 
 
 def warn_of_failures(kv_transfer_config: Any) -> None:
@@ -79,9 +105,12 @@ def rank_of(vllm_config: Any) -> tuple[int, int]:
     return parallel.rank % parallel.world_size, parallel.world_size
 
 
-def engine_groups(kv_cache_config: Any) -> tuple[EngineGroup, ...]:
-    """Returns the groups of layers with a common block table. Raises `ValueError` with one line for a model whose state
-    cannot be cut into blocks."""
+def engine_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[EngineGroup, ...]:
+    """Returns the groups of layers with a common block table. Raises `UnsupportedPages` with one line if the state
+    cannot be cut into blocks of consecutive tokens."""
+    parallel = vllm_config.parallel_config
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        raise UnsupportedPages("context parallelism spreads the tokens of a page over ranks")
     return tuple(_engine_group(group) for group in kv_cache_config.kv_cache_groups)
 
 
@@ -90,10 +119,11 @@ def _engine_group(group: Any) -> EngineGroup:
     if isinstance(spec, UniformTypeKVCacheSpecs):
         inner = next(iter(spec.kv_cache_specs.values()))
     if not isinstance(inner, FullAttentionSpec | SlidingWindowSpec | ChunkedLocalAttentionSpec):
-        raise ValueError(
-            f"diskprefix cannot cache this model under vLLM: {type(inner).__name__} of {group.layer_names[0]} "
-            "has state that exists at one position only; leave --kv-transfer-config out"
+        raise UnsupportedPages(
+            f"{group.layer_names[0]} ({type(inner).__name__}) has state that exists at one position only"
         )
+    if getattr(group, "host_resident", False):
+        raise UnsupportedPages(f"{group.layer_names[0]} has pages outside the device's pool")
     window = getattr(inner, "sliding_window", None) or getattr(inner, "attention_chunk_size", None)
     return EngineGroup(tuple(group.layer_names), spec.block_size, window)
 

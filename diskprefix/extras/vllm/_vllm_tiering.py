@@ -1,4 +1,4 @@
-"""Everything that a tier of vLLM's offloading needs from vLLM: the same since 0.28."""
+"""Everything that a tier of vLLM's offloading needs from vLLM: all imports, and what is read from its objects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ try:
     import vllm
     from vllm.config import VllmConfig
     from vllm.platforms import current_platform
-    from vllm.v1.core import kv_cache_utils
     from vllm.v1.kv_offload.base import (
         LookupResult,
         Medium,
@@ -29,10 +28,23 @@ except ImportError as error:
 
 from diskprefix.extras.vllm import engine_numbers
 from diskprefix.extras.vllm.chunk_store import DIGEST_BYTES, ChunkKey
+from diskprefix.extras.vllm.versions import VERSIONS, Version, missing, untried, version_of
 from diskprefix.identity import canonical
 
 __all__ = ["JobResult", "LookupResult", "Medium", "OffloadPolicy", "RequestOffloadingContext", "SecondaryTierManager"]
 
+_TIERING = "vllm.v1.kv_offload.tiering.base"
+USED = {
+    f"{_TIERING}:SecondaryTierManager": (
+        *("on_new_request", "on_request_finished", "on_schedule_end", "lookup", "submit_load", "submit_store"),
+        *("get_finished_jobs", "drain_jobs", "shutdown"),
+    ),
+    f"{_TIERING}:TransferJob": ("job_id", "keys", "req_context"),
+    f"{_TIERING}:JobResult": ("job_id", "success", "successful_keys"),
+    "vllm.v1.kv_offload.base:ReqContext": ("req_id",),
+    "vllm.v1.kv_offload.config:OffloadingConfig": ("model", "groups", "cache", "parallel"),
+}
+"""The attributes of vLLM's classes that the tier reads, calls or overrides, besides those that `VERSIONS` names."""
 _KERNEL_PACKAGES = ("flash-attn", "flashinfer-python", "triton")
 """vLLM may choose a backend from these packages."""
 _KERNEL_WORDS = ("ATTN", "ATTENTION", "FLASH", "LAYOUT", "MLA")
@@ -57,6 +69,19 @@ def engine_config() -> Any:
     raise ImportError(f"this diskprefix cannot find the configuration of vLLM {vllm.__version__}")
 
 
+def check_version() -> str | None:
+    """Returns a line that names a version that was not tried, or None. Raises `ImportError` with one line if the
+    version lacks something that the tier needs."""
+    job = f"{_TIERING}:TransferJob"
+    if lacking := missing(USED | {job: (*USED[job], _version().chunk_slots)}):
+        raise ImportError(f"diskprefix cannot be a tier of vLLM {vllm.__version__}: it has no {', '.join(lacking)}")
+    return untried(vllm.__version__, VERSIONS)
+
+
+def _version() -> Version:
+    return version_of(vllm.__version__)
+
+
 def check_keys(vllm_config: Any) -> None:
     """Raises `ValueError` with one line if equal keys may stand for different state, or different keys for equal
     state."""
@@ -65,7 +90,7 @@ def check_keys(vllm_config: Any) -> None:
         raise ValueError(
             f"the tier of diskprefix cannot rely on prefix_caching_hash_algo {digest}; choose {' or '.join(_DIGESTS)}"
         )
-    if not (hasattr(kv_cache_utils, "resolve_none_hash_seed") or os.environ.get("PYTHONHASHSEED")):
+    if not (_version().agrees_on_keys or os.environ.get("PYTHONHASHSEED")):
         raise ValueError(
             f"set PYTHONHASHSEED to a number that stays the same: without it each process of vLLM {vllm.__version__} "
             "has other keys, and nothing would be found after a restart"
@@ -132,5 +157,5 @@ def chunk_key(key: Any) -> ChunkKey:
 
 
 def slots_of(job: Any) -> list[int]:
-    """Returns the places of a job's chunks in the primary tier. The attribute was renamed in vLLM 0.30."""
-    return [int(slot) for slot in (job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids)]
+    """Returns the places of a job's chunks in the primary tier."""
+    return [int(slot) for slot in getattr(job, _version().chunk_slots)]

@@ -14,19 +14,19 @@ import torch
 
 from diskprefix.extras.vllm import _vllm_compat as compat
 from diskprefix.extras.vllm.connector_settings import connector_settings
-from diskprefix.extras.vllm.engine_pages import Pages
+from diskprefix.extras.vllm.engine_pages import EngineGroup, Pages, UnsupportedPages
 from diskprefix.extras.vllm.plans import RankIdentity, StepPlan
 from diskprefix.extras.vllm.scheduler_side import SchedulerSide
-from diskprefix.extras.vllm.shared_store import open_shared
 from diskprefix.extras.vllm.stats import DiskPrefixMetrics, DiskPrefixStats
+from diskprefix.extras.vllm.timed_opening import open_in_time
 from diskprefix.extras.vllm.worker import WorkerSide
 from diskprefix.store.pieces import LAYOUT_VERSION, LayoutText
 
 log = logging.getLogger("diskprefix")
 
 _IDLE_S = 0.02
-"""Seconds for which a step that computes nothing waits for a load. Without the wait, vLLM would repeat such steps in a
-tight loop, on the cores that decode."""
+"""Seconds for which a step that computes nothing waits for a load or a fetch. Without the wait, vLLM would repeat such
+steps in a tight loop, on the cores that decode."""
 
 
 @dataclass
@@ -48,21 +48,25 @@ class DiskPrefixConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # typ
     _cache_hit_source = compat.CacheHitSource.DISK
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        """Raises `ImportError` for an unsupported version of vLLM, and `ValueError` or `DiskPrefixError`, each with one
-        line, for wrong settings or a model that cannot be served."""
-        compat.check_version()
-        compat.check_parallel(vllm_config)
+        """Raises `ImportError` for a version of vLLM that lacks something, and `DiskPrefixError` for wrong settings,
+        each with one line. A model whose pages cannot be stored is served without the cache, as is one whose store
+        cannot be opened in time."""
+        untried = compat.check_version()
         super().__init__(vllm_config, role, kv_cache_config)
-        self._groups = compat.engine_groups(kv_cache_config)
+        is_scheduler = role == compat.KVConnectorRole.SCHEDULER
+        if is_scheduler and untried is not None:
+            log.warning("[disk-cache] %s", untried)
+        self._groups = self._groups_of(vllm_config, kv_cache_config, logs=is_scheduler)
         self._sizes = tuple(group.block_size for group in self._groups)
         self._keeps_part = len(self._groups) == 1 and self._groups[0].window is None
         """vLLM can keep the blocks before the first bad one, except with a window: blocks that the earlier tokens need
         were not loaded."""
-        if role == compat.KVConnectorRole.SCHEDULER:
+        if is_scheduler:
             compat.warn_of_failures(self._kv_transfer_config)
         config = self._kv_transfer_config.kv_connector_extra_config or {}
         self._settings = connector_settings(config, math.lcm(*self._sizes))
-        self._shared = open_shared(self._settings)
+        self._shared = open_in_time(self._settings) if self._groups else None
+        """None: requests are served without the cache."""
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._identity: RankIdentity | None = None
@@ -83,7 +87,13 @@ class DiskPrefixConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # typ
     # The worker's side.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        pages = Pages(kv_caches, self._groups, self._kv_cache_config.num_blocks)
+        if self._shared is None:
+            return
+        try:
+            pages = Pages(kv_caches, self._groups, self._kv_cache_config.num_blocks)
+        except UnsupportedPages as error:
+            _log_served_without(error)
+            return
         rank, num_ranks = compat.rank_of(self._vllm_config)
         layout = LayoutText(
             LAYOUT_VERSION, tuple(group.layout for group in pages.groups), (0, "float32"), shard=(rank, num_ranks)
@@ -136,14 +146,17 @@ class DiskPrefixConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # typ
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], RankMetadata]) -> None:
         ranks = [metadata[place].identity for place in sorted(metadata)]
-        self._scheduler = SchedulerSide(self._shared, ranks, self._sizes)
+        _, num_ranks = compat.rank_of(self._vllm_config)
+        # A rank that cannot store its pages has sent nothing.
+        if self._shared is not None and len(ranks) == num_ranks:
+            self._scheduler = SchedulerSide(self._shared, ranks, self._sizes)
 
     def on_new_request(self, request: Any) -> None:
         if self._scheduler is not None:
             self._requests[request.request_id] = request
             self._scheduler.add(request, not_cached=compat.why_not_cached(request))
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._scheduler is None:
             return 0, False
         num_tokens = self._scheduler.match(request.request_id, num_computed_tokens)
@@ -157,7 +170,10 @@ class DiskPrefixConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # typ
         if self._scheduler is None:
             return StepMetadata(StepPlan())
         plan = self._scheduler.plan(compat.scheduled(scheduler_output, self._requests))
-        return StepMetadata(plan, is_idle=scheduler_output.total_num_scheduled_tokens == 0)
+        is_idle = scheduler_output.total_num_scheduled_tokens == 0
+        if is_idle and not plan.loads:
+            self._scheduler.wait_for_fetch(_IDLE_S)
+        return StepMetadata(plan, is_idle)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -168,6 +184,12 @@ class DiskPrefixConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # typ
         del block_ids
         self._requests.pop(request.request_id, None)
         return False, None if self._scheduler is None else self._scheduler.finish(request.request_id)
+
+    def reset_cache(self) -> bool:
+        """Switches the cache off: vLLM calls this before its weights change, and nothing says whether they did."""
+        if self._scheduler is not None:
+            self._scheduler.switch_off()
+        return True
 
     # Both sides.
 
@@ -196,10 +218,24 @@ class DiskPrefixConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # typ
         if self._scheduler is not None:
             self._scheduler.close()
         self._worker = self._scheduler = None
-        if not self._shared.release():
+        if self._shared is not None and not self._shared.release():
             log.warning("[disk-cache] not everything was saved: writing took too long")
+
+    @staticmethod
+    def _groups_of(vllm_config: Any, kv_cache_config: Any, *, logs: bool) -> tuple[EngineGroup, ...]:
+        """Returns the groups of layers with a common block table; none if their state cannot be stored."""
+        try:
+            return compat.engine_groups(vllm_config, kv_cache_config)
+        except UnsupportedPages as error:
+            if logs:
+                _log_served_without(error)
+            return ()
 
     def _metadata(self) -> StepMetadata:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, StepMetadata)
         return metadata
+
+
+def _log_served_without(error: UnsupportedPages) -> None:
+    log.warning("[disk-cache] this model is served without the cache: %s", error)

@@ -14,7 +14,10 @@ from diskprefix.settings import Settings
 
 TIER_NAMES = ("kv_cache_dir", "kv_cache_budget", "kv_cache_ttl", "namespace_key_file")
 """The keys of the tier's configuration. vLLM chooses what a tier gets."""
-NAMES = (*TIER_NAMES, "disk_prefix_cache", "kv_cache_min_tokens", "block_size", "record")
+NAMES = (
+    *(*TIER_NAMES, "disk_prefix_cache", "kv_cache_min_tokens", "block_size", "record"),
+    *("remote_tier", "remote_write"),
+)
 """The keys of the connector's configuration."""
 
 _WRITE_BUFFER = 256 * 1024**2
@@ -41,10 +44,14 @@ def _settings(config: Mapping[str, Any], names: Collection[str], **defaults: Any
         raise SettingsError(f"{unknown[0]}: unknown key; there are: {', '.join(names)}")
     if not config.get("kv_cache_dir"):
         raise SettingsError("kv_cache_dir: must name the folder of the store")
+    if config.get("remote_tier") and not config.get("namespace_key_file"):
+        raise SettingsError("remote_tier: needs namespace_key_file, the key that names and signs the bucket's objects")
     values = dict(defaults)
     for key, value in config.items():
         try:
-            values |= {} if value is None else {key: checked_value(key, value, policy_value)}
+            # The address of a bucket is not checked alone, because it needs the key.
+            convert = None if key == "remote_tier" else policy_value
+            values |= {} if value is None else {key: checked_value(key, value, convert)}
         except SettingsError as error:
             raise SettingsError(f"{key}: {error.message}") from error
     return replace(build_settings(values), kv_cache_write_buffer=_WRITE_BUFFER)

@@ -13,7 +13,9 @@ from diskprefix.identity import canonical, plain
 from diskprefix.model.load.fingerprint import architecture, weights_digest
 from diskprefix.model.load.kernel_settings import cpu_kind, environment
 
-_NUMERIC_ENVIRONMENT = ("VLLM_BATCH_INVARIANT", "VLLM_CPU_ATTN_SPLIT_KV", "VLLM_CPU_SGL_KERNEL")
+_NUMERIC_ENVIRONMENT = (
+    *("VLLM_BATCH_INVARIANT", "VLLM_CPU_ATTN_SPLIT_KV", "VLLM_CPU_INT4_W4A8", "VLLM_CPU_SGL_KERNEL"),
+)
 """vLLM's variables that choose kernels, besides `attention` in `numbers_of`."""
 
 

@@ -17,7 +17,7 @@ from diskprefix.extras.vllm.chunk_store import GROUP, NUM_IDS, ChunkKey, ChunkSt
 from diskprefix.extras.vllm.connector_settings import tier_settings
 from diskprefix.extras.vllm.plans import RankIdentity
 from diskprefix.extras.vllm.processors import unbind
-from diskprefix.extras.vllm.shared_store import open_shared
+from diskprefix.extras.vllm.timed_opening import open_in_time
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.store.pieces import LAYOUT_VERSION
 
@@ -40,16 +40,18 @@ class DiskPrefixTier(compat.SecondaryTierManager):  # type: ignore[misc]
     ) -> None:
         """`primary_kv_view` has shape [chunks, chunk_bytes]; `config` has the keys of `connector_settings.TIER_NAMES`.
         Raises `ValueError`, `ImportError` or `DiskPrefixError`, each with one line, for wrong settings and for an
-        engine whose chunks cannot be told apart."""
+        engine whose chunks cannot be told apart. If the store cannot be opened in time, the tier stays empty."""
         given = {} if backpressure_detector is None else {"backpressure_detector": backpressure_detector}
         super().__init__(offloading_spec, primary_kv_view, tier_type, **given)
+        if (untried := compat.check_version()) is not None:
+            log.warning("[disk-cache] %s", untried)
         vllm_config = compat.engine_config()
         compat.check_keys(vllm_config)
         self._slots: Bytes = np.asarray(primary_kv_view).view(np.uint8)
         identity = _identity_of(vllm_config, offloading_spec.config, self._slots.shape[1])
-        self._shared = open_shared(tier_settings(config))
-        self._chunks = ChunkStore(self._shared, identity)
-        if (differs := identity.differences(self._shared.store)) is not None:
+        self._shared = open_in_time(tier_settings(config))
+        self._chunks = None if self._shared is None else ChunkStore(self._shared, identity)
+        if self._shared is not None and (differs := identity.differences(self._shared.store)) is not None:
             log.warning("[disk-cache] stored prefixes of %s are not used: they differ in %s", identity.model, differs)
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="kv-loader", initializer=unbind)
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="kv-saver", initializer=unbind)
@@ -66,16 +68,17 @@ class DiskPrefixTier(compat.SecondaryTierManager):  # type: ignore[misc]
 
     def lookup(self, key: Any, req_context: Any) -> Any:
         del req_context
-        is_stored = self._chunks.has(compat.chunk_key(key))
+        is_stored = self._chunks is not None and self._chunks.has(compat.chunk_key(key))
         return compat.LookupResult.HIT if is_stored else compat.LookupResult.MISS
 
     def on_request_finished(self, req_context: Any) -> None:
-        if keys := self._keys.pop(req_context.req_id, None):
+        if (keys := self._keys.pop(req_context.req_id, None)) and self._chunks is not None:
             self._saver.submit(self._chunks.use, list(keys))
 
     def on_schedule_end(self, context: Any) -> None:
         del context
-        self._chunks.end_step()
+        if self._chunks is not None:
+            self._chunks.end_step()
 
     def submit_load(self, job_metadata: Any) -> None:
         self._submit(self._loader, self._load, job_metadata)
@@ -98,8 +101,10 @@ class DiskPrefixTier(compat.SecondaryTierManager):  # type: ignore[misc]
         """Waits for the jobs, writes the saved chunks, and releases the primary tier's memory."""
         self._loader.shutdown()
         self._saver.shutdown()
-        self._chunks.close()
-        self._shared.release()
+        if self._chunks is not None:
+            self._chunks.close()
+        if self._shared is not None:
+            self._shared.release()
         del self._slots
 
     def _submit(self, thread: ThreadPoolExecutor, work: Callable[[Any], Any], job: Any) -> None:
@@ -117,11 +122,14 @@ class DiskPrefixTier(compat.SecondaryTierManager):  # type: ignore[misc]
 
     def _load(self, job: Any) -> Any:
         keys = list(job.keys)
+        assert self._chunks is not None, "no chunk was found"
         loaded = self._chunks.load(list(map(compat.chunk_key, keys)), self._places(job))
         good = tuple(key for key, is_loaded in zip(keys, loaded, strict=True) if is_loaded)
         return compat.JobResult(job_id=job.job_id, success=all(loaded), successful_keys=good)
 
     def _save(self, job: Any) -> Any:
+        if self._chunks is None:
+            return compat.JobResult(job_id=job.job_id, success=False)
         is_whole = self._chunks.save(list(map(compat.chunk_key, job.keys)), self._places(job))
         return compat.JobResult(job_id=job.job_id, success=is_whole)
 

@@ -66,12 +66,21 @@ class EndOfRequest(Struct, frozen=True):
     ttl_s: float | None
 
 
+class PlannedUpload(Struct, frozen=True):
+    """The first blocks of a request to write to the bucket that machines share. `token_ids` are int32,
+    little-endian."""
+
+    tenant: str
+    token_ids: bytes
+
+
 class StepPlan(Struct, frozen=True):
     """The workers' plan for a step."""
 
     loads: tuple[Load, ...] = ()
     saves: tuple[BlocksToSave, ...] = ()
     ended: tuple[EndOfRequest, ...] = ()
+    uploads: tuple[PlannedUpload, ...] = ()
 
 
 class RankIdentity(Struct, frozen=True):

@@ -18,7 +18,17 @@ from diskprefix.cache.policy.select import Rules
 from diskprefix.cache.tiers.nodes import Node
 from diskprefix.cache.tiers.tier import View, open_views
 from diskprefix.errors import CacheError
-from diskprefix.extras.vllm.plans import NO_PAGE, BlocksToSave, EndOfRequest, Load, PlannedBlock, RankIdentity, StepPlan
+from diskprefix.extras.vllm.fetching import PromptFetch, PromptFetcher, fetched_names
+from diskprefix.extras.vllm.plans import (
+    NO_PAGE,
+    BlocksToSave,
+    EndOfRequest,
+    Load,
+    PlannedBlock,
+    PlannedUpload,
+    RankIdentity,
+    StepPlan,
+)
 from diskprefix.extras.vllm.request_options import BadParameters, options_of
 from diskprefix.extras.vllm.shared_store import SharedStore
 from diskprefix.store.pieces import PayloadLayout
@@ -26,8 +36,18 @@ from diskprefix.store.save import Save
 from diskprefix.store.schema import NodeKind, node_name
 from diskprefix.store.statistics.savings import Tally
 from diskprefix.store.store import Publication
-from diskprefix.tokens import TokenIds, TokenPath, as_token_ids
-from diskprefix.values import MAX_VALUE, SHARED, CacheOptions, CacheReport, Mark, Prompt, Selection, Tenant
+from diskprefix.tokens import ID_BYTES, TokenIds, TokenPath, as_token_ids
+from diskprefix.values import (
+    MAX_VALUE,
+    SHARED,
+    CacheOptions,
+    CacheReport,
+    Mark,
+    Prompt,
+    Selection,
+    StateSource,
+    Tenant,
+)
 
 log = logging.getLogger("diskprefix")
 
@@ -57,7 +77,8 @@ class Tracked(Struct):
 
     `num_preemptions` is the engine's value at the last lookup. `loading` is the range of tokens being loaded, and
     `num_restored` the number of tokens loaded. `num_saved` counts new blocks. `has_saves`: workers received blocks to
-    save, which may fail. `is_broken`: a block is missing, so the blocks after it cannot be saved.
+    save, which may fail. `is_broken`: a block is missing, so the blocks after it cannot be saved. `fetch` is the
+    running fetch from the bucket, and `fetched` has the names of the blocks that it brought.
     """
 
     request: EngineRequest
@@ -77,6 +98,8 @@ class Tracked(Struct):
     loading: range = range(0)
     selection: Selection | None = None
     is_broken: bool = False
+    fetch: PromptFetch | None = None
+    fetched: frozenset[bytes] = frozenset()
 
     def num_loadable(self, block_size: int) -> int:
         """Returns the number of blocks to load, which leaves at least one token to compute."""
@@ -102,6 +125,9 @@ class SchedulerSide:
         self._requests: dict[str, Tracked] = {}
         self._loads: list[Load] = []
         self._ended: list[EndOfRequest] = []
+        self._uploads: list[PlannedUpload] = []
+        self._is_off = False
+        self._fetcher = None if shared.remote is None else PromptFetcher(shared, shared.remote, self._ranks)
         self._recorder = hooks.open_recorder(shared.settings, lambda: shared.store.secret)
         layouts = (PayloadLayout.parse(rank.layout) for rank in ranks)
         block_bytes = sum(layout.payload_bytes(self._block_size, NodeKind.BLOCK) for layout in layouts)
@@ -132,6 +158,8 @@ class SchedulerSide:
         except BadParameters as error:
             log.warning("[disk-cache] %s: served without the cache: %s", request.request_id, error)
             not_cached = "bad_parameters"
+        if self._is_off:
+            not_cached = "reset"
         if not_cached is not None:
             self._counts[f"miss_{not_cached}"] += 1
             return
@@ -139,16 +167,21 @@ class SchedulerSide:
         self._namespaces.forget_deleted()
         prompt = as_token_ids(request.prompt_token_ids or [])
         roots = [rank.root(str(tenant)) for rank in self._ranks]
-        self._requests[request.request_id] = Tracked(
+        tracked = self._requests[request.request_id] = Tracked(
             request, options, marks, tenant, prompt, [[root] for root in roots], b"", self._shared.store.clock()
         )
+        if self._fetcher is not None and options.scope.kind != "off":
+            whole = prompt[: (len(prompt) - 1) // self._block_size * self._block_size]
+            tracked.fetch = self._fetcher.start(whole, str(tenant), options.ttl_s)
 
-    def match(self, request_id: str, num_computed: int) -> int:
+    def match(self, request_id: str, num_computed: int) -> int | None:
         """Returns the number of tokens after the first `num_computed` that can be loaded, leaving at least one to
-        compute."""
+        compute. Returns None while blocks are fetched from the bucket."""
         tracked = self._requests.get(request_id)
         if tracked is None or tracked.options.scope.kind == "off":
             return 0
+        if tracked.fetch is not None and not self._end_fetch(tracked, tracked.fetch):
+            return None
         try:
             if tracked.num_preemptions != tracked.request.num_preemptions:
                 self._look_up(tracked)
@@ -190,23 +223,28 @@ class SchedulerSide:
                 saves.append(save)
         loads, self._loads = self._loads, []
         ended, self._ended = self._ended, []
-        return StepPlan(tuple(loads), tuple(saves), tuple(ended))
+        uploads, self._uploads = self._uploads, []
+        return StepPlan(tuple(loads), tuple(saves), tuple(ended), tuple(uploads))
 
     def finish(self, request_id: str) -> dict[str, Any] | None:
         """Ends a request. Returns the `kv_transfer_params` of its response."""
         tracked = self._requests.pop(request_id, None)
-        if tracked is None or tracked.selection is None:
+        if tracked is None:
+            return None
+        self._stop_fetch(tracked)
+        if tracked.selection is None:
             return None
         selection = tracked.selection
         self._record(tracked, selection)
         self._tally(tracked)
         self._plan_end(tracked)
+        self._plan_upload(tracked, selection)
         if tracked.request.kv_transfer_params is None:
             return None
         return {
             "prefix_cache": {
                 "restored": tracked.num_restored,
-                "source": "disk" if tracked.num_restored else "none",
+                "source": self._source(tracked),
                 "saved": tracked.num_saved * self._block_size,
                 "reason": selection.reason,
             }
@@ -217,7 +255,28 @@ class SchedulerSide:
         counts, self._counts = self._counts, Counter()
         return counts
 
+    def wait_for_fetch(self, timeout_s: float) -> None:
+        """Waits until a fetch from the bucket ends; at once if none is running."""
+        if self._fetcher is not None:
+            self._fetcher.wait(timeout_s)
+
+    def switch_off(self) -> None:
+        """Neither restores nor saves anything from now on: the engine's weights may be others than those that its
+        identity names."""
+        if not self._is_off:
+            log.warning(
+                "[disk-cache] vLLM reset its caches, as before a change of weights: requests are served without the "
+                "cache until vLLM is started again"
+            )
+        self._is_off = True
+        for tracked in self._requests.values():
+            self._stop_fetch(tracked)
+            self._plan_end(tracked)
+        self._requests.clear()
+
     def close(self) -> None:
+        if self._fetcher is not None:
+            self._fetcher.close()
         if self._recorder is not None:
             self._recorder.close()
 
@@ -228,7 +287,7 @@ class SchedulerSide:
         report = CacheReport(
             selection=selection,
             restored=restored,
-            source="disk" if restored else "none",
+            source=self._source(tracked),
             miss_reason=None if restored else "not_stored",
             matched=tracked.num_matched * self._block_size,
         )
@@ -254,6 +313,40 @@ class SchedulerSide:
         names = tuple(names[num_blocks] for names in tracked.names)
         request_id, tenant, scope = tracked.request.request_id, str(tracked.tenant), str(options.scope)
         self._ended.append(EndOfRequest(request_id, tenant, names, position, scope, selection.reason, ttl_s))
+
+    def _plan_upload(self, tracked: Tracked, selection: Selection) -> None:
+        """Plans what to write to the bucket, by `remote_write`."""
+        if self._fetcher is None or not tracked.options.save:
+            return
+        size, num_matched = self._block_size, tracked.num_matched * self._block_size
+        num_tokens = selection.shared(self._settings.remote_write, tracked.num_stored * size, num_matched)
+        if token_ids := tracked.token_ids[: ID_BYTES * (num_tokens // size * size)]:
+            self._uploads.append(PlannedUpload(str(tracked.tenant), token_ids))
+
+    def _source(self, tracked: Tracked) -> StateSource:
+        """Returns where the restored tokens came from: the bucket, if any of their blocks did."""
+        if not tracked.num_restored:
+            return "none"
+        restored = tracked.names[0][1 : 1 + tracked.num_restored // self._block_size]
+        return "disk" if tracked.fetched.isdisjoint(restored) else "remote"
+
+    def _end_fetch(self, tracked: Tracked, fetch: PromptFetch) -> bool:
+        """Takes the result of a fetch. Returns False if it must be waited for."""
+        assert self._fetcher is not None, "it has started the fetch"
+        if not self._fetcher.has_ended(fetch):
+            return False
+        tracked.fetch = None
+        is_done = fetch.running.done() and not fetch.running.cancelled()
+        results = fetch.running.result() if is_done else []
+        tracked.fetched = fetched_names(results)
+        self._counts["fetched_bytes"] += sum(result.num_bytes for result in results)
+        self._counts["fetches_cut"] += int(not is_done or not all(result.is_whole for result in results))
+        return True
+
+    def _stop_fetch(self, tracked: Tracked) -> None:
+        if self._fetcher is not None and tracked.fetch is not None:
+            self._fetcher.give_up(tracked.fetch)
+            tracked.fetch = None
 
     def _look_up(self, tracked: Tracked) -> None:
         """Finds the stored blocks of a prompt and, the first time, chooses how much of it to keep."""

@@ -18,6 +18,8 @@ COUNTERS = {
     "load_errors": "Loads that failed. The missing tokens were computed.",
     "saved_blocks": "Blocks handed to the writer, of all ranks.",
     "saved_bytes": "Bytes of KV handed to the writer, of all ranks.",
+    "fetched_bytes": "Bytes of KV fetched from the bucket that machines share, of all ranks.",
+    "fetches_cut": "Requests whose fetch from the bucket was ended early: it failed, or took too long.",
     "dropped": "Requests that were not saved completely, because the write buffer was full.",
 }
 MISSES = (
@@ -31,6 +33,7 @@ MISSES = (
     "no_reading",
     "pooling",
     "store",
+    "reset",
 )
 """The reasons why nothing is restored."""
 

@@ -9,16 +9,26 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 from msgspec.structs import replace
 
 from diskprefix.cache.tiers.loading import READER_THREADS, Loader
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
-from diskprefix.cache.tiers.tier import View, open_views
+from diskprefix.cache.tiers.tier import Upload, View, open_views
 from diskprefix.errors import CacheError
 from diskprefix.extras.vllm.engine_pages import Pages, PageSink
-from diskprefix.extras.vllm.plans import NO_PAGE, BlocksToSave, EndOfRequest, Load, PlannedBlock, RankIdentity, StepPlan
+from diskprefix.extras.vllm.plans import (
+    NO_PAGE,
+    BlocksToSave,
+    EndOfRequest,
+    Load,
+    PlannedBlock,
+    PlannedUpload,
+    RankIdentity,
+    StepPlan,
+)
 from diskprefix.extras.vllm.processors import unbind
 from diskprefix.extras.vllm.shared_store import SharedStore
 from diskprefix.extras.vllm.staging import Staging
@@ -69,6 +79,8 @@ class WorkerSide:
             self._save(save)
         for ended in plan.ended:
             self._end(ended)
+        for upload in plan.uploads:
+            self._upload(upload)
 
     def take_results(self, patience_s: float = 0.0) -> tuple[set[str], set[str], set[int]]:
         """Returns the requests whose loads have ended since the last call, the failed ones among them, and the engine's
@@ -208,6 +220,17 @@ class WorkerSide:
             ttl_s=ended.ttl_s,
         )
         self._shared.writer.queue_publication(saving, last, is_last=True)
+
+    def _upload(self, planned: PlannedUpload) -> None:
+        """Queues blocks for the bucket. What was saved of them is read from the write buffer or the disk."""
+        store, tenant = self._shared.store, planned.tenant
+        if self._shared.remote is None:
+            return
+        token_ids = as_token_ids(np.frombuffer(planned.token_ids, "<i4"))
+        path = TokenPath(store.secret, self._identity.root(tenant), token_ids, self._identity.block_size)
+        nodes, is_current = PromptNodes(path, self._layout), partial(store.is_current, store.epochs.of(tenant))
+        record = self._identity.record(tenant)
+        self._shared.remote.upload(Upload(nodes, len(token_ids), record, self._shared.tiers, is_current))
 
     def _publication(self, tenant: str, saving: Save, nodes: Sequence[NewNode]) -> Publication:
         root, record = self._identity.root(tenant), self._identity.record(tenant)

@@ -123,7 +123,7 @@ class Engine:
 
     def begin(self, request: Request, *, not_cached: str | None = None) -> int:
         self.scheduler.add(request, not_cached=not_cached)
-        num_external = self.scheduler.match(request.request_id, request.num_computed_tokens)
+        num_external = self.match(request)
         tables = self.allocate(request, request.num_computed_tokens + num_external)
         if num_external:
             self.scheduler.plan_load(request.request_id, tables, num_external)
@@ -132,6 +132,12 @@ class Engine:
                 worker.load(plan)
             request.num_computed_tokens += num_external
         return num_external
+
+    def match(self, request: Request) -> int:
+        """Asks in each step, until nothing is fetched from a bucket any more."""
+        while (found := self.scheduler.match(request.request_id, request.num_computed_tokens)) is None:
+            self.scheduler.wait_for_fetch(0.02)
+        return found
 
     def results(self, request: Request) -> list[tuple[bool, bool, set[int]]]:
         """For each rank once its loads have ended: whether the request is loaded, whether that failed, which blocks

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm")
+vllm: Any = pytest.importorskip("vllm")
 pytest.importorskip("vllm.v1.kv_offload.tiering.factory")
 
 compat: Any = pytest.importorskip("diskprefix.extras.vllm._vllm_tiering")
@@ -164,24 +164,43 @@ def test_a_store_that_is_deleted_under_it_makes_misses(tmp_path: Path, monkeypat
         assert tier.find([key(number) for number in range(10, 12)]) == [False, False]
 
 
+def test_this_version_has_all_that_is_used_and_one_that_lacks_something_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert compat.check_version() is None
+    monkeypatch.setitem(compat.USED, "vllm.v1.kv_offload.tiering.base:TransferJob", ("job_id", "nothing_of_the_kind"))
+    with pytest.raises(ImportError, match=r"cannot be a tier of vLLM .*: it has no TransferJob\.nothing_of_the_kind$"):
+        compat.check_version()
+
+
+def test_a_store_that_does_not_open_in_time_makes_misses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diskprefix.extras.vllm.offload_tier.open_in_time", lambda _: None)
+    with tiers(tmp_path / "kv", monkeypatch) as tier:
+        tier.store([key(1)])
+        assert tier.find([key(1), key(2)]) == [True, False], "vLLM's own tier has it"
+        for number in range(2, 2 + SLOTS):
+            tier.store([key(number)])
+        assert tier.find([key(1)]) == [False]
+    assert not (tmp_path / "kv").exists()
+
+
 def test_what_cannot_be_told_apart_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def check(**engine: Any) -> None:
         compat.check_keys(Fake(**ENGINE | engine))
 
-    monkeypatch.setattr(compat, "kv_cache_utils", Fake())
+    monkeypatch.setattr(vllm, "__version__", "0.28.0")
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     check()
     monkeypatch.delenv("PYTHONHASHSEED")
     with pytest.raises(ValueError, match="set PYTHONHASHSEED to a number that stays the same"):
         check()
-    # From vLLM 0.29 on.
-    monkeypatch.setattr(compat, "kv_cache_utils", Fake(resolve_none_hash_seed=None))
+    monkeypatch.setattr(vllm, "__version__", "0.29.0")
     check()
     with pytest.raises(ValueError, match=r"prefix_caching_hash_algo xxhash; choose sha256 or sha256_cbor"):
         check(cache_config=Fake(prefix_caching_hash_algo="xxhash"))
     with pytest.raises(ValueError, match="cannot serve LoRA adapters"):
         check(lora_config="some")
-    with pytest.raises(Exception, match="bugdet: unknown key; there are: path, budget, "):  # noqa: SIM117
+    with pytest.raises(Exception, match="bugdet: unknown key; there are: kv_cache_dir, kv_cache_budget, "):  # noqa: SIM117
         with tiers(tmp_path / "kv", monkeypatch, bugdet=1):
             pass
 

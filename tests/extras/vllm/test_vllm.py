@@ -1,12 +1,15 @@
-"""What is refused at the start, in one line. Needs vLLM: `tools/vllm theirs` runs these in its environment."""
+"""What the connector asks of vLLM, and what it says if that is not there. Needs vLLM: `tools/vllm theirs` runs these in
+its environment."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace as Fake
 from typing import Any
 
 import pytest
 
+from diskprefix.extras.vllm.engine_pages import UnsupportedPages
 from diskprefix.extras.vllm.plans import StepPlan
 
 vllm = pytest.importorskip("vllm")
@@ -26,32 +29,72 @@ def attention(kind: str, **more: Any) -> Any:
     return spec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.bfloat16, **more)
 
 
-def test_this_version_is_supported_and_another_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    compat.check_version()
-    monkeypatch.setattr(vllm, "__version__", "0.33.1")
-    with pytest.raises(ImportError, match=r"^this diskprefix supports vLLM 0\.32, and 0\.33\.1 is installed$"):
+def test_this_version_has_all_that_is_used_and_one_that_lacks_something_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert compat.check_version() is None
+    monkeypatch.setattr(vllm, "__version__", "0.99.1")
+    assert compat.check_version().startswith("vLLM 0.99.1 was not tried with this diskprefix; tried were 0.32, ")
+    monkeypatch.setitem(compat.USED, "vllm.v1.request:Request", ("request_id", "nothing_of_the_kind"))
+    lacks = r"^diskprefix cannot be a connector of vLLM 0\.99\.1: it has no Request\.nothing_of_the_kind$"
+    with pytest.raises(ImportError, match=lacks):
         compat.check_version()
 
 
-def test_a_model_with_recurrent_state_is_refused() -> None:
+def config(**parallel: Any) -> Any:
+    sizes = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, "rank": 0, "world_size": 1}
+    return Fake(parallel_config=Fake(**sizes | parallel))
+
+
+def recurrent() -> Any:
     from vllm.v1.kv_cache_interface import MambaSpec
 
     torch = pytest.importorskip("torch")
-    state = MambaSpec(block_size=16, shapes=((2, 3),), dtypes=(torch.float32,))
-    with pytest.raises(ValueError, match=r"cannot cache this model under vLLM: MambaSpec of model\.layers\.0\.mixer"):
-        compat.engine_groups(Fake(kv_cache_groups=[group(state)]))
+    return MambaSpec(block_size=16, shapes=((2, 3),), dtypes=(torch.float32,))
+
+
+def test_state_that_exists_at_one_position_only_cannot_be_stored() -> None:
+    with pytest.raises(UnsupportedPages, match=r"model\.layers\.0\.mixer \(MambaSpec\) has state that exists at one"):
+        compat.engine_groups(config(), Fake(kv_cache_groups=[group(recurrent())]))
+
+
+@pytest.mark.parametrize("why", ["recurrent", "context parallelism", "pages"])
+def test_a_model_that_cannot_be_stored_is_served_without_the_cache_and_that_is_said_once(
+    why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch = pytest.importorskip("torch")
+    module: Any = pytest.importorskip("diskprefix.extras.vllm.connector")
+    extra = {"kv_cache_dir": str(tmp_path / "kv"), "kv_cache_budget": "64MiB"}
+    transfer = Fake(kv_connector_extra_config=extra, kv_load_failure_policy="recompute")
+    engine = config(decode_context_parallel_size=2 if why == "context parallelism" else 1)
+    engine.kv_transfer_config = transfer
+    spec = recurrent() if why == "recurrent" else attention("FullAttentionSpec")
+    cache = Fake(kv_cache_groups=[group(spec)], num_blocks=4)
+    roles = module.compat.KVConnectorRole
+    worker = module.DiskPrefixConnector(engine, roles.WORKER, cache)
+    scheduler = module.DiskPrefixConnector(engine, roles.SCHEDULER, cache)
+    worker.register_kv_caches({"model.layers.0.mixer": torch.zeros(4, 7)})
+    assert worker.get_handshake_metadata() is None
+    scheduler.set_xfer_handshake_metadata_pp_aware({})
+    request = Fake(request_id="a")
+    scheduler.on_new_request(request)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    worker.bind_connector_metadata(scheduler.build_connector_meta(Fake(total_num_scheduled_tokens=3)))
+    worker.start_load_kv(None)
+    worker.wait_for_save()
+    assert not worker.get_transfer_results({"a"}).finished_recving
+    assert scheduler.request_finished(request, []) == (False, None)
+    assert scheduler.reset_cache()
+    for one in (worker, scheduler):
+        assert one.get_kv_connector_stats() is None
+        one.shutdown()
+    assert caplog.text.count("this model is served without the cache: ") == 1
 
 
 def test_layers_of_attention_are_groups_with_their_windows() -> None:
     specs = [attention("FullAttentionSpec"), attention("SlidingWindowSpec", sliding_window=64)]
-    found = compat.engine_groups(Fake(kv_cache_groups=list(map(group, specs))))
+    found = compat.engine_groups(config(), Fake(kv_cache_groups=list(map(group, specs))))
     assert [(one.block_size, one.window) for one in found] == [(16, None), (16, 64)]
-
-
-def test_context_parallelism_is_refused() -> None:
-    parallel = Fake(decode_context_parallel_size=2, prefill_context_parallel_size=1)
-    with pytest.raises(ValueError, match="context parallelism"):
-        compat.check_parallel(Fake(parallel_config=parallel))
 
 
 def test_requests_whose_tokens_do_not_say_all_are_not_cached() -> None:
@@ -74,6 +117,7 @@ def test_a_warning_says_that_requests_would_fail(caplog: pytest.LogCaptureFixtur
 def test_only_a_step_that_computes_nothing_waits_for_loads(num_tokens: int) -> None:
     module: Any = pytest.importorskip("diskprefix.extras.vllm.connector")
     waits: list[float] = []
+    waits_for_fetch: list[float] = []
 
     def take_results(patience_s: float) -> tuple[set[str], set[str], set[int]]:
         waits.append(patience_s)
@@ -81,7 +125,8 @@ def test_only_a_step_that_computes_nothing_waits_for_loads(num_tokens: int) -> N
 
     worker = Fake(load=lambda _: None, take_results=take_results)
     connector = module.DiskPrefixConnector.__new__(module.DiskPrefixConnector)
-    connector._scheduler, connector._worker, connector._requests = Fake(plan=lambda _: StepPlan()), worker, {}
+    scheduler = Fake(plan=lambda _: StepPlan(), wait_for_fetch=waits_for_fetch.append)
+    connector._scheduler, connector._worker, connector._requests = scheduler, worker, {}
     connector._keeps_part = True
     output = Fake(kv_connector_block_state=None, num_scheduled_tokens={}, total_num_scheduled_tokens=num_tokens)
     connector.bind_connector_metadata(connector.build_connector_meta(output))
@@ -89,3 +134,4 @@ def test_only_a_step_that_computes_nothing_waits_for_loads(num_tokens: int) -> N
     connector.start_load_kv(Fake(attn_metadata=None))
     connector.get_transfer_results(set())
     assert waits == [0 if num_tokens else module._IDLE_S]
+    assert waits_for_fetch == ([] if num_tokens else [module._IDLE_S])

@@ -353,6 +353,49 @@ def test_a_store_that_fails_fails_no_request(engine: Make, tmp_path: Path) -> No
     assert one.scheduler.take_counts()["requests"] == 2
 
 
+def test_a_full_disk_saves_nothing_and_fails_no_request(engine: Make) -> None:
+    one = engine()
+    one.run(Request("a", PROMPT))
+    one.shared.store.min_free_bytes = 2**60
+    other = prompt(2, 3 * BLOCK + 1)
+    assert one.run(Request("b", other)) == 0
+    assert one.begin(Request("c", PROMPT)) == 3 * BLOCK, "what is stored is still restored"
+    assert engine().begin(Request("d", other)) == 0
+
+
+def test_a_file_that_is_damaged_all_over_is_moved_aside_and_all_is_a_miss(engine: Make, tmp_path: Path) -> None:
+    engine().run(Request("a", PROMPT))
+    engine().close()
+    file = tmp_path / "kv" / "data.mdb"
+    file.write_bytes(b"\x5a" * file.stat().st_size)
+    one = Engine(tmp_path / "kv")
+    assert one.run(Request("b", PROMPT)) == 0
+    assert one.begin(Request("c", PROMPT)) == 3 * BLOCK
+    one.close()
+
+
+def test_after_the_engine_has_reset_its_caches_nothing_is_restored_or_saved(
+    engine: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = engine()
+    one.run(Request("a", PROMPT))
+    running, other = Request("b", prompt(2, 3 * BLOCK)), prompt(3, 3 * BLOCK)
+    one.begin(running)
+    one.step(running, 2 * BLOCK)
+    for _ in range(2):
+        one.scheduler.switch_off()
+    one.step(running, BLOCK)
+    one.end(running)
+    assert one.begin(Request("c", PROMPT)) == 0
+    one.run(Request("d", other))
+    assert one.scheduler.take_counts()["miss_reset"] == 2
+    assert caplog.text.count("vLLM reset its caches") == 1
+    assert one.workers[0]._saves == {}
+    again = engine()
+    assert [again.begin(Request(name, [*ids, 9])) for name, ids in (("e", PROMPT), ("f", other))] == [3 * BLOCK, 0]
+    assert again.begin(Request("g", [*(running.prompt_token_ids or []), 9])) == 2 * BLOCK, "computed before the reset"
+
+
 def test_the_store_is_whole_and_lists_each_prompt_for_each_rank(engine: Make) -> None:
     one = engine(num_ranks=2)
     one.run(Request("a", PROMPT))
