@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,15 +23,23 @@ from tests.waiting import wait_for
 
 ACCESS_KEY, SECRET_KEY = "ACCESSKEY0123456789", "SECRETKEY0123456789"
 BUCKET = "bucket"
-Fault = Literal["none", "reset", "500", "slow-down", "partial", "hang", "flaky"]
-FAULTS: tuple[Fault, ...] = ("reset", "500", "slow-down", "partial", "hang", "flaky")
+Fault = Literal["none", "reset", "500", "slow-down", "partial", "hang", "flaky", "slow", "refusing", "full"]
+FAULTS: tuple[Fault, ...] = ("reset", "500", "slow-down", "partial", "hang", "flaky", "slow", "refusing", "full")
+_SLOW_S = 0.2
 _SLOW_DOWN = b'<?xml version="1.0"?><Error><Code>SlowDown</Code><Message>Reduce your request rate.</Message></Error>'
+_ANSWERS: dict[str, tuple[int, bytes]] = {
+    "500": (500, b"it is on fire"),
+    "slow-down": (503, _SLOW_DOWN),
+    "refusing": (403, b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>"),
+    "full": (507, b"no space is left"),
+}
 _KEPT_OUT = {"transfer-encoding", "connection"}
 
 
 @dataclass
 class ObjectServer:
-    """`fault` is what the proxy does to each request from now on; with `flaky`, to every second one."""
+    """`fault` is what the proxy does to each request from now on; with `flaky`, to every second one; with `full`, to
+    those that write."""
 
     folder: Path
     backend_port: int
@@ -134,10 +143,12 @@ def _answer(server: ObjectServer, request: BaseHTTPRequestHandler) -> None:
         server.resumed.wait(60)
     if fault in ("reset", "hang") or (fault == "flaky" and server.num_requests % 2):
         _reset(request)
-    elif fault in ("500", "slow-down"):
-        status, content = (500, b"it is on fire") if fault == "500" else (503, _SLOW_DOWN)
+    elif fault in _ANSWERS and (fault != "full" or request.command in ("PUT", "POST")):
+        status, content = _ANSWERS[fault]
         _send(request, status, {"content-length": str(len(content))}, content)
     else:
+        if fault == "slow":
+            time.sleep(_SLOW_S)
         _forward(server, request, body, is_partial=fault == "partial")
 
 

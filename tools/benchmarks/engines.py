@@ -31,7 +31,7 @@ ANSWER_DEADLINE_S = 1800.0
 _SAVE_DEADLINE_S = 120.0
 _POLL_S = 0.02
 _SLOT_DEADLINE_S, _SLOT_ATTEMPTS = 10.0, 6
-_OURS = "DiskPrefixConnector"
+OURS = "DiskPrefixConnector"
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,15 @@ class HttpEngine:
     def ask(self, prompts: Sequence[str], max_tokens: int) -> list[Answer]:
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(lambda prompt: self.reply(prompt, max_tokens), prompts))
+
+    def complete(self, prompt: str, max_tokens: int, **fields: Any) -> dict[str, Any]:
+        """Returns the body of a reply that is not streamed. Raises `LiveServerError`."""
+        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0} | self._fields | fields
+        try:
+            return dict(self._client.post("/v1/completions", json=body).raise_for_status().json())
+        except (httpx.HTTPError, ValueError) as error:
+            self.process.check()
+            raise LiveServerError(f"no reply: {error}") from error
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], max_tokens: int, *, cached: bool = True, **fields: Any
@@ -237,7 +246,7 @@ class WorkerEngine:
         ]
 
 
-def _diskprefix(model: Model, workspace: Path, report: Report, more: Sequence[str]) -> Engine:
+def daemon_engine(model: Model, workspace: Path, report: Report, more: Sequence[str]) -> HttpEngine:
     del report
     port = free_port()
     command = [sys.executable, "-P", "-m", "diskprefix", "serve", "--port", str(port), "--model", str(model.file)]
@@ -306,17 +315,25 @@ def _folder(model: Model) -> str:
     return str(model.folder)
 
 
-def _vllm(
-    model: Model, workspace: Path, report: Report, more: Sequence[str], *, connector: str = "ExampleConnector"
-) -> Engine:
+def vllm_engine(
+    model: Model,
+    workspace: Path,
+    report: Report,
+    more: Sequence[str],
+    *,
+    connector: str = "ExampleConnector",
+    keys: Mapping[str, Any] | None = None,
+) -> HttpEngine:
+    """`keys` are more keys of the connector's configuration."""
     port, store = free_port(), str(workspace / "kv")
     settings: dict[str, Any] = {"kv_connector": connector, "kv_role": "kv_both"}
-    if connector == _OURS:
+    if connector == OURS:
         settings |= {"kv_connector_module_path": "diskprefix.extras.vllm.connector"}
         settings |= {"kv_load_failure_policy": "recompute"}
         extra: dict[str, Any] = {"kv_cache_dir": store, "kv_cache_budget": "16GiB", "disk_prefix_cache": "full"}
     else:
         extra = {"shared_storage_path": store}
+    extra |= keys or {}
     command = [str(python_of("vllm", report)), "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", _folder(model), "--served-model-name", "model", "--host", "127.0.0.1"]
     command += ["--port", str(port), "--dtype", "bfloat16", "--max-model-len", str(model.context)]
@@ -332,11 +349,11 @@ def _vllm(
 
 
 ENGINES: Mapping[str, Callable[[Model, Path, Report, Sequence[str]], Engine]] = {
-    "diskprefix": _diskprefix,
+    "diskprefix": daemon_engine,
     "llama.cpp": _llama_cpp,
     "ik_llama.cpp": _ik_llama_cpp,
-    "vllm": _vllm,
-    "vllm-diskprefix": partial(_vllm, connector=_OURS),
+    "vllm": vllm_engine,
+    "vllm-diskprefix": partial(vllm_engine, connector=OURS),
 }
 
 

@@ -7,6 +7,7 @@ import sys
 
 import click
 
+from tools.connector.machines import machines
 from tools.connector.theirs import theirs
 from tools.measuring.environments import python_of
 from tools.measuring.options import run_tool
@@ -26,6 +27,7 @@ def environment() -> None:
 
 
 main.add_command(theirs)
+main.add_command(machines)
 
 if __name__ == "__main__":
     run_tool(main, "tools/vllm")

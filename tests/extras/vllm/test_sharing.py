@@ -153,7 +153,7 @@ def test_tenants_and_other_numbers_find_nothing(make: Make) -> None:
     assert make(numbers={"weights_digest": "other"}).begin(Request("c", PROMPT)) == 0
 
 
-@pytest.mark.parametrize("fault", ["flaky", "partial", "reset", "500", "slow-down", "hang"])
+@pytest.mark.parametrize("fault", objects.FAULTS)
 def test_a_bucket_that_fails_costs_a_miss_at_most(make: Make, server: Any, fault: str) -> None:
     one = make()
     share(one, PROMPT)
@@ -208,7 +208,7 @@ def test_a_request_that_leaves_while_it_waits_is_forgotten(make: Make, server: A
     assert fetcher._fetches == set()
 
 
-@pytest.mark.parametrize("fault", ["500", "reset"])
+@pytest.mark.parametrize("fault", ["500", "reset", "refusing", "full"])
 def test_a_bucket_that_takes_nothing_loses_only_uploads(make: Make, server: Any, fault: str) -> None:
     one = make()
     server.fault = fault
