@@ -74,11 +74,13 @@ class HttpEngine:
         without_cache: dict[str, Any] | None = None,
         settle: Callable[[HttpEngine], None],
         tokens: Path | None = None,
+        api_key: str | None = None,
     ) -> None:
         self.process, self.without_cache = process, without_cache
         self._fields, self._settle, self._tokens = fields, settle, tokens
         timeout = httpx.Timeout(ANSWER_DEADLINE_S, connect=5.0)
-        self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=timeout)
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=timeout, headers=headers)
 
     def start(self) -> float:
         return started(self.process, self._client, START_DEADLINE_S)
@@ -246,7 +248,10 @@ class WorkerEngine:
         ]
 
 
-def daemon_engine(model: Model, workspace: Path, report: Report, more: Sequence[str]) -> HttpEngine:
+def daemon_engine(
+    model: Model, workspace: Path, report: Report, more: Sequence[str], *, api_key: str | None = None
+) -> HttpEngine:
+    """`api_key` is one of the daemon's, if `more` gives it any."""
     del report
     port = free_port()
     command = [sys.executable, "-P", "-m", "diskprefix", "serve", "--port", str(port), "--model", str(model.file)]
@@ -256,7 +261,7 @@ def daemon_engine(model: Model, workspace: Path, report: Report, more: Sequence[
     environment = {"XDG_CACHE_HOME": str(cache_home), "PYTHONPATH": ROOT}
     process = Process(command, workspace / "engine.log", environment)
     off, tokens = {"prefix_cache": {"scope": "off"}}, cache_home / "diskprefix" / "daemons"
-    return HttpEngine(process, port, {}, without_cache=off, settle=_wait_until_saved, tokens=tokens)
+    return HttpEngine(process, port, {}, without_cache=off, settle=_wait_until_saved, tokens=tokens, api_key=api_key)
 
 
 def _wait_until_saved(engine: HttpEngine) -> None:

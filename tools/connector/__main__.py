@@ -7,6 +7,7 @@ import sys
 
 import click
 
+from tools.connector.bits import bits
 from tools.connector.machines import machines
 from tools.connector.theirs import theirs
 from tools.measuring.environments import python_of
@@ -28,6 +29,7 @@ def environment() -> None:
 
 main.add_command(theirs)
 main.add_command(machines)
+main.add_command(bits)
 
 if __name__ == "__main__":
     run_tool(main, "tools/vllm")
