@@ -32,7 +32,7 @@ def bits(size: int, dtype: str, folder: Path | None) -> None:
     connector and from vLLM's example. Prints the largest differences; ends with 1 if a token differs, or if ours
     differs from vLLM's cache."""
     progress = Console(stderr=True)
-    found: dict[str, LogProbs] = {}
+    replies: dict[str, LogProbs] = {}
     with measuring(folder, progress) as workspace:
         model_path = model_folder("smollm2", progress)
         model = Model("smollm2", model_path, model_path, size + 1024)
@@ -42,23 +42,23 @@ def bits(size: int, dtype: str, folder: Path | None) -> None:
             more = ["--dtype", dtype, "--enforce-eager"]
             engine = vllm_engine(model, own, progress.print, more, connector=connector)
             try:
-                found |= _asked(engine, name, prompt_text(size, "bits"))
+                replies |= _asked(engine, name, prompt_text(size, "bits"))
             finally:
                 engine.process.kill()
-    report = {name: _difference(found["ours computed"], other) for name, other in found.items()}
-    report["ours restored, to ours in memory"] = _difference(found["ours in memory"], found["ours restored"])
+    report = {name: _difference(replies["ours computed"], other) for name, other in replies.items()}
+    report["ours restored, to ours in memory"] = _difference(replies["ours in memory"], replies["ours restored"])
     print(json.dumps(report, indent=2))
-    texts = {tuple(max(top, key=lambda token: top[token]) for top in other) for other in found.values()}
+    texts = {tuple(max(top, key=lambda token: top[token]) for top in other) for other in replies.values()}
     if len(texts) > 1 or report["ours restored, to ours in memory"]:
         raise click.exceptions.Exit(1)
 
 
 def _asked(engine: HttpEngine, name: str, prompt: str) -> dict[str, LogProbs]:
     engine.start()
-    found = {f"{name} {state}": _log_probs(engine, prompt) for state in ("computed", "in memory")}
+    replies = {f"{name} {state}": _log_probs(engine, prompt) for state in ("computed", "in memory")}
     engine.kill()
     engine.start()
-    return found | {f"{name} restored": _log_probs(engine, prompt)}
+    return replies | {f"{name} restored": _log_probs(engine, prompt)}
 
 
 def _log_probs(engine: HttpEngine, prompt: str) -> LogProbs:
@@ -66,7 +66,7 @@ def _log_probs(engine: HttpEngine, prompt: str) -> LogProbs:
     return [dict(top) for top in body["choices"][0]["logprobs"]["top_logprobs"]]
 
 
-def _difference(one: LogProbs, other: LogProbs) -> float:
+def _difference(first: LogProbs, second: LogProbs) -> float:
     """Returns the largest difference between log-probabilities that both have."""
-    pairs = zip(one, other, strict=True)
+    pairs = zip(first, second, strict=True)
     return max(abs(top[token] - others[token]) for top, others in pairs for token in top.keys() & others.keys())

@@ -34,8 +34,8 @@ class Kind:
     """Two machines of one kind. `source` says where the tokens of a reply came from. `counts` has the outcomes."""
 
     name: str
-    one: HttpEngine
-    other: HttpEngine
+    computing: HttpEngine
+    asking: HttpEngine
     source: Callable[[Mapping[str, Any]], str]
     fields: Mapping[str, Any] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
@@ -116,10 +116,10 @@ def _try_all(kind: Kind, server: ObjectServer, progress: Console) -> None:
         for now in (works, fault):
             _compare(kind, server, now, f"{kind.name} {fault} {now}", progress)
     prompt = prompt_text(_WORDS, f"{kind.name} kill")
-    expected = kind.reply(kind.one, prompt)[0]
+    expected = kind.reply(kind.computing, prompt)[0]
     # Its upload has begun or not.
-    kind.one.process.kill()
-    _count(kind, "one machine killed", expected, kind.reply(kind.other, prompt), progress)
+    kind.computing.process.kill()
+    _count(kind, "one machine killed", expected, kind.reply(kind.asking, prompt), progress)
 
 
 def _compare(kind: Kind, server: ObjectServer, fault: Fault, name: str, progress: Console) -> None:
@@ -127,11 +127,11 @@ def _compare(kind: Kind, server: ObjectServer, fault: Fault, name: str, progress
     prompt = prompt_text(_WORDS, name)
     if fault == "full":
         server.fault = fault
-    expected = kind.reply(kind.one, prompt)[0]
+    expected = kind.reply(kind.computing, prompt)[0]
     _settle(server)
     server.fault = fault
     try:
-        _count(kind, f"the bucket: {fault}", expected, kind.reply(kind.other, prompt), progress)
+        _count(kind, f"the bucket: {fault}", expected, kind.reply(kind.asking, prompt), progress)
     finally:
         server.reset()
 
