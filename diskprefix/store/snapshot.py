@@ -335,12 +335,12 @@ class Snapshot:
         for key in self.keys_under("notes", root):
             yield StoredNote.of(key, self.get_record("notes", key))
 
-    def keys_under(self, database: str, root: bytes) -> Iterator[bytes]:
-        """Yields the keys that begin with a root: of `seen`, `notes`, or `children` for its first blocks. A root from a
-        damaged record may be too short, and would then be the beginning of any key, so only keys whose first 16 bytes
-        equal `root` are yielded."""
+    def keys_under(self, database: str, root: bytes, start: bytes = b"") -> Iterator[bytes]:
+        """Yields the keys that begin with a root, from `start` on: of `seen`, `notes`, or `children` for its first
+        blocks. A root from a damaged record may be too short, and would then be the beginning of any key, so only keys
+        whose first 16 bytes equal `root` are yielded."""
         cursor = self._txn.cursor(self._databases[database])
-        is_at_key = cursor.set_range(root)
+        is_at_key = cursor.set_range(max(root, start))
         # Bound: the cursor moves on.
         while is_at_key and (key := bytes(cursor.key()))[:HASH_BYTES] == root:
             self.read_at = time.monotonic()

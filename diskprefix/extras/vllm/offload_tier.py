@@ -6,14 +6,16 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, ClassVar
 
 import numpy as np
+from msgspec.structs import replace
 
 from diskprefix.extras.vllm import _vllm_tiering as compat
-from diskprefix.extras.vllm.chunk_store import GROUP, NUM_IDS, ChunkKey, ChunkStore, chunk_layout
+from diskprefix.extras.vllm.chunk_store import GROUP, NUM_IDS, ChunkGroup, ChunkKey, ChunkStore, chunk_layout
 from diskprefix.extras.vllm.connector_settings import tier_settings
 from diskprefix.extras.vllm.plans import RankIdentity
 from diskprefix.extras.vllm.processors import unbind
@@ -49,8 +51,9 @@ class DiskPrefixTier(compat.SecondaryTierManager):  # type: ignore[misc]
         compat.check_keys(vllm_config)
         self._slots: Bytes = np.asarray(primary_kv_view).view(np.uint8)
         identity = _identity_of(vllm_config, offloading_spec.config, self._slots.shape[1])
+        groups = partial(_group_of, identity, self._slots.shape[1])
         self._shared = open_in_time(tier_settings(config))
-        self._chunks = None if self._shared is None else ChunkStore(self._shared, identity)
+        self._chunks = None if self._shared is None else ChunkStore(self._shared, groups)
         if self._shared is not None and (differs := identity.differences(self._shared.store)) is not None:
             log.warning("[disk-cache] stored prefixes of %s are not used: they differ in %s", identity.model, differs)
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="kv-loader", initializer=unbind)
@@ -146,3 +149,7 @@ def _identity_of(vllm_config: Any, offloading: Any, chunk_bytes: int) -> RankIde
         layout_version=LAYOUT_VERSION,
         fingerprint=compat.tier_numbers(vllm_config, offloading) | {GROUP: "0"},
     )
+
+
+def _group_of(identity: RankIdentity, chunk_bytes: int, index: int) -> ChunkGroup:
+    return ChunkGroup(replace(identity, fingerprint={**identity.fingerprint, GROUP: str(index)}), chunk_bytes)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diskprefix.extras.vllm.chunk_store import GROUP, ChunkKey, ChunkStore, chunk_layout
+from diskprefix.extras.vllm.chunk_store import GROUP, ChunkGroup, ChunkKey, ChunkStore, chunk_layout
 from diskprefix.extras.vllm.connector_settings import connector_settings, tier_settings
 from diskprefix.extras.vllm.plans import RankIdentity
 from diskprefix.extras.vllm.processors import unbind
@@ -30,6 +30,8 @@ from diskprefix.store.verify import verify_index
 CHUNK_BYTES = 160 * 4096
 """More than a piece."""
 BUDGET = 16 * 2**20
+ODD, ODD_BYTES = 7, 5000
+"""Groups from this index on have chunks of so many bytes, which are not whole pages."""
 
 
 def key(number: int, group: int = 0) -> ChunkKey:
@@ -44,9 +46,15 @@ def chunk(number: int) -> Bytes:
 def opened(folder: Path, weights: str = "some", **settings: object) -> Iterator[tuple[ChunkStore, SharedStore]]:
     config = {"kv_cache_dir": str(folder), "kv_cache_budget": BUDGET} | settings
     shared = open_shared(tier_settings(config))
-    numbers = {"engine": "test", "weights_digest": weights, GROUP: "0"}
-    layout = chunk_layout(CHUNK_BYTES, "bfloat16")
-    chunks = ChunkStore(shared, RankIdentity("model", 8, layout, LAYOUT_VERSION, numbers))
+
+    def group_of(index: int) -> ChunkGroup:
+        num_bytes = CHUNK_BYTES if index < ODD else ODD_BYTES
+        numbers = {"engine": "test", "weights_digest": weights, GROUP: str(index)}
+        return ChunkGroup(
+            RankIdentity("model", 8, chunk_layout(num_bytes, "bfloat16"), LAYOUT_VERSION, numbers), num_bytes
+        )
+
+    chunks = ChunkStore(shared, group_of)
     try:
         yield chunks, shared
     finally:
@@ -148,9 +156,63 @@ def test_chunks_for_which_the_buffer_has_no_room_are_dropped(tmp_path: Path, mon
         assert not chunks.has(key(2))
 
 
-def test_chunks_that_are_not_whole_pages_are_refused() -> None:
-    with pytest.raises(ValueError, match="chunks of 5000 bytes"):
-        chunk_layout(5000, "bfloat16")
+def test_each_group_has_its_size_and_a_chunk_need_not_be_whole_pages(tmp_path: Path) -> None:
+    keys = [key(1), key(2, group=ODD), key(3, group=ODD)]
+    contents = [chunk(1), chunk(2)[:ODD_BYTES], chunk(3)[:ODD_BYTES]]
+    with opened(tmp_path / "kv") as (chunks, _):
+        assert chunks.write(keys, contents) == dict.fromkeys(keys, True)
+    with opened(tmp_path / "kv") as (chunks, shared):
+        assert chunks.found(keys) == [True] * 3
+        places = [np.zeros(len(content), np.uint8) for content in contents]
+        assert chunks.load(keys, places) == [True] * 3
+        assert all(map(np.array_equal, places, contents))
+        with shared.store.snapshot() as snapshot:
+            in_order = sorted([keys[1].digest, keys[2].digest])
+            assert list(chunks.digests(snapshot, ODD)) == in_order
+            assert list(chunks.digests(snapshot, ODD, after=in_order[0])) == in_order[1:]
+    with closing(Store(tmp_path / "kv", read_only=True)) as store:
+        assert not verify_index(store).problems
+
+
+def test_what_is_written_is_in_the_file_and_more_than_the_buffer_holds_waits_for_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diskprefix.extras.vllm.connector_settings._WRITE_BUFFER", 2**20)
+    monkeypatch.setattr("diskprefix.extras.vllm.chunk_store._PUBLICATION_BYTES", CHUNK_BYTES)
+    keys = [key(number) for number in range(8)]
+    with opened(tmp_path / "kv") as (chunks, shared):
+        assert chunks.write(keys, [chunk(number) for number in range(8)]) == dict.fromkeys(keys, True)
+        assert shared.writer.num_pending == 0
+        with shared.store.snapshot() as snapshot:
+            assert sorted(chunks.digests(snapshot, 0)) == sorted(one.digest for one in keys)
+        assert chunks.write(keys, [chunk(number) for number in range(8)]) == {}, "they are stored"
+
+
+def test_a_write_ends_while_another_process_holds_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diskprefix.extras.vllm.chunk_store._WRITE_S", 0.2)
+    monkeypatch.setattr("diskprefix.extras.vllm.chunk_store._LOOK_S", 0.05)
+    with opened(tmp_path / "kv") as (chunks, shared):
+        with shared.store.changes():
+            assert chunks.write([key(1)], [chunk(1)]) == {key(1): False}
+            assert chunks.found([key(1)]) == [True], "it is in the buffer"
+        assert shared.writer.flush(30)
+        assert chunks.found([key(1)]) == [True]
+
+
+def test_a_deleted_chunk_is_missing_and_a_pinned_one_is_not_evicted(tmp_path: Path) -> None:
+    keys = [key(number) for number in range(3)]
+    with opened(tmp_path / "kv") as (chunks, shared):
+        chunks.write(keys, [chunk(number) for number in range(3)])
+        assert chunks.delete([keys[0], key(9)]) == [True, False]
+        assert chunks.found(keys) == [False, True, True]
+        chunks.pin(keys[1])
+        for start in range(100, 200, 10):
+            other = [key(number) for number in range(start, start + 10)]
+            assert all(chunks.write(other, [chunk(number) for number in range(start, start + 10)]).values())
+        assert shared.writer.evicted > 50
+        assert chunks.found(keys) == [False, True, False]
+        chunks.unpin(keys[1])
+        assert shared.store.evictor.pinned() == frozenset()
 
 
 def test_a_path_is_opened_once_and_closed_by_its_last_user(tmp_path: Path) -> None:
