@@ -53,6 +53,8 @@ BESIDE = {
     "setup": {"catalogue", "clients", "daemon_call", "router"},
     "router": {"catalogue", "ollama", "web_page"},
     "ollama": {"catalogue", "embedding"},
+    "lmcache": {"vllm"},
+    "sglang": {"vllm"},
 }
 """For some extras, the other extras that they may import. The core imports none: `hooks` finds them by name."""
 
@@ -87,7 +89,7 @@ TORCH_LIBRARIES = {"torch", "transformers", "accelerate", "safetensors"}
 WITH_FOREIGN_NAMES = {
     *("extras.library.library_model", "grid.state_layout", "grid.uncached", "model.gguf.file_processor"),
     *("extras.vllm.connector", "extras.vllm.offload_tier", "model.load.hub", "model.load.kinds"),
-    "model.load.hub_library",
+    *("extras.lmcache.l2_adapter", "extras.sglang.hicache_backend", "model.load.hub_library"),
 }
 """The modules of the grid, of pictures, of libraries and of the hub: they alone use what other packages keep to
 themselves. The way of a plan imports no transformers."""
@@ -361,11 +363,19 @@ VLLM_MODULES = sorted(
 """Those that connector and tier import, and those that they are in."""
 
 
-def test_one_module_each_of_connector_and_tier_imports_from_vllm() -> None:
+@pytest.mark.parametrize(
+    ("engine", "modules"),
+    [
+        ("vllm", {"extras.vllm._vllm_compat", "extras.vllm._vllm_tiering"}),
+        ("lmcache", {"extras.lmcache._lmcache_compat"}),
+        ("sglang", {"extras.sglang._sglang_compat"}),
+    ],
+)
+def test_one_module_each_imports_from_an_engine(engine: str, modules: set[str]) -> None:
     importers = {
-        module for module, source in SOURCES.items() if "vllm" in {package_of(n) for n in imported_names(source)}
+        module for module, source in SOURCES.items() if engine in {package_of(n) for n in imported_names(source)}
     }
-    assert importers == {"extras.vllm._vllm_compat", "extras.vllm._vllm_tiering"}
+    assert importers == modules
 
 
 def foreign_names(source: str) -> set[str]:

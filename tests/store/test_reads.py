@@ -54,6 +54,7 @@ MAY_HANG = {
     "engine/idle/recheck.py": "the thread idle",
     "server/openings.py": "a thread for reads",
     "extras/watch/dashboard/entries.py": "by `ask`",
+    "extras/lmcache/l2_adapter.py": "by `ask`",
 }
 """The modules that call `Reads.snapshot`, and the threads on which they do."""
 

@@ -1,4 +1,4 @@
-"""`tools/vllm`: makes an environment with vLLM in a folder of its own, and checks the connector in it."""
+"""`tools/vllm`: makes an environment with an engine in a folder of its own, and checks the store under it there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 
 from tools.connector.bits import bits
 from tools.connector.machines import machines
-from tools.connector.theirs import theirs
+from tools.connector.theirs import beside, lmcache, sglang, theirs
 from tools.measuring.environments import python_of
 from tools.measuring.options import run_tool
 from tools.models.real import print_report
@@ -17,19 +17,20 @@ from tools.models.real import print_report
 
 @click.group()
 def main() -> None:
-    """The connector and the tier for vLLM, in a real vLLM on this machine's processor."""
+    """The store under other engines, in real ones on this machine's processor: connector and tier for vLLM, adapter for
+    LMCache, backend for SGLang."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
 @main.command()
-def environment() -> None:
-    """Make the environment, and print its Python."""
-    print(python_of("vllm", print_report))
+@click.argument("engine", type=click.Choice(["vllm", "lmcache", "sglang"]), default="vllm")
+def environment(engine: str) -> None:
+    """Make the environment of an engine (vLLM's, if none is named), and print its Python."""
+    print(python_of(engine, print_report))
 
 
-main.add_command(theirs)
-main.add_command(machines)
-main.add_command(bits)
+for command in (theirs, machines, bits, lmcache, sglang, beside):
+    main.add_command(command)
 
 if __name__ == "__main__":
     run_tool(main, "tools/vllm")

@@ -30,11 +30,11 @@ class Ours(DiskPrefixL2Adapter):
         self._bytes_per_s = getattr(config, "mock_bandwidth_gb", 1024.0) * 2**30
 
     def _store(self, keys: Sequence[Any], objects: Sequence[Any]) -> Any:
-        time.sleep(sum(len(one.byte_array) for one in objects) / self._bytes_per_s)
+        time.sleep(sum(len(obj.byte_array) for obj in objects) / self._bytes_per_s)
         return super()._store(keys, objects)
 
     def _load(self, keys: Sequence[Any], objects: Sequence[Any]) -> Any:
-        time.sleep(sum(len(one.byte_array) for one in objects) / self._bytes_per_s)
+        time.sleep(sum(len(obj.byte_array) for obj in objects) / self._bytes_per_s)
         return super()._load(keys, objects)
 
     def debug_get_stored_object_count(self) -> int:
@@ -44,7 +44,7 @@ class Ours(DiskPrefixL2Adapter):
         return int(self.report_status()["locked_key_count"])
 
     def debug_has_key(self, key: Any) -> bool:
-        return any(self._chunks.found(list(self._chunks_of(key))))
+        return any(self._chunks.are_stored(list(self._chunks_of(key))))
 
 
 def pytest_configure() -> None:

@@ -41,8 +41,9 @@ def real_chunks(model: Path, texts: Path, file: Path, num_chunks: int) -> RealCh
     shape = (2, config.num_hidden_layers, CHUNK_TOKENS, config.num_key_value_heads * dim)
     chunk_bytes = 2 * int(np.prod(shape))
     if not file.exists() or file.stat().st_size < num_chunks * chunk_bytes:
-        # Processors without instructions for bfloat16 compute far faster in float32.
-        decoder = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        # Threads of torch that share processors with others wait for each other most of the time.
+        torch.set_num_threads(1)
+        decoder = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
         tokens = _tokens(AutoTokenizer.from_pretrained(model), texts)
         partial = file.with_suffix(".part")
         with partial.open("wb") as written, torch.inference_mode():
@@ -53,7 +54,7 @@ def real_chunks(model: Path, texts: Path, file: Path, num_chunks: int) -> RealCh
                 kv = torch.stack([torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers], 1)
                 kv = kv.transpose(2, 3).flatten(3)
                 for start in range(0, kv.shape[2], CHUNK_TOKENS):
-                    chunk = kv[:, :, start : start + CHUNK_TOKENS].to(torch.bfloat16).contiguous()
+                    chunk = kv[:, :, start : start + CHUNK_TOKENS].contiguous()
                     assert chunk.shape == shape
                     written.write(chunk.view(torch.uint8).numpy().tobytes())
         partial.rename(file)

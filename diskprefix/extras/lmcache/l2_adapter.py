@@ -209,15 +209,15 @@ class DiskPrefixL2Adapter(compat.L2AdapterInterface):  # type: ignore[misc]
 
     def _look_up(self, keys: Sequence[Any], layouts: Mapping[int, Any]) -> Any:
         candidates = [(number, chunk) for number, key in enumerate(keys) for chunk in self._chunks_of(key, layouts)]
-        # The pins come first: what is found then stays.
+        # The pins come first, so that a found chunk stays.
         for _, chunk in candidates:
             self._chunks.pin(chunk)
-        found = self._chunks.found([chunk for _, chunk in candidates])
+        is_stored_of = self._chunks.are_stored([chunk for _, chunk in candidates])
         bitmap = compat.Bitmap(len(keys))
         with self._lock:
             self._end_old_locks()
-            for (number, chunk), is_found in zip(candidates, found, strict=True):
-                if is_found and not bitmap.test(number) and not self._closed:
+            for (number, chunk), is_stored in zip(candidates, is_stored_of, strict=True):
+                if is_stored and not bitmap.test(number) and not self._closed:
                     bitmap.set(number)
                     self._locked.setdefault(keys[number], deque()).append((time.monotonic() + _LOCK_S, chunk))
                 else:
@@ -276,7 +276,7 @@ class DiskPrefixL2Adapter(compat.L2AdapterInterface):  # type: ignore[misc]
             if (chunk := _chunk_key(key, form)) is not None:
                 yield chunk
 
-    # What LMCache is told. The counts of usage are the base class's.
+    # The listeners, and the counts of usage, which are the base class's.
 
     def _remember_stored(self) -> None:
         """Counts what the file has at the start. Nothing listens yet."""
@@ -304,7 +304,9 @@ class DiskPrefixL2Adapter(compat.L2AdapterInterface):  # type: ignore[misc]
         self._num_removed = num_removed
         with self._lock:
             known = list(self._known)
-        self._forget([chunk for chunk, is_found in zip(known, self._chunks.found(known), strict=True) if not is_found])
+        self._forget(
+            [chunk for chunk, is_found in zip(known, self._chunks.are_stored(known), strict=True) if not is_found]
+        )
 
     def _forget(self, chunks: Iterable[ChunkKey]) -> None:
         with self._lock:

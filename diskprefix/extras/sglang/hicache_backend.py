@@ -30,7 +30,7 @@ _COPIES_BYTES = 64 * 2**20
 """The most bytes of pages that are copied at a time, which has at least one page."""
 
 
-class PageGroup(NamedTuple):
+class PoolPages(NamedTuple):
     """The pages of one pool: chunks under one root."""
 
     pool: str
@@ -52,7 +52,7 @@ class DiskPrefixHiCache(compat.HiCacheStorage):  # type: ignore[misc]
         self._shared = open_shared(settings)
         self._chunks = ChunkStore(self._shared, self._chunk_group)
         self._pools: dict[str, Any] = {}
-        self._groups: dict[str, PageGroup | None] = {}
+        self._groups: dict[str, PoolPages | None] = {}
         """By pool; None for one whose pages cannot be cut."""
         self._lock = threading.Lock()
         self._closed = False
@@ -79,7 +79,7 @@ class DiskPrefixHiCache(compat.HiCacheStorage):  # type: ignore[misc]
         self._pools[name] = pool
         try:
             page = pool.get_dummy_flat_data_page()
-            self._groups[name] = PageGroup(name, page.numel() * page.element_size(), _dtype(page))
+            self._groups[name] = PoolPages(name, page.numel() * page.element_size(), _dtype(page))
         except Exception as error:  # noqa: BLE001 (each kind of pool refuses in its own way)
             self._groups[name] = None
             log.warning("[disk-cache] pages of the pool %s are not stored: it has no flat pages (%s)", name, error)
@@ -95,8 +95,8 @@ class DiskPrefixHiCache(compat.HiCacheStorage):  # type: ignore[misc]
         wanted = list(zip(keys, target_locations or [], strict=False))
         places = [_bytes(target) for _, target in wanted]
         loaded = self._chunks.load([self._key(key, _group(target)) for key, target in wanted], places)
-        found = [target if is_loaded else None for (_, target), is_loaded in zip(wanted, loaded, strict=True)]
-        return found + [None] * (len(keys) - len(found))
+        pages = [target if is_loaded else None for (_, target), is_loaded in zip(wanted, loaded, strict=True)]
+        return pages + [None] * (len(keys) - len(pages))
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
         return self.batch_set([key], [value], [target_location], target_sizes)
@@ -129,11 +129,17 @@ class DiskPrefixHiCache(compat.HiCacheStorage):  # type: ignore[misc]
 
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
         del extra_info
-        return {one.name: self._read_pages(_text(one.name), one.keys or [], one.host_indices) for one in transfers}
+        return {
+            transfer.name: self._read_pages(_text(transfer.name), transfer.keys or [], transfer.host_indices)
+            for transfer in transfers
+        }
 
     def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
         del extra_info
-        return {one.name: self._write_pages(_text(one.name), one.keys or [], one.host_indices) for one in transfers}
+        return {
+            transfer.name: self._write_pages(_text(transfer.name), transfer.keys or [], transfer.host_indices)
+            for transfer in transfers
+        }
 
     def batch_exists_v2(self, keys: list[str], pool_transfers: list[Any] | None = None, extra_info: Any = None) -> Any:
         """Returns the longest prefix of `keys` that can be restored in all pools, the pages that each pool has by its
@@ -178,7 +184,7 @@ class DiskPrefixHiCache(compat.HiCacheStorage):  # type: ignore[misc]
     def _model(self) -> str:
         return str(self._config.model_name or "sglang").rstrip("/").rpartition("/")[2]
 
-    def _chunk_group(self, group: PageGroup) -> ChunkGroup:
+    def _chunk_group(self, group: PoolPages) -> ChunkGroup:
         identity = RankIdentity(
             model=self._model,
             block_size=NUM_IDS,
@@ -196,18 +202,20 @@ class DiskPrefixHiCache(compat.HiCacheStorage):  # type: ignore[misc]
         fields = ("page_size", "layout", "layer_num", "head_num", "head_dim", "start_layer", "end_layer")
         return ",".join(f"{name}={getattr(host, name, None)}" for name in fields)
 
-    def _key(self, key: str, group: PageGroup) -> ChunkKey:
+    def _key(self, key: str, group: PoolPages) -> ChunkKey:
         digest = bytes.fromhex(key) if _is_digest(key) else hashlib.sha256(key.encode()).digest()
         return ChunkKey(digest, group)
 
     def _found(self, pool: str, keys: Sequence[str]) -> list[bool]:
         group = self._groups.get(pool)
-        return [False] * len(keys) if group is None else self._chunks.found([self._key(key, group) for key in keys])
+        return (
+            [False] * len(keys) if group is None else self._chunks.are_stored([self._key(key, group) for key in keys])
+        )
 
     def _read_pages(self, pool: str, keys: Sequence[str], indices: Any) -> list[bool]:
         """Reads pages into a pool. `indices` has the places of all tokens of the pages."""
 
-        def read(group: PageGroup, some: Sequence[tuple[str, int]]) -> list[bool]:
+        def read(group: PoolPages, some: Sequence[tuple[str, int]]) -> list[bool]:
             host = self._pools[pool]
             pages = [host.get_dummy_flat_data_page() for _ in some]
             loaded = self._chunks.load([self._key(key, group) for key, _ in some], [_bytes(page) for page in pages])
@@ -219,7 +227,7 @@ class DiskPrefixHiCache(compat.HiCacheStorage):  # type: ignore[misc]
         return self._for_pages(pool, keys, indices, read)
 
     def _write_pages(self, pool: str, keys: Sequence[str], indices: Any) -> list[bool]:
-        def write(group: PageGroup, some: Sequence[tuple[str, int]]) -> list[bool]:
+        def write(group: PoolPages, some: Sequence[tuple[str, int]]) -> list[bool]:
             host = self._pools[pool]
             pages = [host.get_data_page(place, flat=True).contiguous() for _, place in some]
             return self._write([self._key(key, group) for key, _ in some], pages)
@@ -231,7 +239,7 @@ class DiskPrefixHiCache(compat.HiCacheStorage):  # type: ignore[misc]
         pool: str,
         keys: Sequence[str],
         indices: Any,
-        copy: Callable[[PageGroup, Sequence[tuple[str, int]]], list[bool]],
+        copy: Callable[[PoolPages, Sequence[tuple[str, int]]], list[bool]],
     ) -> list[bool]:
         """Calls `copy` with some pages at a time: keys and the places of their first tokens."""
         group = self._groups.get(pool)
@@ -262,14 +270,14 @@ def _dtype(page: Any) -> str:
     return str(page.dtype).removeprefix("torch.")
 
 
-def _group(page: Any) -> PageGroup:
-    return PageGroup(_KV, page.numel() * page.element_size(), _dtype(page))
+def _group(page: Any) -> PoolPages:
+    return PoolPages(_KV, page.numel() * page.element_size(), _dtype(page))
 
 
 def _bytes(page: Any) -> Bytes:
     """Returns the memory of a contiguous tensor, uint8 of shape [bytes]."""
-    found: Bytes = page.view(torch.uint8).numpy().reshape(-1)
-    return found
+    memory: Bytes = page.view(torch.uint8).numpy().reshape(-1)
+    return memory
 
 
 def _leading(stored: Iterable[bool]) -> int:

@@ -71,7 +71,7 @@ class ChunkKey(NamedTuple):
 
 
 class ChunkGroup(NamedTuple):
-    """What the chunks of a group have in common. `identity` has a layout from `chunk_layout`; `tenant` is the text of a
+    """The root and the size of a group's chunks. `identity` has a layout from `chunk_layout`; `tenant` is the text of a
     `values.Tenant`."""
 
     identity: RankIdentity
@@ -150,11 +150,11 @@ class ChunkStore:
         self._views = None
         self._opened.close()
 
-    def found(self, keys: Sequence[ChunkKey]) -> list[bool]:
+    def are_stored(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Returns which chunks are stored now: none if the store cannot be read, or if the disk does not answer within
         seconds."""
         try:
-            return self._shared.store.reads.ask(partial(self._found, keys), Patience())
+            return self._shared.store.reads.ask(partial(self._are_stored, keys), Patience())
         except CacheError as error:
             log.debug("[disk-cache] %d chunks were not looked up: %s", len(keys), error)
             return [False] * len(keys)
@@ -194,20 +194,20 @@ class ChunkStore:
         for part in self._parts(new):
             room = self._reserve(part, time.monotonic() + _WRITE_S)
             written.append((part, None if room is None else self._publish(part, room)))
-        for _, one in written:
+        for _, last in written:
             deadline = time.monotonic() + _WRITE_S
             # Bound: `deadline`.
-            while one is not None and self._is_writing(deadline) and not one.wait(_LOOK_S):
+            while last is not None and self._is_writing(deadline) and not last.wait(_LOOK_S):
                 pass
-        return {key: one is not None and one.is_whole for part, one in written for key in part}
+        return {key: last is not None and last.is_whole for part, last in written for key in part}
 
     def delete(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Removes stored chunks. Returns which were removed: none if the store cannot be written. If it cannot be
         written within seconds, they may be removed later."""
         store = self._shared.store
-        is_stored = self.found(keys)
+        is_stored = self.are_stored(keys)
         nodes = [self._node(key) for key in keys]
-        tops = {node.name: node.parent for node, one in zip(nodes, is_stored, strict=True) if one}
+        tops = {node.name: node.parent for node, is_there in zip(nodes, is_stored, strict=True) if is_there}
         if not tops or store.problem is not None or store.write_stall is not None:
             return [False] * len(keys)
         try:
@@ -245,7 +245,7 @@ class ChunkStore:
         self.end_step()
         self._readers.shutdown()
 
-    def _found(self, keys: Sequence[ChunkKey]) -> list[bool]:
+    def _are_stored(self, keys: Sequence[ChunkKey]) -> list[bool]:
         with open_views(self._shared.tiers) as views:
             return [key not in self._lost and self._find(views, key) is not None for key in keys]
 

@@ -162,7 +162,7 @@ def test_each_group_has_its_size_and_a_chunk_need_not_be_whole_pages(tmp_path: P
     with opened(tmp_path / "kv") as (chunks, _):
         assert chunks.write(keys, contents) == dict.fromkeys(keys, True)
     with opened(tmp_path / "kv") as (chunks, shared):
-        assert chunks.found(keys) == [True] * 3
+        assert chunks.are_stored(keys) == [True] * 3
         places = [np.zeros(len(content), np.uint8) for content in contents]
         assert chunks.load(keys, places) == [True] * 3
         assert all(map(np.array_equal, places, contents))
@@ -194,9 +194,9 @@ def test_a_write_ends_while_another_process_holds_the_file(tmp_path: Path, monke
     with opened(tmp_path / "kv") as (chunks, shared):
         with shared.store.changes():
             assert chunks.write([key(1)], [chunk(1)]) == {key(1): False}
-            assert chunks.found([key(1)]) == [True], "it is in the buffer"
+            assert chunks.are_stored([key(1)]) == [True], "it is in the buffer"
         assert shared.writer.flush(30)
-        assert chunks.found([key(1)]) == [True]
+        assert chunks.are_stored([key(1)]) == [True]
 
 
 def test_a_deleted_chunk_is_missing_and_a_pinned_one_is_not_evicted(tmp_path: Path) -> None:
@@ -204,13 +204,13 @@ def test_a_deleted_chunk_is_missing_and_a_pinned_one_is_not_evicted(tmp_path: Pa
     with opened(tmp_path / "kv") as (chunks, shared):
         chunks.write(keys, [chunk(number) for number in range(3)])
         assert chunks.delete([keys[0], key(9)]) == [True, False]
-        assert chunks.found(keys) == [False, True, True]
+        assert chunks.are_stored(keys) == [False, True, True]
         chunks.pin(keys[1])
         for start in range(100, 200, 10):
             other = [key(number) for number in range(start, start + 10)]
             assert all(chunks.write(other, [chunk(number) for number in range(start, start + 10)]).values())
         assert shared.writer.evicted > 50
-        assert chunks.found(keys) == [False, True, False]
+        assert chunks.are_stored(keys) == [False, True, False]
         chunks.unpin(keys[1])
         assert shared.store.evictor.pinned() == frozenset()
 
