@@ -97,8 +97,8 @@ def test_the_version_is_the_same_everywhere() -> None:
 def test_each_dependency_has_its_reason_beside_it() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     reasons = dict(re.findall(r'^    "([a-z0-9-]+)[^"]*",  # (.{15,})$', text, flags=re.MULTILINE))
-    # vLLM and llama.cpp's library have environments of their own.
-    own = {"vllm", "llama-cpp-python", diskprefix.__name__}
+    # Other engines and llama.cpp's library have environments of their own.
+    own = {"vllm", "lmcache", "sglang", "llama-cpp-python", diskprefix.__name__}
     assert {canonicalize_name(name) for name in reasons} == dependencies() | own
 
 
