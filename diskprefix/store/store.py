@@ -149,7 +149,7 @@ class Store(StoreFile):
             *(path, budget_bytes, new_budget_bytes, read_only, on_corruption, serving),
             *(clock, namespace, min_free_bytes, on_wait),
         )
-        self.codec = Codec.RAW
+        self.codec = Codec.PLANES
         self.evictor = Evictor(self, before_drop=keep_counts)
         self._written = WrittenBytes(), 0
         """The record of written bytes when it was last read, and `meter.recorded_bytes` at that time."""

@@ -53,6 +53,20 @@ def unavailable(*_: object, **_named: object) -> Any:
     raise StoreUnavailable("the disk is away")
 
 
+def test_blocks_of_16_bits_take_three_quarters_of_their_bytes(tmp_path: Path) -> None:
+    """As the codec that the daemon uses promises; `raw` would take a little more than all of them."""
+    runner = Runner(tiny_llama(torch.bfloat16), tiny_settings(tmp_path))
+    runner.run(random_prompt(1, 10 * BLOCK), "full")
+    assert runner.cache.writer.flush(10)
+    with runner.cache.store.snapshot() as snapshot:
+        nodes = [snapshot.node(name) for name, _ in snapshot.records("nodes")]
+    blocks = [node for node in nodes if node is not None and node.kind == NodeKind.BLOCK]
+    raw_bytes, stored_bytes = (sum(getattr(node, name) for node in blocks) for name in ("raw_bytes", "stored_bytes"))
+    assert len(blocks) >= 9
+    assert 0.6 * raw_bytes < stored_bytes < 0.85 * raw_bytes, stored_bytes / raw_bytes
+    runner.close()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("num_tokens", [10 * BLOCK + 7, 5])
 def test_an_exact_repeat_after_a_reopen_runs_no_forward(num_tokens: int, device: str, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from diskprefix.cache.tiered_store import TieredStore, open_store
 from diskprefix.extras.vllm.processors import unbound
 from diskprefix.settings import Settings
-from diskprefix.store.codec.codec import Codec
 
 _CLOSE_TIMEOUT_S = 20.0
 
@@ -21,8 +20,6 @@ class SharedStore(TieredStore):
     def __init__(self, settings: Settings) -> None:
         """Raises `CacheError` and `SettingsError`."""
         store = open_store(settings)
-        # Engines store 16-bit numbers, which take three quarters of the bytes in planes.
-        store.codec = Codec.PLANES
         try:
             with unbound():
                 super().__init__(settings, store)
