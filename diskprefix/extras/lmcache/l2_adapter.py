@@ -16,14 +16,15 @@ import numpy as np
 
 from diskprefix.errors import CacheError
 from diskprefix.extras.lmcache import _lmcache_compat as compat
-from diskprefix.extras.vllm.chunk_store import DIGEST_BYTES, NUM_IDS, ChunkGroup, ChunkKey, ChunkStore, chunk_layout
+from diskprefix.extras.vllm.chunk_store import DIGEST_BYTES, NUM_IDS, ChunkGroup, ChunkKey, chunk_layout, chunks_in
 from diskprefix.extras.vllm.connector_settings import tier_settings
 from diskprefix.extras.vllm.plans import RankIdentity
 from diskprefix.extras.vllm.processors import unbind
-from diskprefix.extras.vllm.shared_store import open_shared
+from diskprefix.extras.vllm.timed_opening import open_in_time
 from diskprefix.identity import identity_fields
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.store.pieces import LAYOUT_VERSION
+from diskprefix.store.store import Store
 from diskprefix.values import SHARED
 
 log = logging.getLogger("diskprefix")
@@ -62,12 +63,14 @@ class DiskPrefixL2Adapter(compat.L2AdapterInterface):  # type: ignore[misc]
 
     def __init__(self, config: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
         """`config` has the keys of `connector_settings.TIER_NAMES`. Raises `ImportError` or `DiskPrefixError`, each
-        with one line, for wrong settings and for another interface of LMCache."""
+        with one line, for wrong settings and for another interface of LMCache. If the store cannot be opened in
+        time, nothing is stored."""
         del l1_memory_desc
         compat.check_version(type(self))
-        self._opened = open_shared(tier_settings(config))
-        super().__init__(max_capacity_bytes=self._opened.store.budget_bytes)
-        self._chunks = ChunkStore(self._opened, _chunk_group)
+        settings = tier_settings(config)
+        self._folder, self._opened = settings.kv_cache_dir, open_in_time(settings)
+        super().__init__(max_capacity_bytes=0 if self._opened is None else self._opened.store.budget_bytes)
+        self._chunks = chunks_in(self._opened, _chunk_group)
         self._lock = threading.Lock()
         self._num_tasks = 0
         self._stores: _Tasks[Any] = _Tasks("kv-saver")
@@ -140,7 +143,7 @@ class DiskPrefixL2Adapter(compat.L2AdapterInterface):  # type: ignore[misc]
         if page_size <= 0:
             raise ValueError(f"page_size must be positive, not {page_size}")
         after = _parsed_cursor(cursor)
-        listed = self._opened.store.reads.ask(lambda: self._listed(model_name, after, page_size + 1))
+        listed = self._in_file(model_name, after, page_size + 1)
         entries = [
             compat.KeyEntry(key=_object_key(group.objects, digest).to_encoded_object_key(), size_bytes=size)
             for group, digest in listed[:page_size]
@@ -155,19 +158,25 @@ class DiskPrefixL2Adapter(compat.L2AdapterInterface):  # type: ignore[misc]
         with self._lock:
             self._end_old_locks()
             num_stored, num_locked = len(self._known), len(self._locked)
-        store = self._opened.store
-        problem = store.problem or store.write_stall or self._opened.writer.error or store.reads.stalled
         usage = self.get_usage()
         return {
-            "is_healthy": not self._closed and problem is None,
+            "is_healthy": not self._closed and self._problem is None,
             "type": type(self).__name__,
-            "kv_cache_dir": str(store.path),
-            "problem": problem,
+            "kv_cache_dir": str(self._folder),
+            "problem": self._problem,
             "stored_object_count": num_stored,
             "locked_key_count": num_locked,
             "current_size_bytes": usage.total_bytes_used,
             "max_capacity_bytes": usage.total_capacity_bytes,
         }
+
+    @property
+    def _problem(self) -> str | None:
+        """Why not everything is stored, None if it is."""
+        if self._opened is None:
+            return "the store could not be opened in time"
+        store = self._opened.store
+        return store.problem or store.write_stall or self._opened.writer.error or store.reads.stalled
 
     def close(self) -> None:
         """Ends the tasks, of which those that store are finished, and closes the store."""
@@ -181,7 +190,8 @@ class DiskPrefixL2Adapter(compat.L2AdapterInterface):  # type: ignore[misc]
             for key in list(self._locked):
                 self._release(key, everything=True)
         self._chunks.close()
-        self._opened.release()
+        if self._opened is not None:
+            self._opened.release()
 
     def _next_task(self) -> int:
         with self._lock:
@@ -282,7 +292,7 @@ class DiskPrefixL2Adapter(compat.L2AdapterInterface):  # type: ignore[misc]
         """Counts what the file has at the start. Nothing listens yet."""
         stored = list[tuple[FormGroup, bytes]]()
         with suppress(CacheError):
-            stored = self._opened.store.reads.ask(lambda: self._listed(None, None, None))
+            stored = self._in_file(None, None, None)
         for group, _ in stored:
             self._forms.setdefault(group.objects, set()).add(group.form)
         self._tell_stored([(ChunkKey(digest, group), _object_key(group.objects, digest)) for group, digest in stored])
@@ -297,6 +307,8 @@ class DiskPrefixL2Adapter(compat.L2AdapterInterface):  # type: ignore[misc]
 
     def _tell_removed(self) -> None:
         """Tells LMCache what the store has evicted, or removed because it expired or was damaged."""
+        if self._opened is None:
+            return
         writer = self._opened.writer
         num_removed = writer.evicted + writer.housekeeping.expired + writer.housekeeping.quarantined
         if num_removed == self._num_removed:
@@ -316,12 +328,20 @@ class DiskPrefixL2Adapter(compat.L2AdapterInterface):  # type: ignore[misc]
                 [key for _, key in gone], [_form_group(chunk).form.num_bytes for chunk, _ in gone]
             )
 
-    def _listed(
+    def _in_file(
         self, model_name: str | None, after: tuple[str, bytes] | None, limit: int | None
     ) -> list[tuple[FormGroup, bytes]]:
-        """Returns groups and digests of the objects in the file, those after a position."""
+        """Returns groups and digests of the objects in the file, those after a position. Raises `CacheError`."""
+        if self._opened is None:
+            return []
+        store = self._opened.store
+        return store.reads.ask(lambda: self._listed(store, model_name, after, limit))
+
+    def _listed(
+        self, store: Store, model_name: str | None, after: tuple[str, bytes] | None, limit: int | None
+    ) -> list[tuple[FormGroup, bytes]]:
         listed = list[tuple[FormGroup, bytes]]()
-        with self._opened.store.reads.snapshot() as snapshot:
+        with store.reads.snapshot() as snapshot:
             groups = {}
             for root, record in snapshot.roots():
                 if (group := _group_of_identity(record.identity)) is not None:

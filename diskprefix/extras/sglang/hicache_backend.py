@@ -13,10 +13,10 @@ import torch
 
 from diskprefix.errors import CacheError
 from diskprefix.extras.sglang import _sglang_compat as compat
-from diskprefix.extras.vllm.chunk_store import DIGEST_BYTES, NUM_IDS, ChunkGroup, ChunkKey, ChunkStore, chunk_layout
+from diskprefix.extras.vllm.chunk_store import DIGEST_BYTES, NUM_IDS, ChunkGroup, ChunkKey, chunk_layout, chunks_in
 from diskprefix.extras.vllm.connector_settings import tier_settings
 from diskprefix.extras.vllm.plans import RankIdentity
-from diskprefix.extras.vllm.shared_store import open_shared
+from diskprefix.extras.vllm.timed_opening import open_in_time
 from diskprefix.store.changes import batches
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.store.pieces import LAYOUT_VERSION
@@ -49,8 +49,8 @@ class DiskPrefixHiCache(compat.HiCacheStorage):  # type: ignore[misc]
         compat.check_version(type(self))
         settings = tier_settings(compat.settings_of(storage_config))
         self._config, self._numbers = storage_config, compat.numbers_of(storage_config)
-        self._shared = open_shared(settings)
-        self._chunks = ChunkStore(self._shared, self._chunk_group)
+        self._shared = open_in_time(settings)
+        self._chunks = chunks_in(self._shared, self._chunk_group)
         self._pools: dict[str, Any] = {}
         self._groups: dict[str, PoolPages | None] = {}
         """By pool; None for one whose pages cannot be cut."""
@@ -62,7 +62,7 @@ class DiskPrefixHiCache(compat.HiCacheStorage):  # type: ignore[misc]
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         super().register_mem_pool_host(mem_pool_host)
         self._register(_KV, mem_pool_host)
-        if (group := self._groups[_KV]) is not None:
+        if (group := self._groups[_KV]) is not None and self._shared is not None:
             identity = self._chunk_group(group).identity
             try:
                 differs = identity.differences(self._shared.store)
@@ -164,6 +164,8 @@ class DiskPrefixHiCache(compat.HiCacheStorage):  # type: ignore[misc]
 
     def clear(self) -> bool:
         """Removes all pages of this model, those of other ranks too. Returns False if the store cannot be written."""
+        if self._shared is None:
+            return False
         try:
             purge(self._shared.store, PurgeFilter(model=self._model), self._shared.store.clock())
         except CacheError as error:
@@ -178,7 +180,8 @@ class DiskPrefixHiCache(compat.HiCacheStorage):  # type: ignore[misc]
                 return
             self._closed = True
         self._chunks.close()
-        self._shared.release()
+        if self._shared is not None:
+            self._shared.release()
 
     @property
     def _model(self) -> str:

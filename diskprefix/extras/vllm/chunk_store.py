@@ -373,5 +373,54 @@ class ChunkStore:
         return self._staging.setdefault(root.block_bytes, Staging(root.block_bytes)).take()
 
 
+class NoChunks(ChunkStore):
+    """The chunks of an engine whose store could not be opened: none is stored."""
+
+    def __init__(self) -> None:
+        """Opens nothing."""
+
+    def has(self, key: ChunkKey) -> bool:
+        del key
+        return False
+
+    def end_step(self) -> None:
+        """Does nothing."""
+
+    def are_stored(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        return [False] * len(keys)
+
+    def load(self, keys: Sequence[ChunkKey], places: Sequence[Bytes]) -> list[bool]:
+        del places
+        return [False] * len(keys)
+
+    def save(self, keys: Sequence[ChunkKey], places: Sequence[Bytes]) -> bool:
+        del keys, places
+        return False
+
+    def write(self, keys: Sequence[ChunkKey], places: Sequence[Bytes]) -> dict[ChunkKey, bool]:
+        del places
+        return dict.fromkeys(keys, False)
+
+    def delete(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        return [False] * len(keys)
+
+    def pin(self, key: ChunkKey) -> None:
+        """Does nothing."""
+
+    def unpin(self, key: ChunkKey) -> None:
+        """Does nothing."""
+
+    def use(self, keys: Sequence[ChunkKey], *, hits: int = 0) -> None:
+        """Does nothing."""
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+def chunks_in(shared: SharedStore | None, group_of: Callable[[Any], ChunkGroup]) -> ChunkStore:
+    """Returns the chunks of a store; none without one."""
+    return NoChunks() if shared is None else ChunkStore(shared, group_of)
+
+
 def _copy(place: Bytes, block: Bytes) -> None:
     place[:] = block[: len(place)]

@@ -15,7 +15,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from diskprefix.extras.vllm import _vllm_tiering as compat
-from diskprefix.extras.vllm.chunk_store import GROUP, NUM_IDS, ChunkGroup, ChunkKey, ChunkStore, chunk_layout
+from diskprefix.extras.vllm.chunk_store import GROUP, NUM_IDS, ChunkGroup, ChunkKey, chunk_layout, chunks_in
 from diskprefix.extras.vllm.connector_settings import tier_settings
 from diskprefix.extras.vllm.plans import RankIdentity
 from diskprefix.extras.vllm.processors import unbind
@@ -53,7 +53,7 @@ class DiskPrefixTier(compat.SecondaryTierManager):  # type: ignore[misc]
         identity = _identity_of(vllm_config, offloading_spec.config, self._slots.shape[1])
         groups = partial(_group_of, identity, self._slots.shape[1])
         self._shared = open_in_time(tier_settings(config))
-        self._chunks = None if self._shared is None else ChunkStore(self._shared, groups)
+        self._chunks = chunks_in(self._shared, groups)
         if self._shared is not None and (differs := identity.differences(self._shared.store)) is not None:
             log.warning("[disk-cache] stored prefixes of %s are not used: they differ in %s", identity.model, differs)
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="kv-loader", initializer=unbind)
@@ -71,17 +71,16 @@ class DiskPrefixTier(compat.SecondaryTierManager):  # type: ignore[misc]
 
     def lookup(self, key: Any, req_context: Any) -> Any:
         del req_context
-        is_stored = self._chunks is not None and self._chunks.has(compat.chunk_key(key))
+        is_stored = self._chunks.has(compat.chunk_key(key))
         return compat.LookupResult.HIT if is_stored else compat.LookupResult.MISS
 
     def on_request_finished(self, req_context: Any) -> None:
-        if (keys := self._keys.pop(req_context.req_id, None)) and self._chunks is not None:
+        if keys := self._keys.pop(req_context.req_id, None):
             self._saver.submit(self._chunks.use, list(keys))
 
     def on_schedule_end(self, context: Any) -> None:
         del context
-        if self._chunks is not None:
-            self._chunks.end_step()
+        self._chunks.end_step()
 
     def submit_load(self, job_metadata: Any) -> None:
         self._submit(self._loader, self._load, job_metadata)
@@ -104,8 +103,7 @@ class DiskPrefixTier(compat.SecondaryTierManager):  # type: ignore[misc]
         """Waits for the jobs, writes the saved chunks, and releases the primary tier's memory."""
         self._loader.shutdown()
         self._saver.shutdown()
-        if self._chunks is not None:
-            self._chunks.close()
+        self._chunks.close()
         if self._shared is not None:
             self._shared.release()
         del self._slots
@@ -125,14 +123,11 @@ class DiskPrefixTier(compat.SecondaryTierManager):  # type: ignore[misc]
 
     def _load(self, job: Any) -> Any:
         keys = list(job.keys)
-        assert self._chunks is not None, "no chunk was found"
         loaded = self._chunks.load(list(map(compat.chunk_key, keys)), self._places(job))
         good = tuple(key for key, is_loaded in zip(keys, loaded, strict=True) if is_loaded)
         return compat.JobResult(job_id=job.job_id, success=all(loaded), successful_keys=good)
 
     def _save(self, job: Any) -> Any:
-        if self._chunks is None:
-            return compat.JobResult(job_id=job.job_id, success=False)
         is_whole = self._chunks.save(list(map(compat.chunk_key, job.keys)), self._places(job))
         return compat.JobResult(job_id=job.job_id, success=is_whole)
 

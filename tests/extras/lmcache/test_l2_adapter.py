@@ -23,6 +23,7 @@ from tests.extras.lmcache.standin import IS_REAL, MemoryObj, api
 from diskprefix.errors import SettingsError  # isort: skip
 from diskprefix.extras.lmcache import _lmcache_compat as compat, l2_adapter  # isort: skip
 from diskprefix.extras.lmcache.l2_adapter import DiskPrefixL2Adapter  # isort: skip
+from diskprefix.extras.vllm.shared_store import SharedStore  # isort: skip
 from diskprefix.store.store import Store  # isort: skip
 from diskprefix.store.verify import verify_index  # isort: skip
 from tests.extras.suspended import suspended_writer  # isort: skip
@@ -73,7 +74,6 @@ class Driver:
 
     def __init__(self, folder: Path, **config: Any) -> None:
         self.adapter = DiskPrefixL2Adapter({"kv_cache_dir": str(folder), "kv_cache_budget": "64MiB"} | config)
-        self.shared = self.adapter._opened
         self.listener = Listener()
         self.adapter.register_listener(self.listener)
 
@@ -100,8 +100,13 @@ class Driver:
         loaded = self.adapter.query_load_result(task)
         return [loaded.test(number) for number in range(len(keys))]
 
+    @property
+    def shared(self) -> SharedStore:
+        assert self.adapter._opened is not None
+        return self.adapter._opened
+
     def pinned(self) -> frozenset[bytes]:
-        return self.shared.store.evictor.pinned()
+        return frozenset() if self.adapter._opened is None else self.shared.store.evictor.pinned()
 
 
 def wait_on(descriptor: int) -> None:
@@ -346,6 +351,22 @@ def test_a_suspended_process_that_writes_makes_failed_stores_and_no_wait(
             assert time.monotonic() - began < DEADLINE_S
         assert one.shared.writer.flush(30)
         assert one.store([key(3)], [memory(0, 3)]).is_successful()
+
+
+def test_an_adapter_whose_store_does_not_open_in_time_stores_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(folder) as one:
+        one.store([key(1)], [memory(0, 1)])
+    monkeypatch.setattr("diskprefix.extras.vllm.timed_opening._OPEN_S", 0.5)
+    with suspended_writer(folder), opened(folder) as one:
+        assert not one.store([key(2)], [memory(0, 2)]).is_successful()
+        assert one.has([key(1), key(2)]) == [False, False]
+        assert one.load([key(1)], [memory()]) == [False]
+        one.adapter.delete([key(1)])
+        assert one.adapter.list_l2_keys().entries == ()
+        status = one.adapter.report_status()
+        assert (status["is_healthy"], status["problem"]) == (False, "the store could not be opened in time")
 
 
 def test_objects_that_a_full_buffer_or_a_small_budget_cannot_hold_fail(

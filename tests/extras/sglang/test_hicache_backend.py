@@ -221,6 +221,20 @@ def test_a_damaged_page_is_a_miss_and_a_suspended_process_makes_failed_writes(
             assert second.batch_get_v1(keys, places(pool, range(3))) == [True] * 3
 
 
+def test_a_backend_whose_store_does_not_open_in_time_stores_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, keys = Pool(), [key(number) for number in range(3)]
+    with opened(folder, {"kv": pool}) as first:
+        first.batch_set_v1(keys, places(pool, range(3)))
+    monkeypatch.setattr("diskprefix.extras.vllm.timed_opening._OPEN_S", 0.5)
+    with suspended_writer(folder), opened(folder, {"kv": pool}) as second:
+        assert second.batch_set_v1([key(7)], places(pool, [7])) == [False]
+        assert second.batch_get_v1(keys, places(pool, range(3))) == [False] * 3
+        assert second.batch_exists(keys) == 0
+        assert not second.clear()
+
+
 def test_clear_removes_the_pages_of_this_model_alone(folder: Path) -> None:
     pool = Pool()
     with opened(folder, {"kv": pool}, model_name="org/other") as other:
