@@ -212,7 +212,7 @@ def test_a_question_does_not_wait_for_idle_work_whose_read_hangs(
     monkeypatch.setattr(reads, "STALL_S", 60.0)
     engine.cache.cost_model.prefill_s_per_token = 1e-9
     with running(engine) as inbox:
-        compute_ahead(engine, STORED[0])
+        compute_ahead(engine, np.concatenate([STORED[0], tokens(200, 30)]))
         inbox.wake()
         gate.wait_until_reached()
         with monkeypatch.context() as patch:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -38,6 +38,8 @@ from diskprefix.kv import kept_blocks
 from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.sequence import KVSequence, Owner
 from diskprefix.settings import Settings
+from diskprefix.store.codec.codec import Codec
+from diskprefix.store.store import Store
 from diskprefix.tenant_ids import group_of
 from diskprefix.tokens import TokenIds, as_token_ids, raw_boundaries, root_hash
 from diskprefix.values import SHARED, CacheOptions, Mark, Prompt, Scope, Selection
@@ -54,6 +56,20 @@ MIN_TOKENS, COLD_MAX, INTERVAL = 2 * BLOCK, 8 * BLOCK, 4 * BLOCK
 STATES = "token", "sliceable", "lfm2", "qwen3_next", "mamba2"
 EXACT = "token", "lfm2"
 """Those that are exact at every token; lfm2 has checkpoints, which then lie at any token."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _uncompressed() -> Iterator[None]:
+    """The simulated disk has uncompressed nodes only."""
+    opened = Store.__init__
+
+    def open_raw(store: Store, *args: Any, **named: Any) -> None:
+        opened(store, *args, **named)
+        store.codec = Codec.RAW
+
+    with pytest.MonkeyPatch.context() as context:
+        context.setattr(Store, "__init__", open_raw)
+        yield
 
 
 class Seen(NamedTuple):
