@@ -172,7 +172,7 @@ class DiskPrefixL2Adapter(compat.L2AdapterInterface):  # type: ignore[misc]
 
     @property
     def _problem(self) -> str | None:
-        """Why not everything is stored, None if it is."""
+        """The reason why not everything is stored; None if it is."""
         if self._opened is None:
             return "the store could not be opened in time"
         store = self._opened.store
