@@ -212,7 +212,8 @@ class Saver:
                 ttl_s = self._ttl_of(node, min_ttl_s)
                 cost_s, replaces = token_s * saved_tokens, planner.state == "token"
                 new = planner.nodes.new_node(node, payload, prefill_s=cost_s, ttl_s=ttl_s, replaces=replaces)
-                batch.append(replace(new, is_unverified=planner.restored.is_unverified(node.position, node.end)))
+                is_unverified = planner.restored.is_unverified(node.position, node.end)
+                batch.append(replace(new, is_unverified=True) if is_unverified else new)
                 num_bytes += batch[-1].payload_bytes
             if batch or plan.last_node is not None or plan.prompt is not None:
                 self._writer.queue_publication(self.save, self._publication(batch, plan), holds)

@@ -218,7 +218,7 @@ class Notes:
         written yet. Does not count a use. Raises `CacheError`."""
         now, contents = self._store.clock(), list[tuple[bytes, bytes]]()
         with self._store.reads.snapshot() as snapshot:
-            stored = (note for root in roots for note in snapshot.notes_of(root) if note.kind == kind)
+            stored = (note for root in roots for note in snapshot.notes_of(root, kind))
             wanted = (note for note in stored if note.times.created_at < before and not note.times.is_expired(now))
             for note in heapq.nlargest(at_most, wanted, key=lambda note: note.times.created_at):
                 with suppress(StoreCorrupt):

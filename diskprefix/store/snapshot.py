@@ -14,7 +14,7 @@ import numpy as np
 from diskprefix.errors import StoreCorrupt
 from diskprefix.identity import identity_of_tenant, is_outdated
 from diskprefix.store.eviction import UsageTable
-from diskprefix.store.note_record import StoredNote
+from diskprefix.store.note_record import StoredNote, kind_of
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import (
     DATABASES,
@@ -330,9 +330,12 @@ class Snapshot:
         for key, value in self.records("notes"):
             yield StoredNote.of(key, value)
 
-    def notes_of(self, root: bytes) -> Iterator[StoredNote]:
-        """Yields the notes of a root, without their contents."""
-        for key in self.keys_under("notes", root):
+    def notes_of(self, root: bytes, kind: int | None = None) -> Iterator[StoredNote]:
+        """Yields the notes of a root, those of one kind if it is given, without their contents."""
+        for key in self.keys_under("notes", root, root if kind is None else root + bytes([kind])):
+            if kind is not None and kind_of(key) != kind:
+                # Keys are sorted by kind.
+                return
             yield StoredNote.of(key, self.get_record("notes", key))
 
     def keys_under(self, database: str, root: bytes, start: bytes = b"") -> Iterator[bytes]:

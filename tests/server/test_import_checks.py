@@ -13,7 +13,7 @@ import pytest
 
 from diskprefix.engine.idle import ahead_jobs
 from diskprefix.errors import SettingsError
-from diskprefix.extras.exchange.exchange import export_pack, import_to_compute
+from diskprefix.extras.exchange.exchange import encoded_notes, export_pack, put_notes
 from diskprefix.extras.exchange.pack_file import PackReader
 from diskprefix.server import import_checks
 from diskprefix.store.note_record import NoteKind
@@ -81,7 +81,7 @@ def note(folder: Path, packs: Sequence[Path]) -> None:
     with closing(Store(folder, budget_bytes=64 << 20)) as store:
         for path in packs:
             with PackReader.open(path) as reader:
-                import_to_compute(store, reader)
+                put_notes(store, reader, encoded_notes(store, reader))
         assert store.counts()["blocks"] == 0
 
 

@@ -55,6 +55,7 @@ MAY_HANG = {
     "server/openings.py": "a thread for reads",
     "extras/watch/dashboard/entries.py": "by `ask`",
     "extras/lmcache/l2_adapter.py": "by `ask`",
+    "extras/sglang/hicache_backend.py": "whoever clears SGLang's storage",
 }
 """The modules that call `Reads.snapshot`, and the threads on which they do."""
 

@@ -38,15 +38,19 @@ class BufferView:
     def __init__(self, pending: Mapping[bytes, NewNode]) -> None:
         self._pending = pending
         self.damaged: set[bytes] = set()
-        self.unverified = frozenset(name for name, new in pending.items() if new.is_unverified)
+        self.unverified: set[bytes] = set()
 
     def has(self, node: Node, token_ids: bytes) -> bool:
         new = None if node.name in self.damaged else self._pending.get(node.name)
-        return new is not None and _node(new) == node and new.token_ids.tobytes() == token_ids
+        is_there = new is not None and _node(new) == node and new.token_ids.tobytes() == token_ids
+        if is_there and new is not None and new.is_unverified:
+            self.unverified.add(node.name)
+        return is_there
 
     def similar(self, parent: bytes, token_ids: TokenIds) -> Iterator[tuple[Node, TokenIds]]:
         children = [new for new in self._pending.values() if new.parent == parent and new.name not in self.damaged]
         children.sort(key=lambda new: (common_prefix_length(new.token_ids, token_ids), len(new.token_ids)))
+        self.unverified.update(new.name for new in children if new.is_unverified)
         yield from ((_node(new), new.token_ids) for new in reversed(children))
 
     def num_children(self, parent: bytes) -> int:

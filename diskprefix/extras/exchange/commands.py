@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import click
 
@@ -17,7 +17,7 @@ from diskprefix.extras.exchange.exchange import (
     encoded_notes,
     export_pack,
     import_pack,
-    import_to_compute,
+    put_notes,
     require_known_model,
     require_room,
 )
@@ -183,9 +183,9 @@ def import_(
             for reader in () if force else readers:
                 require_known_model(snapshot, reader)
         results = [_summary(reader, signer, trust=trust) for reader, signer in zip(readers, signers, strict=True)]
-        _verify(store, readers, results)
+        notes = _verified(store, readers, results)
         if not dry_run:
-            results = _add(store, readers, results)
+            results = _add(store, readers, results, notes)
     if as_json:
         print_json({"dry_run": dry_run, "files": results})
         return
@@ -201,23 +201,36 @@ def _print_import(readers: Sequence[PackReader], results: Sequence[dict[str, Any
             click.echo(f"  only {only} restore it; `import --mine` gives it to your programs")
 
 
-def _verify(store: Store, readers: Sequence[PackReader], results: Sequence[dict[str, Any]]) -> None:
-    """Raises the errors of an import before anything is written."""
+EncodedNotes: TypeAlias = dict[bytes, bytes]
+"""The notes of a file that is computed before it is used, by their keys."""
+
+
+def _verified(
+    store: Store, readers: Sequence[PackReader], results: Sequence[dict[str, Any]]
+) -> list[EncodedNotes | None]:
+    """Returns the notes of each file, None for one that is used at once. Raises the errors of an import before anything
+    is written."""
+    notes = list[EncodedNotes | None]()
     with progress("verifying", sum(sum(reader.manifest.payload_bytes()) for reader in readers)) as advance:
         for reader, result in zip(readers, results, strict=True):
             require_room(store, reader)
             reader.verify_payloads(advance)
-            if result["use"] == "once computed":
-                encoded_notes(store, reader)
+            notes.append(encoded_notes(store, reader) if result["use"] == "once computed" else None)
+    return notes
 
 
-def _add(store: Store, readers: Sequence[PackReader], results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _add(
+    store: Store,
+    readers: Sequence[PackReader],
+    results: Sequence[dict[str, Any]],
+    notes: Sequence[EncodedNotes | None],
+) -> list[dict[str, Any]]:
     """Adds files, and returns the results with what was added."""
     with progress("importing", sum(sum(reader.manifest.payload_bytes()) for reader in readers)) as advance:
         added = list[dict[str, Any]]()
-        for reader, result in zip(readers, results, strict=True):
-            if result["use"] == "once computed":
-                import_to_compute(store, reader)
+        for reader, result, of_file in zip(readers, results, notes, strict=True):
+            if of_file is not None:
+                put_notes(store, reader, of_file)
                 added.append(result)
             else:
                 done = import_pack(store, reader, advance=advance, is_unverified=result["use"] == "unverified")

@@ -7,7 +7,7 @@ several publications, an entry with the last one of its prompt, so a kill leaves
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -253,10 +253,10 @@ def import_pack(store: Store, reader: PackReader, *, advance: Advance, is_unveri
     return Imported([all_nodes[prompt.node].name.hex() for prompt in manifest.prompts], num_new, new_bytes, evicted)
 
 
-def import_to_compute(store: Store, reader: PackReader) -> None:
+def put_notes(store: Store, reader: PackReader, notes: Mapping[bytes, bytes]) -> None:
     """Has the daemon compute the prompts of a file while nobody waits, and then compare its state with that of the
-    file, which is not stored. Raises as `encoded_notes`, `StoreFull` and `StoreUnavailable`."""
-    root, notes = reader.manifest.prompts[0].entry.root, encoded_notes(store, reader)
+    file, which is not stored. `notes` are from `encoded_notes`. Raises `StoreFull` and `StoreUnavailable`."""
+    root = reader.manifest.prompts[0].entry.root
     record = structs.replace(reader.manifest.root, tokenizer="")
 
     def put(changes: Changes) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+from diskprefix.extras.vllm.versions import check_interface
 
 TRIED = ("0.5.6",)
 
@@ -29,7 +30,6 @@ __all__ = [
     "ObjectKey",
     "create_event_notifier",
 ]
-log = logging.getLogger("diskprefix")
 
 VERSION = str(lmcache.__version__)
 
@@ -37,13 +37,7 @@ VERSION = str(lmcache.__version__)
 def check_version(adapter: type) -> None:
     """Raises `ImportError` with one line if LMCache's interface has methods that an adapter lacks. Logs one line for a
     version that was not tried."""
-    if lacking := sorted(getattr(adapter, "__abstractmethods__", ())):
-        raise ImportError(
-            f"this diskprefix cannot serve LMCache {VERSION}, whose adapters need {', '.join(lacking)}; "
-            f"it was tried with {', '.join(TRIED)}"
-        )
-    if VERSION not in TRIED:
-        log.warning("[disk-cache] LMCache %s was not tried with this diskprefix; %s was", VERSION, ", ".join(TRIED))
+    check_interface("LMCache", VERSION, TRIED, "adapters", adapter)
 
 
 class Form(NamedTuple):

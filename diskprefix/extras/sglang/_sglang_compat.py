@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from diskprefix.extras.vllm.versions import check_interface
 from diskprefix.identity import canonical
 from diskprefix.model.load.fingerprint import weights_digest
 from diskprefix.model.load.kernel_settings import device_kind
@@ -28,8 +28,8 @@ except ImportError as error:
     raise ImportError(f"{error}: this diskprefix needs SGLang {', '.join(TRIED)}") from error
 
 __all__ = ["HiCacheStorage", "PoolHitPolicy", "PoolName", "PoolTransferResult"]
-log = logging.getLogger("diskprefix")
 
+ENGINE = "sglang"
 VERSION = str(_version)
 
 _FACTORY_NAMES = ("backend_name", "module_path", "class_name", "interface_v1", "file_storage_path")
@@ -56,13 +56,7 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 def check_version(backend: type) -> None:
     """Raises `ImportError` with one line if SGLang's interface has methods that a backend lacks. Logs one line for a
     version that was not tried."""
-    if lacking := sorted(getattr(backend, "__abstractmethods__", ())):
-        raise ImportError(
-            f"this diskprefix cannot serve SGLang {VERSION}, whose backends need {', '.join(lacking)}; "
-            f"it was tried with {', '.join(TRIED)}"
-        )
-    if VERSION not in TRIED:
-        log.warning("[disk-cache] SGLang %s was not tried with this diskprefix; %s was", VERSION, ", ".join(TRIED))
+    check_interface("SGLang", VERSION, TRIED, "backends", backend)
 
 
 def settings_of(storage_config: Any) -> dict[str, Any]:
@@ -75,7 +69,7 @@ def numbers_of(storage_config: Any) -> dict[str, str]:
     """Returns everything that changes the numbers of a rank, except the form of its pages."""
     arguments = _server_arguments()
     return {
-        "engine": "sglang",
+        "engine": ENGINE,
         "sglang_version": VERSION,
         "torch_version": torch.__version__,
         "model_name": str(storage_config.model_name or ""),

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,10 +18,12 @@ from diskprefix.extras.vllm.chunk_store import DIGEST_BYTES, NUM_IDS, ChunkGroup
 from diskprefix.extras.vllm.connector_settings import tier_settings
 from diskprefix.extras.vllm.plans import RankIdentity
 from diskprefix.extras.vllm.timed_opening import open_in_time
+from diskprefix.identity import identity_fields
 from diskprefix.store.changes import batches
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.store.pieces import LAYOUT_VERSION
-from diskprefix.store.purge import PurgeFilter, purge
+from diskprefix.store.schema import RootRecord
+from diskprefix.tokens import HASH_BYTES
 
 log = logging.getLogger("diskprefix")
 
@@ -163,15 +166,26 @@ class DiskPrefixHiCache(compat.HiCacheStorage):  # type: ignore[misc]
         return compat.PoolTransferResult(restorable[-1] if restorable else 0, of_pools, restorable)
 
     def clear(self) -> bool:
-        """Removes all pages of this model, those of other ranks too. Returns False if the store cannot be written."""
+        """Removes all pages of this model, those of other ranks and versions too, and nothing of other engines. Returns
+        False if the store cannot be written."""
         if self._shared is None:
             return False
+        store = self._shared.store
         try:
-            purge(self._shared.store, PurgeFilter(model=self._model), self._shared.store.clock())
+            with store.reads.snapshot() as snapshot:
+                roots = [root for root, record in snapshot.roots() if self._is_own(record)]
+                # The index lists a child as its parent, its token ids, its name.
+                pages = {key[-HASH_BYTES:]: root for root in roots for key in snapshot.keys_under("children", root)}
+            store.remove_subtrees(pages)
         except CacheError as error:
             log.warning("[disk-cache] not cleared: %s", error)
             return False
         return True
+
+    def _is_own(self, record: RootRecord) -> bool:
+        with suppress(ValueError):
+            return record.model == self._model and identity_fields(record.identity).get("engine") == compat.ENGINE
+        return False
 
     def close(self) -> None:
         """Closes the store. What was set is written."""

@@ -1,12 +1,15 @@
 """The versions of vLLM that were tried, and how they differ. A new version gets a row in `VERSIONS`, and no branch
-elsewhere. Imports nothing of vLLM."""
+elsewhere. Also checks the interfaces of other engines. Imports nothing of any engine."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+
+log = logging.getLogger("diskprefix")
 
 
 class Version(NamedTuple):
@@ -46,6 +49,20 @@ def untried(installed: str, tried: Sequence[Version]) -> str | None:
     if version_of(installed) in tried and installed.startswith(f"{version_of(installed).number}."):
         return None
     return f"vLLM {installed} was not tried with this diskprefix; tried were {', '.join(row.number for row in tried)}"
+
+
+def check_interface(engine: str, installed: str, tried: Sequence[str], kind: str, ours: type) -> None:
+    """Checks that a class of `ours` has all methods that the installed version of an engine wants of this `kind` of
+    class. Raises `ImportError` with one line if it lacks some. Logs one line for a version that was not `tried`."""
+    if lacking := sorted(getattr(ours, "__abstractmethods__", ())):
+        raise ImportError(
+            f"this diskprefix cannot serve {engine} {installed}, whose {kind} need {', '.join(lacking)}; "
+            f"it was tried with {', '.join(tried)}"
+        )
+    if installed not in tried:
+        log.warning(
+            "[disk-cache] %s %s was not tried with this diskprefix; %s was", engine, installed, ", ".join(tried)
+        )
 
 
 def missing(used: Mapping[str, Sequence[str]]) -> list[str]:

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 import threading
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+
+from tests.extras.made_up_modules import install_modules
 
 IS_REAL = find_spec("lmcache") is not None
 
@@ -166,11 +167,7 @@ def _install() -> None:
         },
         "lmcache.v1.platform": {"create_event_notifier": Notifier},
     }
-    for name, content in modules.items():
-        module = ModuleType(name)
-        vars(module).update(content)
-        module.__path__ = []
-        sys.modules[name] = module
+    install_modules(modules)
 
 
 if not IS_REAL:

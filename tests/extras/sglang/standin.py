@@ -6,15 +6,16 @@ The real package runs the same tests in the environment of `tools/vllm sglang`.
 from __future__ import annotations
 
 import importlib
-import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib.util import find_spec
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+
+from tests.extras.made_up_modules import install_modules
 
 IS_REAL = find_spec("sglang") is not None
 
@@ -82,11 +83,7 @@ def _install() -> None:
         "sglang.srt.runtime_context": {"get_server_args": get_server_args},
         "sglang.version": {"__version__": "0.5.23"},
     }
-    for name, content in modules.items():
-        module = ModuleType(name)
-        vars(module).update(content)
-        module.__path__ = []
-        sys.modules[name] = module
+    install_modules(modules)
 
 
 if not IS_REAL:

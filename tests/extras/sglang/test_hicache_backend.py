@@ -21,7 +21,9 @@ from diskprefix.extras.sglang import _sglang_compat as compat  # isort: skip
 from diskprefix.extras.sglang.hicache_backend import DiskPrefixHiCache  # isort: skip
 from diskprefix.store.store import Store  # isort: skip
 from diskprefix.store.verify import verify_index  # isort: skip
+from tests.extras.exchange.exported import entry_of  # isort: skip
 from tests.extras.suspended import suspended_writer  # isort: skip
+from tests.store.building import BLOCK, is_whole, prompt  # isort: skip
 
 FACTORY = {"backend_name": "diskprefix", "module_path": "x", "class_name": "y", "interface_v1": 1}
 SWA, MAMBA, INDEXER = storage.PoolName.SWA, storage.PoolName.MAMBA, storage.PoolName.INDEXER
@@ -248,6 +250,19 @@ def test_clear_removes_the_pages_of_this_model_alone(folder: Path) -> None:
         assert other.batch_exists([key(0)]) == 1
     with closing(Store(folder, read_only=True)) as store:
         assert verify_index(store).problems == ()
+
+
+def test_clear_leaves_what_another_engine_has_of_the_same_model(folder: Path) -> None:
+    pool = Pool()
+    with opened(folder, {"kv": pool}) as backend:
+        backend.batch_set_v1([key(0)], places(pool, [0]))
+        assert backend._shared is not None
+        store = backend._shared.store
+        theirs = entry_of(store, prompt(1, 2 * BLOCK), model=backend._model)
+        store.publish(theirs)
+        assert backend.clear()
+        assert backend.batch_exists([key(0)]) == 0
+        assert is_whole(store, theirs)
 
 
 @pytest.mark.parametrize(
