@@ -13,11 +13,11 @@ from click.testing import CliRunner
 
 from tests.model import tiny
 from tools.__main__ import main
-from tools.benchmarks import whole_steps
+from tools.benchmarks import engines, whole_steps
 from tools.benchmarks.engines import Model, SlotServer, made
 from tools.measuring import environments
 from tools.measuring.answers import LiveServerError
-from tools.measuring.environments import NotInstalled, ik_llama_cpp_programs
+from tools.measuring.environments import COMPILED, NotInstalled, compiled_programs
 from tools.measuring.memory import bytes_of_a_token
 
 BENCH = """
@@ -138,7 +138,7 @@ def test_an_engine_that_cannot_be_measured_is_left_out(programs: Path, file: Pat
 
 def test_an_engine_that_is_not_known_is_refused() -> None:
     ran = CliRunner().invoke(main, ["step", "--engine", "other"])
-    assert (ran.exit_code, "does not begin with one of diskprefix, ik_llama.cpp" in ran.stderr) == (2, True)
+    assert (ran.exit_code, "does not begin with one of diskprefix, llama-server" in ran.stderr) == (2, True)
 
 
 def slot_server(programs: Path, file: Path, tmp_path: Path, more: str = "") -> SlotServer:
@@ -187,7 +187,53 @@ def test_a_slot_that_cannot_be_saved_is_an_error(programs: Path, file: Path, tmp
         engine.kill()
 
 
-def test_the_fork_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+HEARTH = """
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+values = dict(zip(sys.argv[1:], sys.argv[2:]))
+
+class Handler(BaseHTTPRequestHandler):
+    def answer(self, text):
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def do_GET(self):
+        self.answer("{}")
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        said = " | ".join(message["content"] for message in body["messages"])
+        piece = {"choices": [{"delta": {"content": said}}]}
+        self.answer(f"data: {json.dumps(piece)}\\n\\n" * 2)
+
+HTTPServer(("127.0.0.1", int(values["--port"])), Handler).serve_forever()
+"""
+
+
+def test_a_prompt_that_goes_on_is_a_turn_more_of_a_chat(
+    programs: Path, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "modules" / "hearth"
+    package.mkdir(parents=True)
+    (package / "__main__.py").write_text(HEARTH, encoding="utf-8")
+    python = programs / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={package.parent} exec {sys.executable} "$@"\n', encoding="utf-8")
+    python.chmod(0o755)
+    monkeypatch.setattr(engines, "python_of", lambda _name, _report: python)
+    engine = made(f"hearth {programs}", Model("tiny", file, None, 512), tmp_path, print)
+    try:
+        engine.start()
+        assert [engine.ask([prompt], 2)[0].text for prompt in ("one", "one", "one and two", "other")] == [
+            *("oneone", "oneone", "one | oneone |  and twoone | oneone |  and two", "otherother")
+        ]
+    finally:
+        engine.kill()
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_programs_are_compiled_once(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[list[str]] = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
@@ -195,7 +241,7 @@ def test_the_fork_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def run_installer(*command: str) -> None:
         commands.append([*command])
         if "download" in command:
-            folder = tmp_path / "package" / "vendor" / "ik_llama.cpp" / "common"
+            folder = tmp_path / "package" / "vendor" / name.replace("llama-server", "llama.cpp") / "common"
             folder.mkdir(parents=True)
             (folder / "build-info.cpp.in").write_text('int NUMBER = @BUILD_NUMBER@; char *COMMIT = "@BUILD_COMMIT@";')
             with tarfile.open(Path(command[command.index("--dest") + 1], "a.tar.gz"), "w:gz") as archive:
@@ -203,19 +249,19 @@ def test_the_fork_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(environments, "run_installer", run_installer)
     monkeypatch.setattr(environments, "run_compiler", lambda command, *_others: commands.append(command))
-    folder = ik_llama_cpp_programs(lambda _line: None)
-    assert ik_llama_cpp_programs(lambda _line: None) == folder
+    folder = compiled_programs(name, lambda _line: None)
+    assert compiled_programs(name, lambda _line: None) == folder
     assert [command[0] for command in commands] == [sys.executable, "cmake", "cmake"]
     assert commands[-1][-2:] == ["llama-bench", "llama-server"]
-    (written,) = (tmp_path / "cache").rglob("build-info.cpp")
-    assert written.read_text() == 'int NUMBER = 0; char *COMMIT = "0";'
+    written = [file.read_text() for file in (tmp_path / "cache").rglob("build-info.cpp")]
+    assert written == (['int NUMBER = 0; char *COMMIT = "0";'] if name == "ik_llama.cpp" else [])
 
 
 def test_without_a_compiler_the_fork_is_not_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("shutil.which", lambda name: None if name == "cmake" else f"/bin/{name}")
     with pytest.raises(NotInstalled, match="cannot be compiled without cmake"):
-        ik_llama_cpp_programs(lambda _line: None)
+        compiled_programs("ik_llama.cpp", lambda _line: None)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from diskprefix.control_groups import num_cpus
 from diskprefix.progress import Report
 from tools.benchmarks.llama_cpp_worker import common
 from tools.measuring.answers import Answer, LiveServerError, streamed
-from tools.measuring.environments import NotInstalled, ik_llama_cpp_programs, llama_cpp_libraries, python_of
+from tools.measuring.environments import NotInstalled, compiled_programs, llama_cpp_libraries, python_of
 from tools.measuring.live_server import POLL_S, ROOT, Process, started
 from tools.measuring.processes import disk_bytes, free_port
 
@@ -291,27 +291,61 @@ def require_file(model: Model) -> None:
         raise LiveServerError(f"llama.cpp reads .gguf files, and {model.name} is a folder")
 
 
-def program_of_fork(name: str, report: Report, more: Sequence[str]) -> list[str]:
-    """Returns the command of a program of ik_llama.cpp, and then `more`, of which the first may be the folder that has
-    the program. Without a folder, it is compiled on first use. Raises `NotInstalled`."""
+def program_of(engine: str, name: str, report: Report, more: Sequence[str]) -> list[str]:
+    """Returns the command of a program of llama.cpp or its fork, one of `COMPILED`, and then `more`, of which the first
+    may be the folder that has the program. Without a folder, it is compiled on first use. Raises `NotInstalled`."""
     if not more or more[0].startswith("-"):
-        return [str(ik_llama_cpp_programs(report) / name), *more]
+        return [str(compiled_programs(engine, report) / name), *more]
     program = Path(more[0]).absolute() / name
     if not os.access(program, os.X_OK):
-        raise NotInstalled(f"{more[0]} has no {name}; give the folder with the programs of ik_llama.cpp, or none")
+        raise NotInstalled(f"{more[0]} has no {name}; give the folder with the programs of {engine}, or none")
     return [str(program), *more[1:]]
 
 
-def _ik_llama_cpp(model: Model, workspace: Path, report: Report, more: Sequence[str]) -> Engine:
+def _slot_server(engine: str, model: Model, workspace: Path, report: Report, more: Sequence[str]) -> Engine:
     require_file(model)
-    program, *own = program_of_fork("llama-server", report, more)
+    program, *own = program_of(engine, "llama-server", report, more)
     port, saved = free_port(), workspace / "slots"
     saved.mkdir()
     command = [program, "--model", str(model.file), "--host", "127.0.0.1", "--port", str(port)]
     command += ["--ctx-size", str(model.context), "--threads", str(num_cpus()), "--slot-save-path", str(saved)]
-    # Otherwise it writes a log to the caller's folder, too.
-    command += ["--log-disable", *own]
+    # Otherwise the fork writes a log to the caller's folder, too.
+    command += ["--log-disable", "--parallel", "1", *own]
     return SlotServer(Process(command, workspace / "engine.log"), port, {"cache_prompt": True, "ignore_eos": True})
+
+
+class Hearth(HttpEngine):
+    """hearth-llm, a proxy that saves the slot of a `llama-server` after each chat, and restores it by the chat's
+    messages. A prompt is a message; one that begins with an earlier prompt is that one, its reply and another
+    message."""
+
+    def __init__(self, process: Process, port: int) -> None:
+        super().__init__(process, port, {"ignore_eos": True}, settle=lambda _engine: None)
+        self._replies: dict[str, str] = {}
+
+    def ask(self, prompts: Sequence[str], max_tokens: int) -> list[Answer]:
+        return [self._chat(prompt, max_tokens) for prompt in prompts]
+
+    def _chat(self, prompt: str, max_tokens: int) -> Answer:
+        earlier = next((known for known in self._replies if prompt != known and prompt.startswith(known)), "")
+        messages = [{"role": "user", "content": prompt[len(earlier) :]}]
+        if earlier:
+            replied = {"role": "assistant", "content": self._replies[earlier]}
+            messages = [{"role": "user", "content": earlier}, replied, *messages]
+        answer = self.chat(messages, max_tokens)
+        self._replies.setdefault(prompt, answer.text)
+        return answer
+
+
+def _hearth(model: Model, workspace: Path, report: Report, more: Sequence[str]) -> Engine:
+    require_file(model)
+    port, python = free_port(), python_of("hearth", report)
+    program, *own = program_of("llama-server", "llama-server", report, more)
+    command = [str(python), "-m", "hearth", "serve", "--model", str(model.file), "--port", str(port)]
+    command += ["--upstream-port", str(free_port()), "--ctx", str(model.context), "--cache-dir", str(workspace / "kv")]
+    command += ["--", "--threads", str(num_cpus()), *own]
+    search = {"PATH": os.pathsep.join([str(Path(program).parent), os.environ["PATH"]])}
+    return Hearth(Process(command, workspace / "engine.log", search), port)
 
 
 def _folder(model: Model) -> str:
@@ -330,35 +364,78 @@ def vllm_engine(
     keys: Mapping[str, Any] | None = None,
 ) -> HttpEngine:
     """`keys` are more keys of the connector's configuration."""
-    port, store = free_port(), str(workspace / "kv")
-    settings: dict[str, Any] = {"kv_connector": connector, "kv_role": "kv_both"}
+    store = str(workspace / "kv")
+    settings: dict[str, Any] = {"kv_connector": connector}
     if connector == OURS:
         settings |= {"kv_connector_module_path": "diskprefix.extras.vllm.connector"}
         settings |= {"kv_load_failure_policy": "recompute"}
         extra: dict[str, Any] = {"kv_cache_dir": store, "kv_cache_budget": "16GiB", "disk_prefix_cache": "full"}
     else:
         extra = {"shared_storage_path": store}
-    extra |= keys or {}
-    command = [str(python_of("vllm", report)), "-m", "vllm.entrypoints.openai.api_server"]
+    return _vllm(python_of("vllm", report), model, workspace, settings, extra | (keys or {}), more)
+
+
+def _vllm(
+    python: Path,
+    model: Model,
+    workspace: Path,
+    settings: Mapping[str, Any],
+    extra: Mapping[str, Any],
+    more: Sequence[str],
+    beside: str = "",
+) -> HttpEngine:
+    """`settings` and `extra` are vLLM's configuration of a connector, `beside` the command of a program that runs with
+    it."""
+    port, configured = free_port(), {"kv_role": "kv_both", **settings, "kv_connector_extra_config": extra}
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", _folder(model), "--served-model-name", "model", "--host", "127.0.0.1"]
     command += ["--port", str(port), "--dtype", "bfloat16", "--max-model-len", str(model.context)]
-    command += ["--kv-transfer-config", json.dumps(settings | {"kv_connector_extra_config": extra})]
-    # The connector saves what the first step of a prompt computes, so a step must hold a prompt.
+    command += ["--kv-transfer-config", json.dumps(configured)]
+    # The example connector saves what the first step of a prompt computes, so a step must hold a prompt.
     command += ["--max-num-batched-tokens", str(model.context), *more]
+    if beside:
+        command = ["sh", "-c", f"{beside} & exec {shlex.join(command)}"]
     # By default it leaves a core to its other processes, and another one to a connector.
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     environment = {"PYTHONPATH": ROOT, "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": cores}
+    environment |= {"LMCACHE_TRACK_USAGE": "false"}
     fields = {"model": "model", "ignore_eos": True}
     settle = partial(_wait_until_grown, workspace / "kv")
     return HttpEngine(Process(command, workspace / "engine.log", environment), port, fields, settle=settle)
 
 
+def _vllm_lmcache(
+    model: Model, workspace: Path, report: Report, more: Sequence[str], *, is_ours: bool = False
+) -> HttpEngine:
+    """vLLM with LMCache's connector and server, above LMCache's own files or above our adapter."""
+    python, store, port = python_of("vllm-lmcache", report), workspace / "kv", free_port()
+    store.mkdir()
+    adapter: dict[str, Any] = {"type": "fs", "base_path": str(store)}
+    if is_ours:
+        params = {"kv_cache_dir": str(store), "kv_cache_budget": "16GiB"}
+        adapter = {"type": "plugin", "module_path": "diskprefix.extras.lmcache.l2_adapter", "adapter_params": params}
+        adapter |= {"class_name": "DiskPrefixL2Adapter"}
+    server = [str(python.with_name("lmcache")), "server", "--host", "127.0.0.1", "--port", str(port)]
+    server += ["--http-host", "127.0.0.1", "--http-port", str(free_port()), "--disable-observability"]
+    # Without a GPU, the engine itself copies its pages, which the server does not take by default.
+    server += ["--supported-transfer-mode", "auto", "--l1-size-gb", "2", "--eviction-policy", "LRU"]
+    server += ["--l2-adapter", json.dumps(adapter)]
+    settings = {"kv_connector": "LMCacheMPConnector"}
+    settings |= {"kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector"}
+    extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port}
+    return _vllm(python, model, workspace, settings, extra, more, beside=shlex.join(server))
+
+
 ENGINES: Mapping[str, Callable[[Model, Path, Report, Sequence[str]], Engine]] = {
     "diskprefix": daemon_engine,
     "llama.cpp": _llama_cpp,
-    "ik_llama.cpp": _ik_llama_cpp,
+    "llama-server": partial(_slot_server, "llama-server"),
+    "ik_llama.cpp": partial(_slot_server, "ik_llama.cpp"),
+    "hearth": _hearth,
     "vllm": vllm_engine,
     "vllm-diskprefix": partial(vllm_engine, connector=OURS),
+    "vllm-lmcache": _vllm_lmcache,
+    "vllm-lmcache-diskprefix": partial(_vllm_lmcache, is_ours=True),
 }
 
 

@@ -120,8 +120,8 @@ def show(report: dict[str, Any], console: Console) -> None:
     multiple=True,
     callback=known_engines(whole_steps.ENGINES),
     help="Measure whole steps of this engine, too: diskprefix with flags of `serve`, such as 'diskprefix --kernels "
-    "avx2', or 'ik_llama.cpp FOLDER' with arguments of its llama-bench, such as '-rtr 1'. Without FOLDER, ik_llama.cpp "
-    "is compiled on first use. Repeatable; ratios are to the first.",
+    "avx2', or 'ik_llama.cpp FOLDER' (llama-server: llama.cpp) with arguments of its llama-bench, such as '-rtr 1'. "
+    "Without FOLDER, it is compiled on first use. Repeatable; ratios are to the first.",
 )
 @JSON
 def main(model: str, rounds: int, engines: tuple[str, ...], *, as_json: bool) -> None:

