@@ -54,7 +54,7 @@ SECTIONS: dict[str, dict[str, Tool]] = {
         "fuzz": Tool("faults.fuzz", "Made-up requests to every route: no 500, no hang."),
     },
     "Pages": {
-        "screenshots": Tool("screenshots", "The pictures of the dashboard, from a real daemon and browser."),
+        "screenshots": Tool("screenshots", "All pictures of the pages: drawn, recorded, or of a real browser."),
     },
     "Models": {
         "models": Tool("models.real", "List and fetch the real models that tools and tests use."),

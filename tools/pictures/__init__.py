@@ -1,0 +1,1 @@
+"""The pictures of the pages that are drawn: a recorded session, and the nouns of the cache."""
