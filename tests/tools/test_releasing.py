@@ -15,6 +15,8 @@ from diskprefix.native.library import VARIANTS
 from tools.releasing.debian_root import own_sources
 from tools.releasing.environment import ReleaseError
 from tools.releasing.release import (
+    BITS,
+    CHANGES,
     LIBRARY,
     LICENCES,
     TARGETS,
@@ -27,9 +29,10 @@ from tools.releasing.release import (
 
 INFO = "diskprefix-1.0.dist-info"
 OPERATORS = b"".join(map(symbol, TARGETS[0].variants))
+SAID = f"{CHANGES}\n\n- `--old` is gone.\n- Bits: those of `--rows bf16`.\n\n### Fixed\n\n- A fault.\n"
 READY = {
     "diskprefix/version.py": '__version__ = "1.0"\n',
-    "CHANGELOG.md": "## [1.0] - 2026-11-23\n",
+    "CHANGELOG.md": f"## [1.0] - 2026-11-23\n\n{SAID}",
     "README.md": "    pip install diskprefix\n",
 }
 
@@ -101,7 +104,7 @@ def sources(tmp_path: Path) -> Path:
     ("name", "text"),
     [
         ("diskprefix/version.py", '__version__ = "1.1"\n'),
-        ("CHANGELOG.md", "## [1.0]\n"),
+        ("CHANGELOG.md", f"## [1.0]\n\n{SAID}"),
         ("README.md", "    pip install .\n"),
         ("README.md", "    pip install diskprefix\n\nIt is\nnot on PyPI.\n"),
     ],
@@ -120,10 +123,29 @@ def test_another_tag_publishes_nothing(sources: Path, tag: str) -> None:
 
 
 def test_a_trial_needs_a_section_of_the_changelog(sources: Path) -> None:
-    (sources / "CHANGELOG.md").write_text("## [1.0]\n", encoding="utf-8")
+    (sources / "CHANGELOG.md").write_text(f"## [1.0]\n{SAID}", encoding="utf-8")
     assert released_version(sources) == "1.0"
-    (sources / "CHANGELOG.md").write_text("## [1.0.1]\n## [Unreleased]\n", encoding="utf-8")
+    (sources / "CHANGELOG.md").write_text(f"## [Unreleased]\n## [1.0.1]\n{SAID}", encoding="utf-8")
     with pytest.raises(ReleaseError, match="no section"):
+        released_version(sources)
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        ("1.0", ""),
+        ("1.0", f"{CHANGES}\n\n- Nothing.\n"),
+        ("1.0", f"{CHANGES}\n\n{BITS}\n"),
+        ("1.0", f"### Added\n\n{BITS}none.\n"),
+        ("1.0", f"{CHANGES}\n\n### Added\n\n{BITS}none.\n"),
+        ("0.9", "- An earlier version lacks it."),
+    ],
+)
+def test_each_version_says_what_can_change_for_its_users(sources: Path, version: str, said: str) -> None:
+    sections = {"0.9": SAID, "1.0": SAID, version: said}
+    text = "".join(f"## [{number}] - 2026-11-23\n\n{body}\n" for number, body in sorted(sections.items(), reverse=True))
+    (sources / "CHANGELOG.md").write_text(f"# Changelog\n\n{text}", encoding="utf-8")
+    with pytest.raises(ReleaseError, match=rf"\[{version}\] has no heading"):
         released_version(sources)
 
 

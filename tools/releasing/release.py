@@ -32,6 +32,10 @@ LICENCES = (
 )
 """The licences of the project and of the foreign scripts in the chat page."""
 _VERSION = re.compile(r'^__version__ = "([^"]+)"$', re.MULTILINE)
+_SECTION = re.compile(r"^## \[([^\]]+)\](.*)\n((?:(?!## ).*\n?)*)", re.MULTILINE)
+"""A version in the changelog: its number, the rest of its line, and what it says."""
+CHANGES, BITS = "### What can change for you", "- Bits: "
+"""What each version must say first: a heading, and below it a line on the bits that changed."""
 _LINK = re.compile(r"(!?)\[([^\]]+)\]\((?!https?:|#)([^)]+)\)")
 """A link to a file of the project, or a picture."""
 
@@ -63,25 +67,39 @@ TARGETS = (
 
 
 def released_version(folder: Path, tag: str = "") -> str:
-    """Returns the version of the sources in `folder`. Raises `ReleaseError` if the changelog lacks this version. With a
-    tag, raises it also if the tag names another version, if the changelog has no date for it, or if the first page says
-    that the package is not published."""
+    """Returns the version of the sources in `folder`. Raises `ReleaseError` if the changelog lacks this version, or
+    does not say of each version what can change for its users. With a tag, raises it also if the tag names another
+    version, if the changelog has no date for it, or if the first page says that the package is not published."""
     match = _VERSION.search(_text(folder / "diskprefix/version.py"))
     if match is None:
         raise ReleaseError("diskprefix/version.py has no line with __version__")
     version = match[1]
-    heading = re.search(rf"^## \[{re.escape(version)}\](.*)$", _text(folder / "CHANGELOG.md"), re.MULTILINE)
-    if heading is None:
+    dates = dates_of_versions(_text(folder / "CHANGELOG.md"))
+    if version not in dates:
         raise ReleaseError(f"CHANGELOG.md has no section [{version}]")
     if tag:
         page = " ".join(_text(folder / "README.md").split())
         if tag != f"v{version}":
             raise ReleaseError(f"the tag is {tag}, but diskprefix/version.py says {version}")
-        if not re.fullmatch(r" - \d{4}-\d\d-\d\d", heading[1]):
+        if not re.fullmatch(r" - \d{4}-\d\d-\d\d", dates[version]):
             raise ReleaseError(f"CHANGELOG.md has no date in the line of the section [{version}]")
         if "is not on PyPI" in page or "pip install diskprefix" not in page:
             raise ReleaseError("README.md does not say how to install the package from an index")
     return version
+
+
+def dates_of_versions(changelog: str) -> dict[str, str]:
+    """Returns what follows the number of each version in its heading. Raises `ReleaseError` if a version does not begin
+    with what can change for its users, or does not say which bits changed. What is not released yet may lack that."""
+    sections = _SECTION.findall(changelog)
+    for version, _, body in sections:
+        said = body.partition(f"{CHANGES}\n")[2].partition("\n### ")[0]
+        lines = [line for line in said.splitlines() if line.startswith("- ")]
+        if version != "Unreleased" and not any(len(line) > len(BITS) and line.startswith(BITS) for line in lines):
+            raise ReleaseError(
+                f"CHANGELOG.md: the section [{version}] has no heading {CHANGES!r} with a line that begins {BITS!r}"
+            )
+    return {version: rest for version, rest, _ in sections}
 
 
 def give_address(sources: Path, address: str, commit: str) -> None:
