@@ -129,9 +129,10 @@ def test_a_dependency_whose_inner_parts_are_used_is_bounded_to_versions_that_wer
         assert later not in bounds[name], f"{name} has no upper bound"
 
 
+FOLDERS = ("diskprefix", "policies", "systemd", "tests", "tools")
 PAGES = [
     path
-    for path in sorted({*ROOT.rglob("README.md"), *(ROOT / "diskprefix").rglob("*.md"), ROOT / "tests/RELIABILITY.md"})
+    for path in sorted({ROOT / "README.md", *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))})
     if not any(map(is_ignored, path.relative_to(ROOT).parts))
 ]
 
