@@ -72,6 +72,8 @@ class Handler(BaseHTTPRequestHandler):
 HTTPServer(("127.0.0.1", int(values["--port"])), Handler).serve_forever()
 """
 
+SHORT = ("--rounds", "0", "--prefill", "40", "--decode", "5")
+
 
 @pytest.fixture
 def programs(tmp_path: Path) -> Path:
@@ -90,8 +92,6 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whole_steps, "PREFILL", 40)
-    monkeypatch.setattr(whole_steps, "DECODE", 5)
     monkeypatch.setattr(whole_steps, "read_bandwidth", lambda: 20.0)
 
 
@@ -99,7 +99,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_whole_steps_are_shown_beside_the_fork(programs: Path, file: Path) -> None:
     fork, ours = f"ik_llama.cpp {programs}", "diskprefix --kernels auto --block-size 16"
     engines = [part for engine in (fork, f"{fork} -rtr 1", ours) for part in ("--engine", engine)]
-    ran = CliRunner().invoke(main, ["step", "--model", str(file), "--rounds", "0", *engines, "--json"])
+    ran = CliRunner().invoke(main, ["step", *SHORT, "--model", str(file), *engines, "--json"])
     assert ran.exit_code == 0, ran.stderr
     report = json.loads(ran.stdout)
     speeds = report["whole_steps"]["speeds"]
@@ -112,7 +112,7 @@ def test_whole_steps_are_shown_beside_the_fork(programs: Path, file: Path) -> No
 @pytest.mark.usefixtures("_short")
 def test_medians_ratios_and_the_share_of_the_bandwidth_are_shown(programs: Path, file: Path) -> None:
     fork = f"ik_llama.cpp {programs}"
-    command = ["step", "--model", str(file), "--rounds", "0", "--engine", f"{fork} -rtr 1", "--engine", fork]
+    command = ["step", *SHORT, "--model", str(file), "--engine", f"{fork} -rtr 1", "--engine", fork]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(whole_steps, "bytes_of_a_token", lambda _file: 500_000_000)
         patch.setenv("COLUMNS", "200")
@@ -127,7 +127,7 @@ def test_medians_ratios_and_the_share_of_the_bandwidth_are_shown(programs: Path,
 def test_an_engine_that_cannot_be_measured_is_left_out(programs: Path, file: Path, tmp_path: Path) -> None:
     engines = [f"ik_llama.cpp {programs} -rtr 2", f"ik_llama.cpp {tmp_path}", "diskprefix --kernels none"]
     options = [part for engine in engines for part in ("--engine", engine)]
-    ran = CliRunner().invoke(main, ["step", "--model", str(file), "--rounds", "0", *options, "--json"])
+    ran = CliRunner().invoke(main, ["step", *SHORT, "--model", str(file), *options, "--json"])
     assert ran.exit_code == 1
     left_out = json.loads(ran.stdout)["whole_steps"]["left_out"]
     assert left_out.keys() == {*engines}

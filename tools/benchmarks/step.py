@@ -123,22 +123,25 @@ def show(report: dict[str, Any], console: Console) -> None:
     "avx2', or 'ik_llama.cpp FOLDER' (llama-server: llama.cpp) with arguments of its llama-bench, such as '-rtr 1'. "
     "Without FOLDER, it is compiled on first use. Repeatable; ratios are to the first.",
 )
+@click.option("--prefill", default=1000, show_default=True, type=click.IntRange(1), help="Tokens of a whole prefill.")
+@click.option("--decode", default=64, show_default=True, type=click.IntRange(1), help="Tokens decoded in whole steps.")
 @JSON
-def main(model: str, rounds: int, engines: tuple[str, ...], *, as_json: bool) -> None:
+def main(model: str, rounds: int, engines: tuple[str, ...], prefill: int, decode: int, *, as_json: bool) -> None:
     """Show how many microseconds each operator takes in a prefill of 256 tokens and in a step of one token.
 
     Figures are medians. An operator's figure comes from steps that call the operators one by one, less the time of a
     call itself. All other figures come from steps as they are served, and shares refer to these.
 
-    With --engine, show the tokens a second of a prefill of 1,000 tokens and of decoding 64, without drafts, beside
-    other engines: medians of three. Ends with 1 if an engine was left out.
+    With --engine, show the tokens a second of a prefill and of decoding, without drafts, beside other engines: medians
+    of three. Ends with 1 if an engine was left out.
     """
     file = str(real.gguf_file(model, real.print_report)) if model in real.NAMES else model
     report: dict[str, Any] = {"benchmark": "step", "model": model, "machine": machine()}
     if engines:
         path = Path(file)
-        measured_model = Model(model, path, path if path.is_dir() else None, whole_steps.PREFILL)
-        report["whole_steps"] = whole_steps.measured(measured_model, engines, Console(stderr=True))
+        measured_model = Model(model, path, path if path.is_dir() else None, prefill)
+        lengths = whole_steps.Lengths(prefill, decode)
+        report["whole_steps"] = whole_steps.measured(measured_model, lengths, engines, Console(stderr=True))
     report |= measured(file, rounds) if rounds else {"calls": {}, "microseconds": {}}
     print_report(report, as_json, show)
     sys.exit(1 if engines and report["whole_steps"]["left_out"] else 0)

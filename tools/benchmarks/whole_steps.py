@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -24,23 +24,33 @@ from tools.measuring.live_server import ROOT, Process, step
 from tools.measuring.memory import bytes_of_a_token, read_bandwidth
 from tools.measuring.report import new_table, say, short
 
-PREFILL, DECODE, ROUNDS = 1000, 64, 3
+ROUNDS = 3
+
+
+class Lengths(NamedTuple):
+    """The tokens of a measured prefill and of decoding."""
+
+    prefill: int
+    decode: int
+
+
 Speeds = Mapping[str, Sequence[float]]
 """Tokens a second, round by round, of `prefill` and of `decode`."""
 
 
-def _diskprefix(model: Model, log: Path, report: Report, more: Sequence[str]) -> Speeds:
+def _diskprefix(model: Model, lengths: Lengths, log: Path, report: Report, more: Sequence[str]) -> Speeds:
     del report
-    command = [sys.executable, "-P", "-m", "tools.benchmarks.own_steps", *map(str, (PREFILL, DECODE, ROUNDS))]
+    command = [sys.executable, "-P", "-m", "tools.benchmarks.own_steps", *map(str, (*lengths, ROUNDS))]
     speeds: Speeds = json.loads(_output([*command, "--model", str(model.file), *more], log))
     return speeds
 
 
-def _llama_bench(engine: str, model: Model, log: Path, report: Report, more: Sequence[str]) -> Speeds:
+def _llama_bench(engine: str, model: Model, lengths: Lengths, log: Path, report: Report, more: Sequence[str]) -> Speeds:
     """Returns what the `llama-bench` of llama.cpp or its fork says. It decodes in an empty sequence, too."""
     require_file(model)
     program, *own = program_of(engine, "llama-bench", report, more)
-    command = [program, "-m", str(model.file), "-p", str(PREFILL), "-n", str(DECODE), "-r", str(ROUNDS)]
+    command = [program, "-m", str(model.file), "-p", str(lengths.prefill), "-n", str(lengths.decode)]
+    command += ["-r", str(ROUNDS)]
     tests = json.loads(_output([*command, "-t", str(num_cpus()), "-o", "json", *own], log))
     return {("decode" if test["n_gen"] else "prefill"): test["samples_ts"] for test in tests}
 
@@ -59,14 +69,14 @@ def _output(command: Sequence[str], log: Path) -> str:
     return printed
 
 
-ENGINES: Mapping[str, Callable[[Model, Path, Report, Sequence[str]], Speeds]] = {
+ENGINES: Mapping[str, Callable[[Model, Lengths, Path, Report, Sequence[str]], Speeds]] = {
     "diskprefix": _diskprefix,
     "llama-server": partial(_llama_bench, "llama-server"),
     "ik_llama.cpp": partial(_llama_bench, "ik_llama.cpp"),
 }
 
 
-def measured(model: Model, engines: Sequence[str], progress: Console) -> dict[str, Any]:
+def measured(model: Model, lengths: Lengths, engines: Sequence[str], progress: Console) -> dict[str, Any]:
     """Returns the speeds of engines, each a name with arguments of its own, why others have none, the bandwidth (the
     best of all measured) in GB/s, and the bytes of weights that a token reads, None without a `.gguf` file."""
     speeds, left_out = dict[str, Speeds](), dict[str, str]()
@@ -76,19 +86,21 @@ def measured(model: Model, engines: Sequence[str], progress: Console) -> dict[st
             name, *more = shlex.split(engine)
             with step(progress, f"{model.name}, whole steps: {engine}") as note:
                 try:
-                    speeds[engine] = ENGINES[name](model, Path(folder) / f"{number}.log", note, more)
+                    speeds[engine] = ENGINES[name](model, lengths, Path(folder) / f"{number}.log", note, more)
                 except (LiveServerError, NotInstalled) as error:
                     left_out[engine] = str(error)
             bandwidths.append(read_bandwidth())
     token_bytes = bytes_of_a_token(model.file) if model.file.suffix == ".gguf" else None
-    return {"speeds": speeds, "left_out": left_out, "bandwidth_gb_s": max(bandwidths), "token_bytes": token_bytes}
+    found = {"lengths": lengths._asdict(), "speeds": speeds, "left_out": left_out}
+    return found | {"bandwidth_gb_s": max(bandwidths), "token_bytes": token_bytes}
 
 
 def show(report: Mapping[str, Any], console: Console) -> None:
     """Prints medians, and how many times faster the first engine is."""
     bandwidth, token_bytes = report["bandwidth_gb_s"], report["token_bytes"]
+    lengths = Lengths(**report["lengths"])
     table = new_table(
-        f"whole steps, tokens/s: prefill of {PREFILL:,} tokens and decode of {DECODE}",
+        f"whole steps, tokens/s: prefill of {lengths.prefill:,} tokens and decode of {lengths.decode}",
         left=("",),
         right=("prefill", "×", "decode", "×", "GB/s", "share"),
     )
