@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import re
+import shutil
 import subprocess
 import tomllib
 from collections.abc import Iterator
@@ -46,6 +47,7 @@ SCRIPTS = [
     ROOT / ".ci/run",
     *sorted(path for path in (ROOT / "tools").iterdir() if path.is_file() and not path.suffix),
     *FINDINGS,
+    ROOT / "findings/run",
 ]
 UNFINISHED = re.compile(r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "XX" + "X", "HA" + "CK")) + r")\b")
 
@@ -169,16 +171,70 @@ def sections(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", text).replace(" ", "-") for text in texts}
 
 
+PIN = re.compile(r"(?P<name>@?[\w/-]+?)(?:==|@)(?P<version>[0-9.]+)")
+"""A package and its version, as pip or npm takes them."""
+
+
 @pytest.mark.parametrize("script", FINDINGS, ids=lambda path: path.name)
 def test_a_finding_needs_nothing_of_this_project_and_leaves_nothing(script: Path) -> None:
     text = script.read_text(encoding="utf-8")
     assert diskprefix.__name__ not in text
     assert re.search(r"^folder=\"\$\(mktemp -d\)\"\ntrap 'rm -rf \"\$folder\"' EXIT$", text, re.MULTILINE)
-    installed = re.findall(r"\bpip install (?:--\S+ )*(.+)$", text, re.MULTILINE)
-    assert installed
-    assert all(re.fullmatch(r"[A-Za-z0-9_-]+==[0-9.]+", one) for line in installed for one in line.split())
+    of_pip = re.findall(r"\bpip install (?:--\S+ )*(.+)$", text, re.MULTILINE)
+    of_npm = re.findall(r"^npm install --prefix=\"\$folder\" (?:--\S+ )*(.+)$", text, re.MULTILINE)
+    assert of_pip
+    assert len(of_npm) == text.count("npm install")
+    pins = {one: PIN.fullmatch(one) for line in (*of_pip, *of_npm) for one in line.split()}
+    assert [one for one, pin in pins.items() if pin is None] == []
+    # The first line of the comment names the library with the version that is installed.
+    name, version = text.splitlines()[1].removeprefix("# ").replace(":", " ").split()[:2]
+    assert (name, version) in {(pin["name"], pin["version"]) for pin in pins.values() if pin}
+    assert bool(of_npm) == bool(re.search(r"^# Needs Node \d+ or later\. ", text, re.MULTILINE))
+    assert re.search(r"^# (?:.*)\bExpected: ", text, re.MULTILINE)
     assert re.search(r"^# Seen on \d{4}-\d\d-\d\d", text, re.MULTILINE)
     assert re.search(r"^# (?:.*)Exits with 1 if that changes\.$", text, re.MULTILINE)
+
+
+def test_the_page_of_findings_has_one_line_for_each_with_its_versions() -> None:
+    page = (ROOT / "findings/README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[([\w-]+)\]\(([\w-]+\.sh)\) \| (.+?) \| .+ \|$", page, re.MULTILINE)
+    assert [file for _, file, _ in rows] == [path.name for path in FINDINGS]
+    for name, file, libraries in rows:
+        text = (ROOT / "findings" / file).read_text(encoding="utf-8")
+        versions = [library.removesuffix(" on npm").split(" ") for library in libraries.split(", ")]
+        pinned = [f"{one}=={version}" in text or f"{one}@{version}" in text for one, version in versions]
+        assert (name, all(pinned)) == (file.removesuffix(".sh"), True)
+
+
+def run_findings(folder: Path, *names: str) -> subprocess.CompletedProcess[str]:
+    """Runs `findings/run` of a folder, with no other programs than those of the base system."""
+    command = [str(folder / "run"), *names]
+    return subprocess.run(command, capture_output=True, text=True, env={"PATH": str(folder / "bin")}, check=False)
+
+
+def test_findings_run_says_of_each_whether_it_passed_changed_or_could_not_run(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    # Without node and npm, wherever this machine has them.
+    for program in ("bash", "cat", "dirname", "grep", "mktemp", "python3", "rm", "sed", "timeout"):
+        found = shutil.which(program)
+        assert found
+        (tmp_path / "bin" / program).symlink_to(found)
+    (tmp_path / "run").symlink_to(ROOT / "findings/run")
+    for name, line in {"fine": "exit 0", "gone": "echo other; exit 3", "node": "npm install one@1.0"}.items():
+        (tmp_path / f"{name}.sh").write_text(f"#!{shutil.which('bash')}\n{line}\n", encoding="utf-8")
+        (tmp_path / f"{name}.sh").chmod(0o755)
+    every = run_findings(tmp_path)
+    assert re.sub(r"\d+ s\b", "N s", every.stdout).splitlines() == [
+        "fine  passed  N s",
+        "gone  changed (exit 3)  N s",
+        "node  not run: no node",
+        "1 passed, 1 changed, 1 not run",
+    ]
+    assert (every.stderr, every.returncode) == ("    other\n", 1)
+    some = run_findings(tmp_path, "fine", "node.sh")
+    assert (some.stdout.splitlines()[-1], some.returncode) == ("1 passed, 0 changed, 1 not run", 0)
+    assert run_findings(tmp_path, "absent").returncode == 2
+    assert "usage: findings/run" in run_findings(tmp_path, "--help").stdout
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
