@@ -44,6 +44,10 @@ def outcome(work):
 home = Path(os.environ["CLAUDE_CONFIG_DIR"])
 settings = sorted(path.name for path in home.iterdir())
 (home / "history").write_text("Hello.")
+for variable, usual in ("XDG_DATA_HOME", ".local/share"), ("XDG_STATE_HOME", ".local/state"):
+    place = Path(os.environ.get(variable) or Path.home() / usual)
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "conversations").write_text("Hello.")
 seen = json.dumps({{
     "arguments": sys.argv[1:],
     "files": sorted(os.listdir()),
@@ -82,7 +86,15 @@ def install(programs: Path, text: str) -> None:
     (programs / "claude").chmod(0o755)
 
 
-def test_an_agent_runs_apart_and_leaves_nothing(project: Path, programs: Path, tmp_path: Path) -> None:
+def test_an_agent_runs_apart_and_leaves_nothing(
+    project: Path, programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user, kept = tmp_path / "user", tmp_path / "kept"
+    user.mkdir()
+    kept.mkdir()
+    monkeypatch.setenv("HOME", str(user))
+    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(kept))
     install(programs, AGENT.format(python=sys.executable))
     profile = tmp_path / "profile"
     (profile / ".claude").mkdir(parents=True)
@@ -98,6 +110,7 @@ def test_an_agent_runs_apart_and_leaves_nothing(project: Path, programs: Path, t
         assert (seen["writes"], seen["reaches"]) == ("OSError 30", "OSError 101")
         assert seen["files"] == ["x.py"]
     assert sorted(os.listdir(project)) == ["x.py"]
+    assert (os.listdir(user), os.listdir(kept)) == ([], [])
     assert sorted(os.listdir(profile / ".claude")) == ["long.jsonl", "settings.json"]
 
 

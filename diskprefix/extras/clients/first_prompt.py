@@ -119,7 +119,7 @@ def _answered(run: _Run, *, is_apart: bool) -> FirstPrompt:
         process = subprocess.Popen(
             command,
             cwd=current,
-            env={**os.environ, **settings.environment, **_nowhere()},
+            env={**os.environ, **settings.environment, **_own_places(folder), **_nowhere()},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -159,6 +159,12 @@ def _copy_settings(profile: Path, home: Path) -> None:
         # The agent may be running.
         with suppress(FileNotFoundError):
             shutil.copyfile(path, copy)
+
+
+def _own_places(folder: Path) -> Mapping[str, str]:
+    """Returns variables of places for an agent that keeps conversations outside its profile (OpenCode). In the user's
+    place, `--continue` would go on with this run."""
+    return {"XDG_DATA_HOME": str(folder / "data"), "XDG_STATE_HOME": str(folder / "state")}
 
 
 def _nowhere() -> Mapping[str, str]:
