@@ -106,6 +106,7 @@ def _running(activity: Activity, model: str) -> dict[str, Any]:
         "state": activity.state,
         "since_s": round(activity.elapsed_s, 3),
         "prompt_tokens": activity.prompt_tokens,
+        "restored_tokens": activity.restored_tokens,
         "computed_tokens": activity.ready_tokens,
         "tokens_per_s": activity.tokens_per_s and round(activity.tokens_per_s, 1),
         "seconds_left": activity.seconds_left and round(activity.seconds_left, 1),

@@ -17,16 +17,19 @@ from tests.chat.families.families import folder as sources_folder
 from tests.chat.output.replies import read, tool
 from tools.measuring.environments import NotInstalled
 from tools.real_agents.agents import AGENTS
-from tools.real_agents.alternating import TEMPLATES, with_template
 from tools.real_agents.install import newest
-from tools.real_agents.scripted_daemon import SIDE_REPLY, call_writer, prepared_reply
+from tools.real_agents.scripted_daemon import SIDE_REPLY, prepared_reply, reply_writer
+from tools.real_agents.templates import TEMPLATES, with_template
 
 PADDING = 64
 CALLS: list[tuple[str, dict[str, Any]]] = [
     ("look", {"path": "a b.py", "lines": [1, 2]}),
     ("mend", {"path": 'x"\n'}),
 ]
-SCRIPT: dict[str, Any] = {"task": "Mend it.", "calls": CALLS, "last": "Done."}
+TASKS: list[dict[str, Any]] = [
+    {"task": "Rest.", "calls": [], "last": "Not this one."},
+    {"task": "Mend it.", "calls": CALLS, "last": "Done.", "thought": "One call at a time."},
+]
 
 
 @pytest.fixture(scope="module", params=TEMPLATES)
@@ -53,20 +56,30 @@ def test_a_task_is_done_call_by_call_and_the_daemon_reads_each_call(model: Path)
     tokenizer = read_tokenizer(model, None)
     renderer = PromptRenderer(tokenizer, vocab_size=256 + PADDING, max_positions=8192)
     renderer.warm_up()
-    written = call_writer(AutoTokenizer.from_pretrained(model))
+    written = reply_writer(AutoTokenizer.from_pretrained(model))
     tools = [tool(name, **{key: {} for key in arguments}) for name, arguments in CALLS]
     question = Message(role="user", content=[TextPart("Mend it.", "messages.0")], path="messages.0")
-    messages = [question]
+    messages = [
+        Message(role="user", content=[TextPart("Rest.", "messages.0")], path="messages.0"),
+        Message(role="assistant", content=[TextPart("I rest.", "messages.1")], path="messages.1"),
+        question,
+    ]
+
+    def replied(messages: list[Message], tools: list[Any] | None) -> Any:
+        reply = prepared_reply(renderer.text_of(Conversation(messages, tools)), TASKS, written)
+        return read(renderer.output_format, [reply], tools or [])
+
     for name, arguments in CALLS:
-        reply = prepared_reply(renderer.text_of(Conversation(messages, tools)), SCRIPT, written)
-        assert read(renderer.output_format, [reply], tools).parsed_calls == [(name, arguments)]
+        reply = replied(messages, tools)
+        assert reply.parsed_calls == [(name, arguments)]
         call = ToolCall(id=f"call_{name}", name=name, arguments=arguments)
         result = Message(role="tool", tool_call_id=call.id, content=[TextPart("ok", "")], path="messages.1")
         messages += [Message(role="assistant", tool_calls=[call], path="messages.1"), result]
-    assert prepared_reply(renderer.text_of(Conversation(messages, tools)), SCRIPT, written) == "Done."
-    assert prepared_reply(renderer.text_of(Conversation([question], None)), SCRIPT, written) == SIDE_REPLY
+    assert replied(messages, tools).content.strip() == "Done."
+    assert replied([question], None).content.strip() == SIDE_REPLY
     ends = json.loads((model / "generation_config.json").read_text(encoding="utf-8"))
-    assert tokenizer.eos_token_id == ends["eos_token_id"] >= 256
+    assert tokenizer.eos_token_id in ends["eos_token_id"]
+    assert min(ends["eos_token_id"]) >= 256
 
 
 def test_an_unknown_newest_version_has_the_reason_of_npm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,9 +76,11 @@ class Process:
 
     def end(self) -> None:
         """Sends SIGKILL and waits for nothing: for a thread beside the one that waits for an answer."""
-        if (popen := self.popen) is not None:
+        pids = self.pids()
+        # The workers of a killed router would save what they have, and a router would start killed ones again.
+        for pid in sorted(pids, key=lambda pid: self.popen is None or pid != self.popen.pid):
             with suppress(ProcessLookupError):
-                os.killpg(popen.pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
 
     def kill(self) -> None:
         if self.popen is not None:
@@ -194,7 +196,6 @@ class LiveServer:
         """Sends SIGKILL and waits until the process is gone, so that it cannot save anything more."""
         if self._process.popen is not None:
             self._process.kill()
-            # A worker ends a moment after its router.
             self._wait(lambda: not self.listens(), SAVE_DEADLINE_S, "the killed server still listens")
 
     def stop(self, deadline_s: float) -> tuple[float, int | None]:
@@ -236,15 +237,18 @@ class LiveServer:
         self.kill()
         self.start()
 
-    def wait_until_saved(self) -> None:
-        """Waits until all is on disk. Raises `LiveServerError`."""
-        self._wait(lambda: self._pending_bytes() == 0, SAVE_DEADLINE_S, "the cache was not saved")
+    def wait_until_saved(self, model: str | None = None) -> None:
+        """Waits until all is on disk, with a router of one `model`. Raises `LiveServerError`."""
 
-    def _pending_bytes(self) -> int:
-        return int(self.props()["full_cache"]["state"]["pending_bytes"])
+        def is_saved() -> bool:
+            return int(self.props(model)["full_cache"]["state"]["pending_bytes"]) == 0
 
-    def props(self) -> dict[str, Any]:
-        answer: dict[str, Any] = self._client.get("/props", headers=self.token).raise_for_status().json()
+        self._wait(is_saved, SAVE_DEADLINE_S, "the cache was not saved")
+
+    def props(self, model: str | None = None) -> dict[str, Any]:
+        """Returns the properties of the daemon, or of one `model` behind its router. Raises `httpx.HTTPError`."""
+        params = {} if model is None else {"model": model}
+        answer: dict[str, Any] = self._client.get("/props", params=params, headers=self.token).raise_for_status().json()
         return answer
 
     def chat(self, messages: Sequence[Mapping[str, Any]], *, max_tokens: int, scope: str | None = None) -> Answer:

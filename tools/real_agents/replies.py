@@ -16,6 +16,8 @@ class Reply:
     calls: list[str] = field(default_factory=list)
     has_token: bool = False
     errors: list[str] = field(default_factory=list)
+    cache: dict[str, Any] = field(default_factory=dict)
+    """What the daemon says in `prefix_cache`."""
     _rest: bytes = b""
 
     def feed(self, data: bytes) -> None:
@@ -34,6 +36,7 @@ class Reply:
             return
         event = json.loads(text)
         self._take_usage(event)
+        self.cache |= event.get("prefix_cache") or (event.get("response") or {}).get("prefix_cache") or {}
         _take_chat(self, event)
         _take_messages(self, event)
         _take_responses(self, event)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -25,17 +26,16 @@ from tools.measuring.live_server import LiveServer, log_tail, step
 from tools.measuring.options import JSON
 from tools.measuring.report import machine, new_table, print_report, say, show_machine
 from tools.models import real
+from tools.real_agents import hour, hour_report
 from tools.real_agents.agents import AGENTS, FILE, LAST_REPLY, MENDED, PRINTED, TASK, Agent
-from tools.real_agents.alternating import TEMPLATES, with_template
 from tools.real_agents.install import installed, newest
 from tools.real_agents.scratch import Scratch, scratch
-from tools.real_agents.tap import Exchange, Tap
+from tools.real_agents.tap import Tap
+from tools.real_agents.templates import TEMPLATES, with_template
 from tools.real_agents.tiny_model import write_tiny
 
 TABLE_COLUMNS = 110
 SHOWN_CHARS, SHOWN_FILES = 1500, 6
-_OWNERS_PAGES = ("/props", "/dashboard/")
-"""The launch asks for them, and does without: in a scratch home it is not the owner of the daemon."""
 GOAL = 0.9
 """The least share of the prompts after the first one that is restored."""
 
@@ -129,7 +129,8 @@ class Run:
                 server.start(note)
             with step(self.console, f"{agent.name}: {TASK}"), Tap(server.port, turn_finder(), server.restart) as tap:
                 work = self._let_it_work(agent, scratch(folder, agent, commands, tap.url), tap, limit_s)
-        self._keep(agent, tap)
+        if self.bodies is not None:
+            tap.keep(self.bodies, agent.name)
         is_done = work.exit_code == 0 and MENDED in file.read_text(encoding="utf-8")
         # Without tools it runs the program itself, and need not tell the model.
         is_done = is_done and (_has_run(tap) if agent.calls else (file.parent / "printed.txt").exists())
@@ -173,20 +174,11 @@ class Run:
         changed = [name for name, digest in before.items() if after.get(name) != digest]
         return Work(exit_code=ended.returncode, said=said, changed=changed, new=sorted(after.keys() - before))
 
-    def _keep(self, agent: Agent, tap: Tap) -> None:
-        if self.bodies is None:
-            return
-        for number, exchange in enumerate(tap.exchanges, start=1):
-            name = f"{agent.name}-{number:02}-{exchange.method}{exchange.path.partition('?')[0].replace('/', '-')}"
-            (self.bodies / f"{name}.json").write_bytes(exchange.body)
-            if exchange.refusal:
-                (self.bodies / f"{name}.refusal.txt").write_text(exchange.refusal, encoding="utf-8")
-
 
 def _write_script(path: Path, agent: Agent, file: Path, model: Path) -> Path:
     calls = [(name, {key: _placed(value, file) for key, value in arguments.items()}) for name, arguments in agent.calls]
-    script = {"model": str(model), "task": TASK, "calls": calls, "said": agent.said, "last": LAST_REPLY}
-    path.write_text(json.dumps(script), encoding="utf-8")
+    task = {"task": TASK, "calls": calls, "said": agent.said, "last": LAST_REPLY}
+    path.write_text(json.dumps({"model": str(model), "tasks": [task]}), encoding="utf-8")
     return path
 
 
@@ -227,6 +219,25 @@ def _model(workspace: Path, template: str | None, is_real: bool, report: Report)
     return model if template is None else with_template(workspace / "templated", model, template)
 
 
+def _hour(workspace: Path, is_real: bool, bodies: Path | None, console: Console, as_json: bool) -> int:
+    """Runs and prints the hour. Returns the exit code."""
+    try:
+        coder = real.fetched(real.QWEN2_CODER.name, console.print)
+        made = [write_tiny(workspace / f"tiny-{seed}", coder, seed) for seed in range(2)]
+        bases = [coder if is_real else made[0], made[1]]
+        models = [
+            with_template(workspace / name, base, "gpt-oss") for name, base in zip(hour.MODELS, bases, strict=True)
+        ]
+        report = hour.run_hour(workspace, models, is_real, bodies, console)
+    except (NotInstalled, ModelError, LiveServerError) as error:
+        console.print(f"error: {error}\n{log_tail(workspace / 'server.log')}", markup=False)
+        return 1
+    computing = "Qwen2.5-Coder-0.5B" if is_real else "a random model with Qwen2.5-Coder's tokenizer"
+    title = f"An hour of an agent: prepared replies over {computing} and gpt-oss's template"
+    print_report({"title": title, "machine": machine(), **report}, as_json, hour_report.show)
+    return 0 if all(each["holds"] for each in report["verdicts"]) else 1
+
+
 def _outcome(agent: Agent, tap: Tap, is_done: bool, work: Work) -> Outcome:
     turns, later = tap.turns, tap.turns[1:]
     tokens, restored = [each.reply.prompt_tokens for each in turns], [each.reply.restored for each in turns]
@@ -245,7 +256,7 @@ def _outcome(agent: Agent, tap: Tap, is_done: bool, work: Work) -> Outcome:
         first_byte_ms=_median_ms([each.first_byte_s for each in turns]),
         first_token_ms=_median_ms([each.first_token_s for each in turns]),
         restarts=len(later),
-        refused=[_refusal(each) for each in tap.exchanges if _is_refused(each)],
+        refused=[said for each in tap.exchanges if (said := each.refused_for) is not None],
         retries=sum(each.is_repeated for each in tap.exchanges),
         cut_off=sum(each.is_cut_off for each in tap.exchanges),
         hosts_refused=sorted(set(tap.refused_hosts)),
@@ -257,17 +268,6 @@ def _outcome(agent: Agent, tap: Tap, is_done: bool, work: Work) -> Outcome:
 def _median_ms(times_s: Sequence[float | None]) -> float | None:
     known = [time_s * 1e3 for time_s in times_s if time_s is not None]
     return round(statistics.median(known), 1) if known else None
-
-
-def _is_refused(exchange: Exchange) -> bool:
-    if exchange.status == 401 and exchange.path.startswith(_OWNERS_PAGES):
-        return False
-    return exchange.status >= 400 or bool(exchange.reply.errors)
-
-
-def _refusal(exchange: Exchange) -> str:
-    said = exchange.refusal or "; ".join(exchange.reply.errors)
-    return f"{exchange.method} {exchange.path} {exchange.status} {said[:300]}"
 
 
 def show(report: Mapping[str, Any], console: Console) -> None:
@@ -319,7 +319,10 @@ def _table_of_turns(outcomes: Sequence[Outcome]) -> Table:
 @click.option(
     "--real", "is_real", is_flag=True, help="Qwen2.5-Coder-0.5B computes the prompts, not a random model of two layers."
 )
-@click.option("--template", type=click.Choice(list(TEMPLATES)), help="A chat template that demands alternating roles.")
+@click.option("--template", type=click.Choice(list(TEMPLATES)), help="A chat template of another model.")
+@click.option(
+    "--hour", "is_hour", is_flag=True, help="An hour of OpenCode instead: 50 questions, kills, a full disk, midnight."
+)
 @click.option("--newest", "is_newest", is_flag=True, help="The newest version of each agent, not the one in the table.")
 @click.option("--limit", "limit_s", default=600, show_default=True, help="Seconds after which an agent is ended.")
 @click.option(
@@ -332,6 +335,7 @@ def main(
     names: tuple[str, ...],
     is_real: bool,
     template: str | None,
+    is_hour: bool,
     is_newest: bool,
     limit_s: int,
     bodies: Path | None,
@@ -349,16 +353,24 @@ def main(
 
     The replies are prepared: the tokens of the right calls are taken in place of those that the model would sample.
     The model is a random one of two layers with the tokenizer and the chat template of Qwen2.5-Coder, or with --real
-    that model itself, which takes minutes for a first prompt. With --template it has a template of Mistral's, and its
-    padding tokens are that template's control tokens. Everything else is the daemon as it is.
+    that model itself, which takes minutes for a first prompt. With --template it has a template of Mistral's, whose
+    roles must alternate, or of gpt-oss, and its padding tokens are that template's control tokens. Everything else is
+    the daemon as it is.
 
     Claude Code, Codex and OpenCode are then started again, and go on with a question in the same conversation.
 
     An agent that fails does not keep the others from running.
 
+    With --hour, OpenCode alone works for fifty questions in one conversation, with a template that thinks (gpt-oss's).
+    The daemon is killed five times, the model changes and changes back, the disk is full for a while, and midnight
+    passes. Replies are computed again without a cache, and their logits must be equal. tools/AGENTS.md says more. This
+    needs root on Linux, and a C compiler.
+
     Exit codes: 0 all is well; 1 a request was refused, repeated or cut off, a task is not done, files are
     other than before, or less than 90 % of the prompts after the first were restored; 2 wrong usage.
     """
+    # Without this, the daemon would outlive a run that gets a SIGTERM.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     console = Console(stderr=True)
 
     def line(text: str) -> None:
@@ -369,6 +381,8 @@ def main(
     chosen = [AGENTS[each] for each in names or AGENTS]
     with tempfile.TemporaryDirectory(prefix="diskprefix-agents-") as name:
         workspace = Path(name)
+        if is_hour:
+            sys.exit(_hour(workspace, is_real, bodies, console, as_json))
         try:
             chosen = [newest(each) if is_newest else each for each in chosen]
             model = _model(workspace, template, is_real, line)

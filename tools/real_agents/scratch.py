@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from diskprefix.extras.clients.recipe import Served, recipe
 from tools.real_agents.agents import FILE, SOURCE, Agent
@@ -29,8 +31,11 @@ class Scratch:
         return {str(path.relative_to(self.home)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
-def scratch(folder: Path, agent: Agent, commands: Path, url: str) -> Scratch:
-    """Writes settings of the agent for a daemon elsewhere, as its user has them, and the repository into `folder`.
+def scratch(
+    folder: Path, agent: Agent, commands: Path, url: str, files: Mapping[str, str] = MappingProxyType({FILE: SOURCE})
+) -> Scratch:
+    """Writes settings of the agent for a daemon elsewhere, as its user has them, and a repository with `files` into
+    `folder`.
 
     Requests to other hosts than this go to the proxy `url`.
     """
@@ -41,7 +46,8 @@ def scratch(folder: Path, agent: Agent, commands: Path, url: str) -> Scratch:
         path = Path(file.path.replace("~", str(home), 1))
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(file.text, encoding="utf-8")
-    (repository / FILE).write_text(SOURCE, encoding="utf-8")
+    for name, text in files.items():
+        (repository / name).write_text(text, encoding="utf-8")
     environment = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
     environment["PATH"] = f"{commands}{os.pathsep}{environment.get('PATH', os.defpath)}"
     environment |= {"HOME": str(home), "NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}

@@ -1,4 +1,4 @@
-"""A proxy between an agent and the daemon: it measures and records, and has the daemon killed between two turns.
+"""A proxy between an agent and the daemon: it measures and records, and has the daemon killed at chosen moments.
 
 It is also the agent's proxy for all other addresses, and refuses them.
 """
@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 from tools.real_agents.replies import Reply
 
 _HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length", "host", "proxy-connection"}
 _PIECE_BYTES = 65_536
+_OWNERS_PAGES = ("/props", "/dashboard/")
 
 
 @dataclass
@@ -40,19 +42,37 @@ class Exchange:
     reply: Reply = field(default_factory=Reply)
     refusal: str = ""
 
+    @property
+    def refused_for(self) -> str | None:
+        """The reason why the daemon refused it, None if it did not."""
+        # A launch asks for its owner's pages, and does without: in a scratch home it is not the owner of the daemon.
+        is_owners = self.status == 401 and self.path.startswith(_OWNERS_PAGES)
+        if is_owners or (self.status < 400 and not self.reply.errors):
+            return None
+        said = self.refusal or "; ".join(self.reply.errors)
+        return f"{self.method} {self.path} {self.status} {said[:300]}"
+
 
 class Tap:
-    """Serves on a free port. `between_turns` is called before each turn but the first, while no request runs."""
+    """Serves on a free port. `between_turns` is called before each turn but the first, while no request runs.
 
-    def __init__(self, port: int, is_turn: Callable[[Any], bool], between_turns: Callable[[], object]) -> None:
+    `on_piece` is called when a piece of a reply was passed on, `on_end` when a request has ended, both on the thread of
+    the request.
+    """
+
+    def __init__(
+        self, port: int, is_turn: Callable[[Any], bool], between_turns: Callable[[], object] = lambda: None
+    ) -> None:
         """`port` is the daemon's; `is_turn` tells whether a parsed body is a turn of the task."""
         self.exchanges: list[Exchange] = []
         self.refused_hosts: list[str] = []
+        self.on_piece: Callable[[Exchange], object] = lambda _exchange: None
+        self.on_end: Callable[[Exchange], object] = lambda _exchange: None
         self._daemon_port = port
         self._is_turn = is_turn
         self._between_turns = between_turns
         self._idle = threading.Condition()
-        self._running = 0
+        self._running, self._is_held = 0, False
         self._seen: set[bytes] = set()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(self))
         self._server.daemon_threads = True
@@ -86,6 +106,7 @@ class Tap:
         except ValueError:
             parsed = None
         with self._idle:
+            self._idle.wait_for(lambda: not self._is_held)
             is_turn = parsed is not None and self._is_turn(parsed)
             digest = hashlib.sha256(path.encode() + body).digest()
             exchange = Exchange(method, path, body, is_turn, bool(body) and digest in self._seen)
@@ -101,6 +122,29 @@ class Tap:
         with self._idle:
             self._running -= 1
             self._idle.notify_all()
+
+    def hold(self, is_held: bool) -> None:
+        """Lets new requests wait, as a socket of systemd does while a daemon starts, or no longer."""
+        with self._idle:
+            self._is_held = is_held
+            self._idle.notify_all()
+
+    @property
+    def num_running(self) -> int:
+        return self._running
+
+    def wait_until_idle(self) -> None:
+        """Waits until no request runs, also not the end of one."""
+        with self._idle:
+            self._idle.wait_for(lambda: not self._running)
+
+    def keep(self, folder: Path, prefix: str) -> None:
+        """Writes the bodies of all requests, and the reasons of refusals, into files that begin with `prefix`."""
+        for number, exchange in enumerate(self.exchanges, start=1):
+            name = f"{prefix}-{number:03}-{exchange.method}{exchange.path.partition('?')[0].replace('/', '-')}"
+            (folder / f"{name}.json").write_bytes(exchange.body)
+            if exchange.refusal:
+                (folder / f"{name}.refusal.txt").write_text(exchange.refusal, encoding="utf-8")
 
     @contextmanager
     def daemon(self) -> Iterator[http.client.HTTPConnection]:
@@ -139,6 +183,7 @@ class _Forwarding(BaseHTTPRequestHandler):
         finally:
             exchange.total_s = time.perf_counter() - started
             exchange.reply.finish()
+            self.tap.on_end(exchange)
             self.tap.end()
 
     def _exchange(self, exchange: Exchange, started: float) -> None:
@@ -154,11 +199,21 @@ class _Forwarding(BaseHTTPRequestHandler):
             for name, value in response.getheaders():
                 if name.lower() not in _HOP_BY_HOP | {"date", "server"}:
                     self.send_header(name, value)
+            # The agent must see that a reply was cut off: that its length is another, or its last chunk is missing.
+            length = response.getheader("Content-Length")
+            is_chunked = length is None and bool(response.getheader("Transfer-Encoding"))
+            if is_chunked:
+                self.send_header("Transfer-Encoding", "chunked")
+            elif length is not None:
+                self.send_header("Content-Length", length)
             self.send_header("Connection", "close")
             self.end_headers()
             while piece := response.read1(_PIECE_BYTES):
                 self._note(exchange, piece, time.perf_counter() - started)
-                self.wfile.write(piece)
+                self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece) if is_chunked else piece)
+                self.tap.on_piece(exchange)
+            if is_chunked:
+                self.wfile.write(b"0\r\n\r\n")
 
     def _note(self, exchange: Exchange, piece: bytes, elapsed_s: float) -> None:
         if exchange.status >= 400:

@@ -9,12 +9,12 @@ POSITIONS = 131_072
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 
-def write_tiny(folder: Path, real: Path) -> Path:
+def write_tiny(folder: Path, real: Path, seed: int = 0) -> Path:
     """Writes the folder of a model of two layers in float32, with the tokenizer of the model in `real`."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = AutoConfig.from_pretrained(real)
     config.update(
         {
