@@ -50,6 +50,7 @@ SECTIONS: dict[str, dict[str, Tool]] = {
         "powerloss": Tool("faults.powerloss", "Every state of the disk after a power failure.", NO_THREADS),
         "interleavings": Tool("faults.interleavings", "The whole daemon, its threads in every order.", NO_THREADS),
         "corruption": Tool("faults.corruption", "Damaged files, each opened and used twice.", NO_THREADS),
+        "templates": Tool("benchmarks.templates", "A thousand chat templates: four engines, and what we serve."),
         "witness": Tool("benchmarks.witness", "Published programs of others: cache-pressure, Open Responses' tests."),
         "fuzz": Tool("faults.fuzz", "Made-up requests to every route: no 500, no hang."),
     },

@@ -85,7 +85,7 @@ class PromptRenderer:
         self.vocab_size = vocab_size
         placeholders = () if processor is None or processor.problem else {*processor.placeholders, processor.mark}
         self._template = ChatTemplate(tokenizer, self.end_ids, placeholders, template_variables)
-        if processor is not None and self._template.exists:
+        if self._template.exists:
             self._template.form = MessageForm(parts_only=self._template.loses_plain_text())
         self.output_format: OutputFormat = PlainText()
         """The format of reasoning and tool calls, set by `warm_up`."""
@@ -109,6 +109,11 @@ class PromptRenderer:
     def template_source(self) -> str:
         """The chat template for conversations without tools; "" if there is none."""
         return self._template.source_for(None) if self._template.exists else ""
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """The named special tokens, such as `bos_token`, which the template sees."""
+        return self._tokenizer.special_tokens_map
 
     @cached_property
     def counting(self) -> PromptRenderer:

@@ -184,6 +184,24 @@ def test_a_failed_rendering_is_a_400_in_one_printable_line(
     assert len(caught.value.message) < 300
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ message.content[0].text }}",
+        "{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}",
+    ],
+    ids=["refuses-texts", "drops-texts"],
+)
+def test_a_text_model_whose_template_reads_only_parts_gets_parts(text: str, tmp_path: Path) -> None:
+    """As MiniMax-M1's: "'str object' has no attribute 'text'"."""
+    turn = f"<|im_start|>{{{{ message.role }}}}\n{text}<|im_end|>\n"
+    renderer = renderer_of(tokenizer_with(tmp_path, f"{{% for message in messages %}}{turn}{{% endfor %}}"))
+    renderer.warm_up()
+    body = conversation_of(("system", "Be brief."), ("user", "hello"), ("assistant", "Hi."), ("user", "And you?"))
+    said = "".join(f"<|im_start|>{m.role}\n{m.texts[0].text}<|im_end|>\n" for m in body.messages)
+    assert renderer.text_of(body) == said
+
+
 def test_a_template_that_ignores_tools_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     renderer = renderer_of(tokenizer_with(tmp_path, template))

@@ -74,6 +74,7 @@ REQUIREMENTS = {
     ),
     "hearth": ("hearth-llm==0.1.1",),
     "cache-pressure": ("cache-pressure==0.6.3",),
+    "minijinja": ("minijinja==3.0.5",),
     # It brings a plugin that every run of pytest would load.
     "schemathesis": ("schemathesis==4.32.5",),
 }

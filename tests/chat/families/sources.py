@@ -90,8 +90,9 @@ def _make(work: Path) -> Path:
     return made
 
 
-def download(package: Package, work: Path) -> Path:
-    """Returns a file of the package index in a new folder in `work`. Raises `SourcesMissing`."""
+def download(package: Package, work: Path, *options: str) -> Path:
+    """Returns a file of the package index in a new folder in `work`. pip gets the `options` too. Raises
+    `SourcesMissing`."""
     name = package.requirement.partition("==")[0]
     target = work / name
     target.mkdir()
@@ -100,7 +101,15 @@ def download(package: Package, work: Path) -> Path:
     # The build tools that a source package names are wheels: to build those, and theirs, takes more than half an hour.
     form = f"--no-binary={name}" if package.is_source else "--only-binary=:all:"
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", form, "--no-input", "--quiet", "--retries=1"]
-    command += ["--disable-pip-version-check", "--require-hashes", "--dest", str(target), "--requirement", str(wanted)]
+    command += [
+        "--disable-pip-version-check",
+        "--require-hashes",
+        "--dest",
+        str(target),
+        "--requirement",
+        str(wanted),
+        *options,
+    ]
     # pip asks a source package for its metadata, with the build tools that the package names; nothing is compiled.
     done = subprocess.run(command, env=os.environ | {"TMPDIR": str(work)}, capture_output=True, text=True, check=False)
     if done.returncode != 0:
