@@ -52,6 +52,7 @@ SECTIONS: dict[str, dict[str, Tool]] = {
         "corruption": Tool("faults.corruption", "Damaged files, each opened and used twice.", NO_THREADS),
         "templates": Tool("benchmarks.templates", "A thousand chat templates: four engines, and what we serve."),
         "witness": Tool("benchmarks.witness", "Published programs of others: cache-pressure, Open Responses' tests."),
+        "streams": Tool("streams.program", "Clients read streams that are cut at every byte."),
         "fuzz": Tool("faults.fuzz", "Made-up requests to every route: no 500, no hang."),
     },
     "Pages": {

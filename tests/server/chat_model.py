@@ -36,9 +36,13 @@ _CORPUS = [
 
 
 def write_tokenizer(
-    folder: Path, *, chat_template: str | None = CHAT_TEMPLATE, more_special_tokens: Sequence[str] = ()
+    folder: Path,
+    *,
+    chat_template: str | None = CHAT_TEMPLATE,
+    more_special_tokens: Sequence[str] = (),
+    more_texts: Sequence[str] = (),
 ) -> None:
-    """Byte-level BPE trained on a few lines, with ChatML's special tokens."""
+    """Byte-level BPE trained on a few lines and `more_texts`, with ChatML's special tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -51,7 +55,7 @@ def write_tokenizer(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator(_CORPUS * 4, trainer)
+    backend.train_from_iterator([*_CORPUS * 4, *more_texts], trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<|im_start|>", eos_token="<|im_end|>", unk_token="<|endoftext|>"
     )

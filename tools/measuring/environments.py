@@ -75,6 +75,10 @@ REQUIREMENTS = {
     "hearth": ("hearth-llm==0.1.1",),
     "cache-pressure": ("cache-pressure==0.6.3",),
     "minijinja": ("minijinja==3.0.5",),
+    "streams": (
+        *("openai==3.57.0", "anthropic==2.14.0", "ollama==0.6.3", "langchain-openai==1.7.4"),
+        *("langchain-anthropic==1.7.10", "litellm==1.110.2", "pydantic-ai-slim[openai]==2.68.0", "httpx-sse==0.4.3"),
+    ),
     # It brings a plugin that every run of pytest would load.
     "schemathesis": ("schemathesis==4.32.5",),
 }

@@ -87,8 +87,17 @@ def reply_writer(tokenizer: Any) -> Written:
     return written
 
 
-def prepared_sampler(reply_to: Callable[[Sequence[int]], list[int]], records: Records | None) -> type[Sampler]:
-    """Returns a class of samplers that take the tokens of `reply_to` of the prompt's tokens, one after the other."""
+def _go_on(_left: int) -> None:
+    """Lets the next token come at once."""
+
+
+def prepared_sampler(
+    reply_to: Callable[[Sequence[int]], list[int]],
+    records: Records | None = None,
+    before: Callable[[int], None] = _go_on,
+) -> type[Sampler]:
+    """Returns a class of samplers that take the tokens of `reply_to` of the prompt's tokens, one after the other.
+    `before` is called before each one, with the number of tokens that are left."""
 
     class PreparedSampler(Sampler):
         def __init__(self, params: SamplingParams, prompt: TokenIds, *others: Any) -> None:
@@ -98,6 +107,7 @@ def prepared_sampler(reply_to: Callable[[Sequence[int]], list[int]], records: Re
 
         def sample(self, logits: Logits, limit: ThoughtLimit | None = None) -> int:
             del limit
+            before(len(self._prepared))
             if self._reply is not None:
                 self._reply.add(logits)
             return self._prepared.popleft() if len(self._prepared) > 1 else self._prepared[0]
