@@ -254,7 +254,7 @@ class Loop:
             # Fully stored prompts get their first tokens meanwhile. If the load fails, a step raises the error.
             return []
         self._served.speculation.plan(self._scheduler.next_replies())
-        return self._scheduler.schedule(self._served.pace.max_prompt_rows(self._scheduler.crowd))
+        return self._scheduler.schedule(self._served.pace.max_prompt_rows(self._scheduler.callers))
 
     def _compute_step(self, step: list[Chunk[Reply]]) -> bool:
         """Computes a step. Returns False if it must wait for a fetch to free memory."""

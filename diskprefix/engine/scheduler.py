@@ -12,16 +12,20 @@ other sequence, in small steps. Once a request waits for its state, it no longer
 Sequences that do not pack take turns: the sequence that was computed longest ago comes first, and all prompts count as
 one.
 
+While prompts of others wait, a caller with many replies has only some of them in each step, in turns.
+
 The pace: a step with prompts takes longer than a step that only decodes, and each reply in the step waits that long for
-its token. Two times are measured: the fixed time of such a step, and the time that each prompt row adds. When other
-programs slow the machine down, the fixed time grows. Then few rows per step would make prompts wait without a gain for
-replies.
+its token. So the prompts of one caller get a short time in each step. If more callers wait, each of the others gets
+twice that time, because small steps compute fewer rows per second. Two times are measured: the fixed time of such a
+step, and the time that each prompt row adds. When other programs slow the machine down, the fixed time grows. Then few
+rows per step would make prompts wait without a gain for replies.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterator
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from msgspec import Struct, field
 
@@ -30,8 +34,12 @@ MAX_ROWS = 256
 _AGING = 0.25
 """For each token that overtook a prompt, the prompt counts as this many tokens shorter."""
 
+MAX_REPLIES = 4
+"""The most replies of one caller in a step while other callers have prompts."""
+
 TARGET_S = 0.05
-"""The maximum seconds of a step with replies and prompts: the pause of a reply for the prompts of others."""
+"""The maximum seconds of a step with replies and prompts, if the prompts are of one caller: the pause of a reply for
+the prompts of others. Each further caller with prompts adds twice this time."""
 MIN_ROWS = 16
 """The minimum number of prompt rows beside replies, so that a prompt always makes progress."""
 IDLE_ROWS = 32
@@ -104,6 +112,13 @@ class ScheduledReply(Struct, eq=False, kw_only=True):
         return end
 
 
+class Callers(NamedTuple):
+    """The number of callers with replies that decode, and of callers with prompts."""
+
+    replying: int
+    waiting: int
+
+
 S = TypeVar("S", bound=ScheduledReply)
 
 
@@ -147,22 +162,29 @@ class Scheduler(Generic[S]):
             self.sequences.remove(sequence)
 
     @property
-    def crowd(self) -> float:
-        """The number of callers with prompts to compute for each caller with replies; at least 1."""
+    def callers(self) -> Callers:
+        """The callers of the sequences."""
         replying, waiting = (
             {s.tenant for s in self.sequences if s.is_decoding == is_reply} for is_reply in (True, False)
         )
-        return max(1.0, len(waiting) / max(1, len(replying)))
+        return Callers(len(replying), len(waiting))
 
     def next_replies(self) -> list[S]:
-        """Returns the sequences that decode in the next packed step: all of them, or as many as fit, in turns."""
+        """Returns the sequences that decode in the next packed step: all of them, or as many as fit, in turns. While
+        another caller has prompts, at most `MAX_REPLIES` of each caller."""
         packed = [sequence for sequence in self._present if sequence.packs]
         prompts = [sequence for sequence in packed if not sequence.is_decoding]
         # If not all of them fit, they take turns, and leave a quarter of the rows to prompts.
         max_replies = self._max_rows - self._max_rows // 4 if prompts else self._max_rows
         decoding = [sequence for sequence in packed if sequence.is_decoding]
         decoding.sort(key=lambda s: (s.last_step, s.arrived))
-        return decoding[:max_replies]
+        waiting, num_of = {sequence.tenant for sequence in prompts}, Counter[Hashable]()
+        chosen = list[S]()
+        for sequence in decoding:
+            num_of[sequence.tenant] += 1
+            if num_of[sequence.tenant] <= MAX_REPLIES or not waiting - {sequence.tenant}:
+                chosen.append(sequence)
+        return chosen[:max_replies]
 
     def schedule(self, max_prompt_rows: int | None = None) -> list[Chunk[S]]:
         """Returns the chunks of the next step, one for each sequence in it; [] if there is nothing to compute.
@@ -274,11 +296,11 @@ class Pace:
         self._max_rows = MAX_ROWS
         """The limit for the rows of the next step: twice the rows of the last step, in case the line is wrong."""
 
-    def max_prompt_rows(self, crowd: float = 1.0) -> int | None:
+    def max_prompt_rows(self, callers: Callers) -> int | None:
         """Returns the maximum number of prompt rows in the next step if it has replies; None for any number.
 
-        `crowd` is the number of callers with prompts for each caller with replies, at least 1. Where a step takes
-        longer than the target, each caller has an equal share of the time.
+        Where a step takes longer than the target, each of the `callers` has an equal share of the time, and the prompts
+        have at least half of it.
         """
         number, rows, seconds, squares, products = self._sums
         if not number:
@@ -288,8 +310,9 @@ class Pace:
         spread = number * squares - rows * rows
         row_s = min(max((number * products - rows * seconds) / spread, 0.0), seconds / rows)
         fixed_s = (seconds - row_s * rows) / number
+        pause_s = self._target_s * max(1, 2 * callers.waiting - 1)
         # With a long fixed time, the target alone would make prompts wait forever, and replies would gain little.
-        for_prompts_s = max(self._target_s - fixed_s, crowd * fixed_s)
+        for_prompts_s = max(pause_s - fixed_s, fixed_s * max(1.0, callers.waiting / max(1, callers.replying)))
         max_rows = self._max_rows
         if row_s > for_prompts_s / max_rows:
             max_rows = int(for_prompts_s / row_s)

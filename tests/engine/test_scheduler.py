@@ -11,11 +11,12 @@ import pytest
 from msgspec.structs import replace
 
 from diskprefix.engine import scheduler as module
-from diskprefix.engine.scheduler import IDLE_ROWS, MAX_ROWS, MIN_ROWS, Chunk, Pace, Scheduler
+from diskprefix.engine.scheduler import IDLE_ROWS, MAX_REPLIES, MAX_ROWS, MIN_ROWS, Callers, Chunk, Pace, Scheduler
 from diskprefix.engine.scheduler import ScheduledReply as Tokens
 from tests.examples import examples
 
 GRID = 64
+TWO = Callers(replying=1, waiting=1)
 
 
 @dataclass
@@ -90,7 +91,12 @@ def check(step: Sequence[Chunk[Tokens]], present: list[Tokens]) -> None:
             assert is_in_prompt or chunk.num_rows == 1
     if named and named[0].packs:
         assert sum(chunk.num_rows for chunk in step) <= MAX_ROWS
-        assert all(one in named for one in present if one.packs and one.is_decoding)
+        packed = [one for one in present if one.packs]
+        waiting = {one.tenant for one in packed if not one.is_decoding}
+        for tenant in {one.tenant for one in packed}:
+            decoding = [one for one in packed if one.tenant == tenant and one.is_decoding]
+            most = MAX_REPLIES if waiting - {tenant} else len(decoding)
+            assert sum(one in named for one in decoding) == min(len(decoding), most)
         ends = {chunk.end == chunk.sequence.num_known for chunk in step if not chunk.sequence.is_decoding}
         assert len(ends) <= 1, "a step in which a prompt ends has others that end, but no part of one"
 
@@ -306,17 +312,19 @@ def test_sequences_that_do_not_pack_take_turns() -> None:
 # The pace.
 
 
-def settled(pace: Pace, always_s: float, row_s: float, num_steps: int = 60) -> tuple[int, float]:
+def settled(
+    pace: Pace, always_s: float, row_s: float, num_steps: int = 60, callers: Callers = TWO
+) -> tuple[int, float]:
     """Has a machine compute steps of a reply and a prompt; returns the rows and the seconds of the last whole step."""
     for _ in range(num_steps):
-        rows = rows_of_next(pace)
+        rows = rows_of_next(pace, callers)
         pace.record_step(1, rows, always_s + rows * row_s)
-    rows = min(rows_of_next(pace), rows)
+    rows = min(rows_of_next(pace, callers), rows)
     return rows, always_s + rows * row_s
 
 
-def rows_of_next(pace: Pace) -> int:
-    most = pace.max_prompt_rows()
+def rows_of_next(pace: Pace, callers: Callers = TWO) -> int:
+    most = pace.max_prompt_rows(callers)
     return MAX_ROWS if most is None else min(MAX_ROWS, most)
 
 
@@ -360,7 +368,7 @@ def test_the_rows_of_prompts_follow_from_the_steps_so_far(
     pace = Pace(0.05)
     for step in steps:
         pace.record_step(*step)
-    assert pace.max_prompt_rows() == (None if max_prompt_rows is None else pytest.approx(max_prompt_rows, abs=1))
+    assert pace.max_prompt_rows(TWO) == (None if max_prompt_rows is None else pytest.approx(max_prompt_rows, abs=1))
 
 
 @pytest.mark.parametrize(("row_s", "factor"), [(0.0004, 2), (0.1, 0.5)])
@@ -378,17 +386,38 @@ def test_now_and_then_a_step_has_other_rows_so_that_two_times_can_be_told_apart(
 
 
 def test_a_crowd_with_prompts_has_as_much_time_as_its_share_of_the_callers() -> None:
-    pace = Pace(0.05)
-    rows, seconds = settled(pace, 0.1, 0.001)
-    assert seconds == pytest.approx(0.2, abs=0.02)
-    assert pace.max_prompt_rows(2.0) == pytest.approx(2 * rows, rel=0.1)
+    """Where a step takes longer than the target. Without a crowd, prompts have half of the time."""
+    for callers, times in ((TWO, 1), (Callers(2, 6), 3), (Callers(3, 1), 1)):
+        assert settled(Pace(0.05), 0.5, 0.01, callers=callers)[1] == pytest.approx(0.5 + 0.5 * times, abs=0.03)
     world = World()
     world.arrive(1, reply=1000, tenant="a")
     world.step()
-    assert world.scheduler.crowd == 1
+    assert world.scheduler.callers == (1, 0)
     for tenant in "abbc":
         world.arrive(100, tenant=tenant)
-    assert world.scheduler.crowd == 3
+    assert world.scheduler.callers == (1, 3)
+
+
+@pytest.mark.parametrize(("waiting", "seconds"), [(0, 0.05), (1, 0.05), (2, 0.15), (3, 0.25)])
+def test_each_further_caller_with_a_prompt_has_twice_the_time_of_the_first(waiting: int, seconds: float) -> None:
+    for replying in (1, 4):
+        callers = Callers(replying, waiting)
+        assert settled(Pace(0.05), 0.015, 0.001, callers=callers)[1] == pytest.approx(seconds, abs=0.002)
+
+
+def test_while_others_have_prompts_the_replies_of_a_caller_take_turns() -> None:
+    world = World()
+    many = [world.arrive(1, 10_000, tenant="many") for _ in range(3 * MAX_REPLIES)]
+    few = [world.arrive(1, 10_000, tenant="few") for _ in range(MAX_REPLIES)]
+    world.step()
+    world.arrive(100, tenant="many")
+    assert {id(chunk.sequence) for chunk in world.step()} >= {*map(id, many), *map(id, few)}, "nobody else has a prompt"
+    world.arrive(10_000, tenant="other")
+    before = {id(one): one.num_computed for one in (*many, *few)}
+    for _ in range(6):
+        world.step()
+    assert [one.num_computed - before[id(one)] for one in many] == [2] * len(many)
+    assert [one.num_computed - before[id(one)] for one in few] == [6] * len(few)
 
 
 def test_beside_a_picture_that_takes_more_rows_than_are_left_a_reply_gets_its_own() -> None:
