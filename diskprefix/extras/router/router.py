@@ -99,7 +99,8 @@ class RouterApp:
         self._swaps = Swaps(workers.all, None if listing.only else settings.memory_limit)
         self._routes = OwnRoutes(listing, self._swaps, self._load_or_unload, access.page_token)
         self._failures: defaultdict[str, Failures] = defaultdict(Failures)
-        self._in_flight, self._pace = InFlight(settings), BodyPace()
+        self._in_flight = InFlight(settings)
+        self._pace = BodyPace(lambda: any(slot.num_active for slot in self._swaps.slots))
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._trimming: asyncio.TimerHandle | None = None

@@ -296,6 +296,37 @@ async def test_the_router_gives_pages_their_token_and_loads_no_model_for_it(tmp_
             assert not told.workers.started
 
 
+@pytest.mark.parametrize(("others", "bytes_per_s"), [(0, 64 << 20), (1, 8 << 20)], ids=["alone", "beside others"])
+@in_a_loop
+async def test_large_bodies_are_read_slowly_while_a_worker_answers_others(
+    others: int, bytes_per_s: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed, pauses, sleep = list[Incoming](), list[float](), asyncio.sleep
+
+    async def passes(_path: str, _scope: Any, incoming: Incoming, _send: Any) -> int:
+        passed.append(incoming)
+        await asyncio.Event().wait()
+        return 200
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr(passing, "pass_on", passes)
+    told = Told(Listing(Settings(), Models(named("one"))))
+    async with told.running():
+        asked = [told.ask("one") for _ in range(others)]
+        await until(lambda: len(passed) == others)
+        with monkeypatch.context() as changed:
+            changed.setattr(asyncio, "sleep", pause)
+            asked.append(told.ask("one", prompt="x" * (num_bytes := 2 * limits.LARGE_BYTES)))
+            while len(passed) == others:
+                await sleep(0.001)
+        assert pauses == [pytest.approx(num_bytes / bytes_per_s, rel=0.05)]
+        for task in asked:
+            task.cancel()
+
+
 @in_a_loop
 async def test_a_request_counts_for_its_key_until_its_end_and_a_look_neither_uses_nor_keeps_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
