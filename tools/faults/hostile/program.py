@@ -224,9 +224,10 @@ def _asked_again(server: LiveServer, watch: Watch, console: Console) -> dict[str
             body = {"messages": turn.messages, "max_tokens": 1, "temperature": 0, "prefix_cache": {"save": False}}
             headers = {"Authorization": f"Bearer {good_key(turn.client)}"}
             answer = client.post(CHAT, json=body, headers=headers).json()
-            # Within a prompt, a prefix is restored at the end of a block.
+            # Of a whole prompt, the last token is computed again: `auto` keeps no logits. Within a prompt, a prefix is
+            # restored at the end of a block.
             whole = turn.kept_tokens == turn.prompt_tokens
-            wanted = turn.kept_tokens if whole else turn.kept_tokens // BLOCK * BLOCK
+            wanted = turn.kept_tokens - 1 if whole else turn.kept_tokens // BLOCK * BLOCK
             if answer["usage"]["prompt_tokens_details"]["cached_tokens"] < wanted:
                 lost.append({"client": turn.client, "kept": turn.kept_tokens} | answer["prefix_cache"])
     return {"prompts": len(turns), "lost": lost}
