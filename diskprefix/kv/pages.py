@@ -11,6 +11,7 @@ import math
 import mmap
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -27,6 +28,9 @@ from diskprefix.store.codec.codec import Piece
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.units import format_size
 
+_READ_EVERY_S = 1.0
+"""The seconds for which the free memory is not read again. A read takes about seventy system calls, and after each of
+them the engine's thread may wait for Python's lock."""
 _SLAB_BYTES = 64 << 20
 """Main memory is taken for many pages at once, because the kernel gives huge pages to large areas only."""
 
@@ -62,8 +66,8 @@ class Page(Struct, eq=False):
 
 
 class PagePool:
-    """The pages of one model, within `limit_bytes` and the free memory (in bytes) that `free_bytes` returns. For any
-    thread.
+    """The pages of one model, within `limit_bytes` and the free memory (in bytes) that `free_bytes` returned a second
+    ago at most. For any thread.
 
     `reclaim` is called with a number of pages when no page is free: it frees about that many, or returns False.
     `idle_bytes` returns the bytes that it could free.
@@ -89,6 +93,8 @@ class PagePool:
         self.changed: set[Any] = set()
         """The kept blocks whose pages got or lost a user. `KeptBlocks.sums` counts them again."""
         self._free_bytes = free_bytes
+        self._read_at, self._affordable_bytes = -math.inf, 0
+        """When the free memory was read, and what all pages could take then."""
         self._forms = [
             *(((len(of.specs), of.heads, block_size, of.items), array_dtype(of.dtype)) for of in layout.groups),
             *(((len(of.specs), 1, *of.shape), array_dtype(of.dtype)) for of in layout.states),
@@ -116,8 +122,15 @@ class PagePool:
     @property
     def room_bytes(self) -> int:
         """The bytes that more pages with users may take."""
-        unused_bytes = self.taken_bytes - self.used_bytes
-        return max(0, min(self.limit_bytes - self.used_bytes, self._free_bytes() + unused_bytes))
+        return max(0, self._most_bytes() - self.used_bytes)
+
+    def _most_bytes(self) -> int:
+        """Returns how many bytes all pages may take."""
+        with self.lock:
+            # Memory that was taken but not written to yet still counts as free in `free_bytes`.
+            if (now := time.monotonic()) - self._read_at >= _READ_EVERY_S:
+                self._read_at, self._affordable_bytes = now, self.taken_bytes + self._free_bytes()
+            return min(self.limit_bytes, self._affordable_bytes)
 
     def sequence_bytes(self, num_tokens: int) -> int:
         """Returns the maximum size in bytes of a sequence of `num_tokens`."""
@@ -140,8 +153,7 @@ class PagePool:
         if not groups:
             return taken
         with self.lock:
-            # Memory that was taken but not written to yet still counts as free in `free_bytes`.
-            limit_bytes = min(self.limit_bytes, self.taken_bytes + self._free_bytes())
+            limit_bytes = self._most_bytes()
             excess = self.used_bytes + sum(self.page_bytes[group] for group in groups) - limit_bytes
             if excess > 0 and excess > self.idle_bytes():
                 # Reclaiming pages would not be enough, so none are reclaimed.

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import mmap
 import re
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -208,6 +209,30 @@ def test_what_does_not_fit_is_refused_with_figures_and_takes_nothing(
     monkeypatch.setattr(np, "zeros", lambda *_: pytest.fail("memory was taken"))
     assert starved.take_pages([0]) is None
     assert starved.taken_bytes == 0
+
+
+def test_the_free_memory_is_read_once_a_second_and_what_was_taken_since_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, clock, free = layout_of(), [100.0], [0]
+    reads = list[int]()
+
+    def read() -> int:
+        reads.append(free[0])
+        return free[0]
+
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    pool = PagePool(layout, block_size=BLOCK, free_bytes=read)
+    size = pool.page_bytes[0]
+    free[0] = 2 * size
+    assert pool.take_pages([0]) is not None
+    clock[0] += 0.9
+    assert pool.room_bytes == size
+    assert pool.take_pages([0]) is not None
+    # The system says the same, for the memory was not written to. It is not read again so soon.
+    assert pool.take_pages([0]) is None
+    assert reads == [2 * size]
+    clock[0] += 0.1
+    assert pool.take_pages([0]) is not None
+    assert len(reads) == 2
 
 
 def test_memory_that_runs_out_all_the_same_is_the_requests_error(pool: PagePool) -> None:

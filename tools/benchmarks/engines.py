@@ -372,7 +372,7 @@ def vllm_engine(
         extra: dict[str, Any] = {"kv_cache_dir": store, "kv_cache_budget": "16GiB", "disk_prefix_cache": "full"}
     else:
         extra = {"shared_storage_path": store}
-    return _vllm(python_of("vllm", report), model, workspace, settings, extra | (keys or {}), more)
+    return _vllm(python_of("vllm", report), model, workspace, settings, {**extra, **(keys or {})}, more)
 
 
 def _vllm(

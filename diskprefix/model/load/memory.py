@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from math import prod
@@ -25,11 +24,6 @@ _LARGE_PAGE = 1 << 21
 LINE_BYTES = 64
 _PIECE_BYTES = 1 << 26
 """The memory that small tensors share."""
-_READ_EVERY_S = 1.0
-"""The time for which `kv_bytes` is not read again. A read takes about seventy system calls, and after each of them the
-engine's thread may wait for Python's lock."""
-_last_read = -_READ_EVERY_S, 0
-"""When `kv_bytes` was read, and its value."""
 _LIMITS = (
     ("memory.max", "memory.current", ""),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
@@ -121,13 +115,8 @@ def available_bytes(device: str) -> int:
 
 
 def kv_bytes() -> int:
-    """Returns how many bytes of the free main memory KV may take, as of a second ago at most. The rest is for computing
-    with it."""
-    global _last_read
-    now = time.monotonic()
-    if now - _last_read[0] >= _READ_EVERY_S:
-        _last_read = now, int(available_ram_bytes() * 0.9)
-    return _last_read[1]
+    """Returns how many bytes of the free main memory KV may take. The rest is for computing with it."""
+    return int(available_ram_bytes() * 0.9)
 
 
 def available_ram_bytes(proc: Path = PROC, cgroups: Path = MOUNTED) -> int:

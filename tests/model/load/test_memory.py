@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import json
 import resource
-import time
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -17,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from diskprefix.errors import ModelError
-from diskprefix.model.load import memory
 from diskprefix.model.load.checkpoint import StoredTensor, stored_tensors
 from diskprefix.model.load.memory import LINE_BYTES, available_bytes, available_ram_bytes, large_pages, trim_heap
 from diskprefix.model.load.parameters import stored
@@ -210,22 +208,6 @@ def test_free_is_what_the_machine_and_the_control_groups_leave(
 
 def test_without_proc_the_machines_memory_is_taken(tmp_path: Path) -> None:
     assert available_ram_bytes(tmp_path / "none", tmp_path / "none") >= available_bytes("cpu") > 0
-
-
-def test_the_free_memory_for_kv_is_read_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each page that is taken asks for it, on the engine's thread."""
-    clock, free, reads = [100.0], [1000], list[int]()
-
-    def read() -> int:
-        reads.append(free[0])
-        return free[0]
-
-    monkeypatch.setattr(memory, "available_ram_bytes", read)
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(memory, "_last_read", (0.0, 0))
-    for clock[0], free[0], room in ((100.0, 1000, 900), (100.9, 500, 900), (101.0, 500, 450), (101.5, 0, 450)):
-        assert memory.kv_bytes() == room
-    assert reads == [1000, 500]
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the C library cannot")
