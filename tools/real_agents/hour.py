@@ -40,7 +40,7 @@ BEFORE_MIDNIGHT_S, OVER_MIDNIGHT_S = 5.0, 30.0
 ANSWER_LIMIT_S = 900.0
 MOST_TRIES = 3
 _DATE_TOKENS = 100
-"""The template writes the date within so many tokens."""
+"""The template writes the date within the first tokens, at most this number."""
 
 _OTHER_MODEL, _FULL, _ROOM, _MIDNIGHT = "the other model", "the disk is full", "the disk has room", "after midnight"
 PARTS = {1: "work", 21: _OTHER_MODEL, 25: "the first model", 29: _FULL, 34: _ROOM, 39: _MIDNIGHT, 45: "to the end"}
@@ -285,8 +285,8 @@ def _chosen(records: Iterable[Recorded], asked_at_ns: Mapping[int, int]) -> list
 def _days(records: Iterable[Recorded], tokenizer_file: Path) -> set[str]:
     """Returns the dates in prompts, as the template of gpt-oss writes them at the beginning."""
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
-    found = (re.search(r"Current date: (\S+)", tokenizer.decode(each.prompt[:_DATE_TOKENS])) for each in records)
-    return {date[1] for date in found if date}
+    beginnings = {tokenizer.decode(each.prompt[:_DATE_TOKENS]) for each in records}
+    return {date for beginning in beginnings for date in re.findall(r"Current date: (\S+)", beginning)}
 
 
 def _num_edits(all_tasks: Iterable[Task]) -> int:

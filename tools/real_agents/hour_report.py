@@ -71,7 +71,7 @@ def total(parts: Iterable[Part]) -> Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What an hour left: its parts, the kills, and all that is checked. `num_kills` are planned."""
+    """The result of an hour: the counts of its parts, the kills (`num_kills` were planned), and facts to check."""
 
     agent: str
     parts: list[Part]

@@ -1,4 +1,4 @@
-"""What happens to a daemon in an hour: it is killed, and its disk is full."""
+"""The accidents of a daemon in an hour: kills, and a disk that is full."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tools.real_agents.tap import Exchange, Tap
 _POLL_S = 0.002
 _PIECE_BYTES = 1 << 20
 _LONG_TOKENS = 2048
-"""A prefill of at least so many tokens is long enough to be met in its middle."""
+"""The fewest tokens of a prefill that is long enough to be met in its middle."""
 
 
 @contextmanager

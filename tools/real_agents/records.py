@@ -1,4 +1,4 @@
-"""What a daemon with prepared replies computed: of each prompt its token ids, and of each token a digest of its logits.
+"""Records of a daemon with prepared replies: the token ids of each prompt, and a digest of the logits of each token.
 
 A record survives SIGKILL: a file for each reply, with a line of JSON, and then a line for each token.
 """

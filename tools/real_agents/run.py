@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -353,35 +354,27 @@ def main(
 
     The replies are prepared: the tokens of the right calls are taken in place of those that the model would sample.
     The model is a random one of two layers with the tokenizer and the chat template of Qwen2.5-Coder, or with --real
-    that model itself, which takes minutes for a first prompt. With --template it has a template of Mistral's, whose
-    roles must alternate, or of gpt-oss, and its padding tokens are that template's control tokens. Everything else is
-    the daemon as it is.
+    that model itself, which takes minutes for a first prompt. With --template it has another model's template, and its
+    padding tokens are that template's control tokens. Everything else is the daemon as it is.
 
-    Claude Code, Codex and OpenCode are then started again, and go on with a question in the same conversation.
+    Claude Code, Codex and OpenCode are then started again, and go on with a question in the same conversation. An agent
+    that fails does not keep the others from running.
 
-    An agent that fails does not keep the others from running.
-
-    With --hour, OpenCode alone works for fifty questions in one conversation, with a template that thinks (gpt-oss's).
-    The daemon is killed five times, the model changes and changes back, the disk is full for a while, and midnight
-    passes. Replies are computed again without a cache, and their logits must be equal. tools/AGENTS.md says more. This
-    needs root on Linux, and a C compiler.
+    With --hour, OpenCode works for fifty questions: tools/AGENTS.md says what happens to the daemon meanwhile.
 
     Exit codes: 0 all is well; 1 a request was refused, repeated or cut off, a task is not done, files are
     other than before, or less than 90 % of the prompts after the first were restored; 2 wrong usage.
     """
-    # Without this, the daemon would outlive a run that gets a SIGTERM.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     console = Console(stderr=True)
-
-    def line(text: str) -> None:
-        console.print(text, markup=False)
-
+    line = partial(console.print, markup=False)
     if bodies is not None:
         bodies.mkdir(parents=True, exist_ok=True)
     chosen = [AGENTS[each] for each in names or AGENTS]
     with tempfile.TemporaryDirectory(prefix="diskprefix-agents-") as name:
         workspace = Path(name)
         if is_hour:
+            if names or template or is_newest:
+                raise click.UsageError("--hour goes with --real, --bodies and --json only")
             sys.exit(_hour(workspace, is_real, bodies, console, as_json))
         try:
             chosen = [newest(each) if is_newest else each for each in chosen]
@@ -399,4 +392,6 @@ def main(
 
 
 if __name__ == "__main__":
+    # Without this, the daemon would outlive a run that gets a SIGTERM.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     main()
