@@ -37,6 +37,7 @@ from diskprefix.extras.simulate.trace import RecordedDaemon, Trace
 from diskprefix.extras.simulate.trace_formats import read_trace
 from diskprefix.grid import state_layout
 from diskprefix.grid.rehearsal import rehearse
+from diskprefix.kv import pages
 from diskprefix.kv.numbers import converted, dtype_of
 from diskprefix.kv.pages import PagePool
 from diskprefix.model import self_check
@@ -188,6 +189,7 @@ def test_a_prompt_that_leaves_no_position_and_an_empty_one_are_refused(engine: E
 
 def set_free_memory(monkeypatch: pytest.MonkeyPatch, free: Callable[[], int]) -> None:
     monkeypatch.setattr(generate, "kv_bytes", lambda: int(free() * 0.9))
+    monkeypatch.setattr(pages, "_READ_EVERY_S", 0.0)
 
 
 def test_a_prompt_or_a_reply_whose_state_exceeds_the_memory_is_refused_and_the_next_is_served(

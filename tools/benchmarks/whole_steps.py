@@ -91,8 +91,8 @@ def measured(model: Model, lengths: Lengths, engines: Sequence[str], progress: C
                     left_out[engine] = str(error)
             bandwidths.append(read_bandwidth())
     token_bytes = bytes_of_a_token(model.file) if model.file.suffix == ".gguf" else None
-    found = {"lengths": lengths._asdict(), "speeds": speeds, "left_out": left_out}
-    return found | {"bandwidth_gb_s": max(bandwidths), "token_bytes": token_bytes}
+    measured = {"lengths": lengths._asdict(), "speeds": speeds, "left_out": left_out}
+    return measured | {"bandwidth_gb_s": max(bandwidths), "token_bytes": token_bytes}
 
 
 def show(report: Mapping[str, Any], console: Console) -> None:
