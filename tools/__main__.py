@@ -51,6 +51,7 @@ SECTIONS: dict[str, dict[str, Tool]] = {
         "interleavings": Tool("faults.interleavings", "The whole daemon, its threads in every order.", NO_THREADS),
         "corruption": Tool("faults.corruption", "Damaged files, each opened and used twice.", NO_THREADS),
         "templates": Tool("benchmarks.templates", "A thousand chat templates: four engines, and what we serve."),
+        "tokenizers": Tool("benchmarks.token_ids", "Token ids by tokenizers, by llama.cpp and by us."),
         "witness": Tool("benchmarks.witness", "Published programs of others: cache-pressure, Open Responses' tests."),
         "streams": Tool("streams.program", "Clients read streams that are cut at every byte."),
         "fuzz": Tool("faults.fuzz", "Made-up requests to every route: no 500, no hang."),

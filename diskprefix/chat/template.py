@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
-from itertools import chain, product
+from itertools import chain, product, starmap
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -48,9 +48,10 @@ _SYSTEM: JsonObject = {"role": "system", "content": _TEXT}
 _TURNS: list[JsonObject] = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
 _ANSWER = "A reply."
 _FIRST_SYSTEM: JsonObject = {"role": "system", "content": _ANSWER}
-_LATE_SYSTEM = [_TURNS[0], _SYSTEM, *_TURNS[1:]]
 _CUTS = re.compile(r"""(?:split|replace)\(\s*('[^'\\]+'|"[^"\\]+"|'\\n'|"\\n")""")
 """Texts that a template removes from others, joining the text around them."""
+
+_LATE_SYSTEM: JsonObject = {"role": "system", "content": "A late rule."}
 
 Write: TypeAlias = Callable[[Sequence[dict[str, Any]], bool], str]
 """Renders messages, with the beginning of a reply if the second argument is true. "" if the template refuses them."""
@@ -62,6 +63,12 @@ _CALL_ID = "diskprefx"
 _CALLED = {"id": _CALL_ID, "type": "function", "function": {"name": _TEXT, "arguments": {}}}
 SOME_CALL = {"role": "assistant", "content": "", "tool_calls": [_CALLED]}
 SOME_RESULT = {"role": "tool", "tool_call_id": _CALL_ID, "content": _TEXT}
+_AROUND_LATE_SYSTEM = (
+    (_TURNS[:1], _TURNS[1:]),
+    (_TURNS[:2], _TURNS[2:]),
+    ([SOME_USER, SOME_CALL, SOME_RESULT], [SOME_REPLY, SOME_USER]),
+)
+"""Messages before and after a late system message. Mistral's templates accept one only after the user's messages."""
 _GROWING = (
     ((SOME_USER, SOME_REPLY, SOME_USER), (SOME_USER, SOME_REPLY, SOME_USER, SOME_REPLY, SOME_USER)),
     ((SOME_USER, SOME_CALL, SOME_RESULT), (SOME_USER, SOME_CALL, SOME_RESULT, SOME_CALL, SOME_RESULT)),
@@ -192,10 +199,18 @@ class ChatTemplate:
 
     @cached_property
     def writes_late_system(self) -> bool:
-        """True if the template writes a system message after messages of other roles, without losing a leading one (if
-        it accepts both)."""
-        with_first = self._written_plainly([_FIRST_SYSTEM, *_LATE_SYSTEM])
-        return _TEXT in self._written_plainly(_LATE_SYSTEM) and (not with_first or _ANSWER in with_first)
+        """True if the template writes a system message after messages of any other role, without losing a leading one
+        (if it accepts both)."""
+        return all(starmap(self._writes_late_system, _AROUND_LATE_SYSTEM))
+
+    def _writes_late_system(self, before: list[JsonObject], after: list[JsonObject]) -> bool:
+        messages = [*before, _LATE_SYSTEM, *after]
+        if not self._written_plainly([*before, *after]):
+            return True  # It takes no calls.
+        with_first, written = self._written_plainly([_FIRST_SYSTEM, *messages]), self._written_plainly(messages)
+        if not with_first:
+            return _LATE_SYSTEM["content"] in written
+        return _LATE_SYSTEM["content"] in with_first and _FIRST_SYSTEM["content"] in with_first
 
     @cached_property
     def writes_second_system(self) -> bool:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -187,12 +187,18 @@ class MessageForm(Struct, frozen=True):
     """Arguments are always objects: others become the argument `arguments`."""
     short_ids: bool = False
     """Ids of calls are nine letters and digits."""
+    named_results: bool = False
+    """Results of calls have the name of the tool."""
 
     def applied(self, messages: Sequence[JsonObject]) -> list[JsonObject]:
-        return [self._message(message) for message in messages]
+        calls = [call for message in messages for call in message.get("tool_calls", ())] if self.named_results else []
+        names = {call["id"]: call["function"]["name"] for call in calls if "id" in call}
+        return [self._message(message, names) for message in messages]
 
-    def _message(self, message: JsonObject) -> JsonObject:
+    def _message(self, message: JsonObject, names: Mapping[str, str]) -> JsonObject:
         changed: JsonObject = {}
+        if (name := names.get(message.get("tool_call_id", ""))) is not None:
+            changed["name"] = message.get("name", name)
         if calls := message.get("tool_calls"):
             changed["tool_calls"] = [self._call(call) for call in calls]
         if self.null_content and calls and not message["content"]:

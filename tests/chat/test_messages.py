@@ -136,6 +136,37 @@ def test_only_a_message_that_says_nothing_has_no_content() -> None:
     assert applied(MessageForm(null_content=True), content="I look.")[0]["content"] == "I look."
 
 
+def test_a_result_gets_the_name_of_its_call_unless_it_has_one() -> None:
+    assert "name" not in applied(MessageForm())[1]
+    spoken, result = applied(MessageForm(named_results=True, short_ids=True), call_id="call_1")
+    assert (result["name"], "name" in spoken) == ("f", False)
+    named = {"role": "tool", "tool_call_id": "call_1", "name": "g", "content": "done"}
+    unknown = {"role": "tool", "tool_call_id": "call_2", "content": "done"}
+    form = MessageForm(named_results=True)
+    assert form.applied([applied(form, "call_1")[0], named, unknown]) == [applied(form, "call_1")[0], named, unknown]
+
+
+TURN = "<|im_start|>{{ message.role }}\n{{ message.content }}{{ message.tool_calls }}<|im_end|>\n"
+
+
+@pytest.mark.parametrize(("after", "is_moved"), [("assistant", True), ("tool", True), ("nobody", False)])
+def test_a_template_may_take_late_system_messages_in_some_places_only(
+    tmp_path: Path, after: str, is_moved: bool
+) -> None:
+    """As Mistral's: "Unexpected role 'system' after role 'assistant'"."""
+    refused = f"message.role == 'system' and ns.last == '{after}'"
+    refusing = (
+        "{% set ns = namespace(last='') %}{% for message in messages %}"
+        f"{{% if {refused} %}}{{{{ raise_exception('no system here') }}}}{{% endif %}}"
+        f"{{% set ns.last = message.role %}}{TURN}{{% endfor %}}"
+    )
+    renderer = renderer_of(tokenizer_with(tmp_path, refusing))
+    body = conversation(("user", "a"), ("assistant", "b"), ("system", "c"), ("user", "d"))
+    text = renderer.text_of(body)
+    assert ("user\nc\nd" in text) == is_moved
+    assert ("system\nc" in text) != is_moved
+
+
 # A gap to fill in, with the tags of the tokenizer.
 
 GAP = FillIn("def f(", "):", "suffix", files=(("a.py", "x = 1"),), beginning="a")

@@ -78,6 +78,12 @@ def _short_ids(given: Given) -> Given:
     return _each(lambda m: {**m, "tool_call_id": _nine(m["tool_call_id"])} if "tool_call_id" in m else m)(given)
 
 
+def _named_results(given: Given) -> Given:
+    calls = [call for message in given.messages for call in message.get("tool_calls", ())]
+    names = {call["id"]: call["function"]["name"] for call in calls}
+    return _each(lambda m: {**m, "name": names[m["tool_call_id"]]} if "tool_call_id" in m else m)(given)
+
+
 def _system_as_user(given: Given, *, first: bool) -> Given:
     """Gives system messages to the user: all but the first message, or this one too."""
     kept: list[Message] = []
@@ -147,6 +153,7 @@ FORMS: dict[str, tuple[Form, ...]] = {
     "system message as user": (lambda given: _system_as_user(given, first=True),),
     ALTERNATING: tuple(_alternations()),
     "text as parts": (_each(_in_parts),),
+    "name of the tool in results": (_named_results,),
     "ids of nine characters": (_short_ids,),
 }
 """The changes by their names, in the order in which they are made, with their variants, of which one applies."""

@@ -130,6 +130,8 @@ _TOOLS: list[JsonObject] = [
 ]
 _USER: JsonObject = {"role": "user", "content": "A question"}
 _SHORT_ID, _LONG_ID = "abcdefgh1", "call_0123456789abcdef"
+_RESULT: JsonObject = {"role": "tool", "tool_call_id": _SHORT_ID, "content": "a result"}
+"""As clients send it: without the name of the tool."""
 _FORMS = [MessageForm(null_content=null, text_arguments=text) for null, text in product((False, True), repeat=2)]
 
 
@@ -165,10 +167,9 @@ def _replies(
 ) -> Iterator[tuple[str, str]]:
     """Yields pairs of a prompt and the call after it in the rendering, with and without reasoning and a result."""
     prompt = render([_USER], _TOOLS, True)
-    call = {"id": call_id, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
-    result: JsonObject = {"role": "tool", "tool_call_id": call_id, "name": _NAME, "content": "a result"}
+    result: JsonObject = {**_RESULT, "tool_call_id": call_id, "name": _NAME}
     for thoughts in ({"reasoning_content": _THOUGHT, "thinking": _THOUGHT}, {}):
-        message: JsonObject = {"role": "assistant", "content": "", "tool_calls": [call], **thoughts}
+        message = {**_calling(arguments, call_id), **thoughts}
         for after in ([], [result]):
             whole = render(form.applied([_USER, message, *after]), _TOOLS, False)
             before, reply = _parted(prompt, whole)
@@ -177,10 +178,20 @@ def _replies(
 
 
 def _completed(form: MessageForm, render: Render) -> MessageForm:
-    """Returns the form for calls with any id and any arguments."""
+    """Returns the form for calls with any id and any arguments, and for results as clients send them."""
     any_text = any(_replies(render, form, arguments="no JSON"))
     any_id = any(_replies(render, form, call_id=_LONG_ID))
-    return replace(form, objects_only=not any_text, short_ids=not any_id)
+    messages: list[JsonObject] = [_USER, _calling(_ARGUMENTS, _SHORT_ID), _RESULT]
+    without, named = (
+        render(each.applied(messages), _TOOLS, False) for each in (form, replace(form, named_results=True))
+    )
+    return replace(form, objects_only=not any_text, short_ids=not any_id, named_results=bool(named and not without))
+
+
+def _calling(arguments: object, call_id: str) -> JsonObject:
+    """Returns a message that calls the known tool."""
+    call = {"id": call_id, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def _parted(prompt: str, whole: str) -> tuple[str, str]:

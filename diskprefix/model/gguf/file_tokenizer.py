@@ -1,7 +1,9 @@
 """The tokenizer that the metadata of a `.gguf` file describe.
 
 The added tokens, the special tokens and the cuts of a text follow llama.cpp's `src/llama-vocab.cpp`. Where it has two
-spellings of a pattern, ours is the spelling of the models' `tokenizer.json`.
+spellings of a pattern, ours is the spelling of the models' `tokenizer.json`. In two things the models are followed, not
+llama.cpp: characters are composed (`_COMPOSED`), and an ordinary token is no control token for its text alone (Qwen's
+vocabularies have `</s>`).
 """
 
 from __future__ import annotations
@@ -118,6 +120,9 @@ _CUTS: Sequence[tuple[str, tuple[str, ...]]] = (
 )
 """Values of `tokenizer.ggml.pre`, and their patterns. Each pattern cuts the pieces of the previous one."""
 _PATTERNS = {name: patterns for names, patterns in _CUTS for name in names.split()}
+_COMPOSED = frozenset({"qwen2", "qwen35", "command-r"})
+"""Values of `tokenizer.ggml.pre` whose models were trained on composed characters: é is one, also if a text has e and
+an accent (the normalizer NFC of their `tokenizer.json`)."""
 _ADDS_BOS = frozenset({*_LLAMA_3.split(), "tekken"})
 """Tokenizers that begin each text with the BOS token, unless the file says otherwise."""
 _TAKES_WORDS = _ADDS_BOS | {"minicpm5", "youtu", "glm4", "glm5"}
@@ -202,12 +207,14 @@ def _distinct(tokens: list[str]) -> tuple[list[str], str]:
 
 def _byte_level(made: Backend, keys: _Keys, vocabulary: dict[str, int], _unknown: str | None) -> list[Any]:
     """Sets up merges of pairs of bytes, which are written as characters. As all kinds, returns the decoders."""
-    from tokenizers import Regex, decoders, pre_tokenizers
+    from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 
     name = keys.get("pre", "default")
     if name not in _PATTERNS:
         raise ModelError(f"the file's {_PREFIX}pre is {shown(name)}, and nothing here knows how that cuts text")
     made.model = _merging(vocabulary, _merges(keys), ignore_merges=name in _TAKES_WORDS)
+    if name in _COMPOSED:
+        made.normalizer = normalizers.NFC()
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _PATTERNS[name]]
     bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytewise])

@@ -263,10 +263,17 @@ def test_a_call_is_written_whatever_its_id_and_arguments_are(name: str) -> None:
                 "content": "",
                 "tool_calls": [{"id": call_id, "type": "function", "function": function}],
             },
-            {"role": "tool", "tool_call_id": call_id, "name": "get_weather", "content": "RESULT"},
+            {"role": "tool", "tool_call_id": call_id, "content": "RESULT"},
         ]
         text = renderer_of(template)(form.applied(messages), [], False)
         assert "RESULT" in text.partition("get_weather")[2]
+
+
+def test_a_template_that_refuses_results_without_the_tools_name_gets_it() -> None:
+    """As FunctionGemma's: "Invalid tool response: 'name' must be provided."."""
+    template = of_no_package("hermes")
+    nameless = "{% for m in messages if m.role == 'tool' and not m.name %}{{ raise_exception('no name') }}{% endfor %}"
+    assert [chosen(text).form.named_results for text in (template, nameless + template)] == [False, True]
 
 
 @pytest.mark.parametrize(

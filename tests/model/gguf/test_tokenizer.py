@@ -99,6 +99,16 @@ def test_text_is_cut_as_the_models_own_tokenizer_cuts_it(pre: str, tmp_path: Pat
     assert found == PIECES[pre]
 
 
+@pytest.mark.parametrize(
+    ("pre", "composes"), [("qwen2", True), ("qwen35", True), ("command-r", True), ("gpt-2", False)]
+)
+def test_characters_are_composed_as_the_models_own_tokenizer_does(pre: str, composes: bool, tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(header(tmp_path, BYTES | {"pre": pre}))
+    composed, apart = (tokenizer.encode(f"caf{end} x", add_special_tokens=False) for end in ("\u00e9", "e\u0301"))
+    assert (composed == apart) == composes
+    assert tokenizer.decode(apart) == ("caf\u00e9 x" if composes else "cafe\u0301 x")
+
+
 def test_a_file_without_a_rule_is_cut_as_llama_cpp_cuts_it(tmp_path: Path) -> None:
     plain = make_tokenizer(header(tmp_path, BYTES | {"pre": None})).backend_tokenizer.pre_tokenizer
     named = make_tokenizer(header(tmp_path, BYTES | {"pre": "default"})).backend_tokenizer.pre_tokenizer
