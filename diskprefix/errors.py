@@ -23,7 +23,7 @@
         ├── StoreCorrupt                             a record or payload fails its checks
         ├── StoreFull                                a publication does not fit the budget
         │   └── LargerThanStore                      a publication does not fit even an empty store
-        └── PrefixGone                               the parent of a publication was evicted or purged meanwhile
+        └── PrefixGone                               the parent of a publication was evicted, purged or not saved
 
 A message is one line that says what is wrong and what to do next. Errors of a library are translated where the library
 is called, so that no other module needs to know them.

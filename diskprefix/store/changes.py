@@ -194,7 +194,7 @@ class Changes(Snapshot):
         if node.replaces and (longer := self._longer(node.parent, token_ids, node.kind)) is not None:
             return longer
         if node.position > 0 and not self._add_children(node.parent, 1):
-            raise PrefixGone("the prefix that it continues was evicted meanwhile")
+            raise PrefixGone("the prefix that it continues was evicted meanwhile, or could not be saved")
         sizes = self._put_payload(node, codec)
         record = NodeRecord(
             parent=node.parent,

@@ -184,7 +184,7 @@ class Store(StoreFile):
         with self.reads.snapshot() as snapshot:
             self._require_epoch(snapshot, publication)
             if publication.base is not None and snapshot.usage(publication.base) is None:
-                raise PrefixGone("the prefix that it continues was evicted meanwhile")
+                raise PrefixGone("the prefix that it continues was evicted meanwhile, or could not be saved")
             need = sum(node.max_bytes for node in publication.nodes if snapshot.usage(node.name) is None)
             before = () if publication.base is None else snapshot.ancestry(publication.base)
             kept_bytes = int(snapshot.usages(before).records["stored_bytes"].sum())

@@ -236,13 +236,21 @@ class Daemon:
         self.deeds: list[str] = []
         self.running: list[dict[str, Any]] = []
         self.pending_bytes = 0
+        self.looks = 0
+        self.ahead = {"tokens": 7, "waiting": 0}
 
     def props(self, model: str | None = None) -> dict[str, Any]:
         if model is None:
             return {"models": [{"model": "coder", "phase": "ready"}, {"model": "reviewer", "phase": "off"}]}
         assert model == "coder"
+        self.looks += 1
         cache = {"state": "ok", "pending_bytes": self.pending_bytes}
-        return {"running": self.running, "ahead": {"tokens": 7}, "full_cache": {"state": cache}}
+        return {"running": self.running, "ahead": dict(self.ahead), "full_cache": {"state": cache}}
+
+    def wait_for_looks(self) -> None:
+        """Waits until the newest state was looked at."""
+        before = self.looks
+        wait_for(lambda: self.looks > before + 2)
 
     def kill(self) -> None:
         self.deeds.append("killed")
@@ -298,11 +306,22 @@ def test_a_kill_in_a_prefill_waits_for_the_middle_of_a_long_one(daemon: Daemon, 
     killer.arm("prefill", 3)
     for state, restored, ready in waits:
         daemon.running = [progress(state, 4000, restored, ready)]
-        threading.Event().wait(0.05)
+        daemon.wait_for_looks()
         assert killer.is_armed
     daemon.running = [progress("prefilling", 4000, 100, 1500)]
     wait_for(lambda: daemon.deeds == ["killed", "started"])
     assert killer.kills[0].computed == 1400
+
+
+def test_a_kill_in_work_ahead_waits_until_a_job_goes_on(daemon: Daemon, killer: Killer) -> None:
+    killer.arm("ahead", 3)
+    for tokens, waiting in [(7, 1), (40, 0), (40, 1)]:
+        daemon.ahead = {"tokens": tokens, "waiting": waiting}
+        daemon.wait_for_looks()
+        assert killer.is_armed
+    daemon.ahead = {"tokens": 72, "waiting": 1}
+    wait_for(lambda: daemon.deeds == ["killed", "started"])
+    assert [kill.moment for kill in killer.kills] == ["in work ahead"]
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,7 @@ class Hour:
     def _ask(self, task: Task, console: Console) -> None:
         self._part.questions += 1
         self.asked_at_ns[task.number] = time.monotonic_ns()
-        moment = {SAVING: "saving", REPLY: "reply", PREFILL: "prefill"}.get(task.number)
+        moment = {SAVING: "saving", REPLY: "reply", PREFILL: "prefill", AHEAD: "ahead"}.get(task.number)
         if moment is not None:
             self._killer.arm(moment, task.number)
         for _ in range(MOST_TRIES):
@@ -143,9 +143,7 @@ class Hour:
         return ended.returncode == 0 and task.last.splitlines()[-1].strip() in ended.stdout, ended.stdout
 
     def _follow(self, number: int) -> None:
-        """The user reads. After two questions the daemon is killed meanwhile."""
-        if number == AHEAD:
-            self._kill_in_work_ahead(number)
+        """The user reads. After one question the daemon is killed meanwhile."""
         self._read()
         if self._part.name == _FULL:
             self.states_when_full |= self.cache_states()
@@ -160,27 +158,11 @@ class Hour:
             states = self._killer.states().values()
             return not any(state["ahead"]["waiting"] or state["running"] or pending_bytes(state) for state in states)
 
+        until = time.monotonic() + LONGEST_PAUSE_S
         time.sleep(PAUSE_S)
-        _wait(is_quiet)
-
-    def _kill_in_work_ahead(self, number: int) -> None:
-        before = self._killer.ahead_tokens()
-
-        def is_begun() -> bool:
-            states = self._killer.states().values()
-            return self._killer.ahead_tokens() > before and any(state["ahead"]["waiting"] for state in states)
-
-        if _wait(is_begun):
-            self._killer.kill("in work ahead", number, f"after {self._killer.ahead_tokens() - before:,} tokens of it")
-            self._killer.wait_until_started()
-
-
-def _wait(condition: Callable[[], bool]) -> bool:
-    """Waits for a condition as long as a user reads at most. Returns whether it came."""
-    until = time.monotonic() + LONGEST_PAUSE_S
-    while not (came := condition()) and time.monotonic() < until:
-        time.sleep(POLL_S)
-    return came
+        while not is_quiet() and time.monotonic() < until:
+            time.sleep(POLL_S)
+        self._killer.wait_until_started()
 
 
 def run_hour(
@@ -198,7 +180,7 @@ def run_hour(
             "server", disk / "kv", (*gate, "--policy", "agent", "--ahead", "auto"), clock.environment
         ) as server:
             server.start()
-            with Tap(server.port, lambda body: bool(body.get("tools") and body.get("stream"))) as tap:
+            with Tap(server.port, _is_turn) as tap:
                 place = scratch(workspace, AGENT, commands, tap.url, files)
                 place = replace(place, environment=place.environment | clock.environment)
                 killer = Killer(server, tap)
@@ -259,6 +241,11 @@ class Script:
             module="tools.real_agents.scripted_daemon",
             environment={"DISKPREFIX_SCRIPT": str(script), **environment},
         )
+
+
+def _is_turn(body: Mapping[str, Any]) -> bool:
+    """Returns whether a body is of the conversation, and not the first prompt that a launch wants computed ahead."""
+    return bool(body.get("tools") and body.get("stream") and "prefix_cache" not in body)
 
 
 def _verify(folder: Path) -> list[Any]:

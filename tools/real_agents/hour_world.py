@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +69,7 @@ class Kill:
 class Killer:
     """Kills the daemon of `server` at chosen moments, and starts it again at once, while new requests wait at `tap`.
 
-    `arm` chooses the next moment: `saving`, `reply` or `prefill`; others are the caller's, who calls `kill`.
+    `arm` chooses the next moment: `saving`, `reply`, `prefill` or `ahead`; others are the caller's, who calls `kill`.
     """
 
     def __init__(self, server: LiveServer, tap: Tap) -> None:
@@ -80,14 +80,16 @@ class Killer:
         self._armed: str | None = None
         self._question = 0
         self._lock = threading.Lock()
-        self._ended_ahead = 0
+        self._ended_ahead, self._tokens_ahead = 0, -1
         self._starting: threading.Thread | None = None
         tap.on_piece, tap.on_end = self._piece, self._end
 
     def arm(self, moment: str, question: int) -> None:
         self._armed, self._question = moment, question
-        if moment == "prefill":
-            threading.Thread(target=self._watch_prefill, daemon=True).start()
+        self._tokens_ahead = -1
+        looks = {"prefill": self._look_for_prefill, "ahead": self._look_for_work_ahead}
+        if moment in looks:
+            threading.Thread(target=self._watch, args=(moment, looks[moment]), daemon=True).start()
 
     @property
     def is_armed(self) -> bool:
@@ -172,18 +174,26 @@ class Killer:
         else:
             self._tap.hold(False)
 
-    def _watch_prefill(self) -> None:
+    def _watch(self, moment: str, look: Callable[[dict[str, dict[str, Any]]], None]) -> None:
         # Bound: the moment is met or given up.
-        while self._armed == "prefill":
-            for state in self.states().values():
-                for each in state["running"]:
-                    total, ready, restored = (
-                        each[key] for key in ("prompt_tokens", "computed_tokens", "restored_tokens")
-                    )
-                    is_inside = each["state"] == "prefilling" and restored < ready < total
-                    if is_inside and total - restored >= _LONG_TOKENS and self._disarm("prefill"):
-                        self.kill("in a prefill", self._question, f"after {ready:,} of {total:,} tokens")
+        while self._armed == moment:
+            look(self.states())
             time.sleep(_POLL_S)
+
+    def _look_for_prefill(self, states: dict[str, dict[str, Any]]) -> None:
+        for each in (each for state in states.values() for each in state["running"]):
+            total, ready, restored = (each[key] for key in ("prompt_tokens", "computed_tokens", "restored_tokens"))
+            is_inside = each["state"] == "prefilling" and restored < ready < total
+            if is_inside and total - restored >= _LONG_TOKENS and self._disarm("prefill"):
+                self.kill("in a prefill", self._question, f"after {ready:,} of {total:,} tokens")
+
+    def _look_for_work_ahead(self, states: dict[str, dict[str, Any]]) -> None:
+        """Kills between two steps of one job: tokens were added since the last look, and the job is not done."""
+        before, self._tokens_ahead = self._tokens_ahead, _ahead_tokens(states)
+        is_going_on = any(state["ahead"]["waiting"] for state in states.values())
+        num_running = sum(len(state["running"]) for state in states.values())
+        if is_going_on and not num_running and 0 <= before < self._tokens_ahead and self._disarm("ahead"):
+            self.kill("in work ahead", self._question, f"{self._tokens_ahead - before:,} tokens after a look at it")
 
 
 def pending_bytes(state: dict[str, Any]) -> int:
