@@ -56,7 +56,7 @@ REASONS = {
     },
     ("llama.cpp", "ours"): {
         "qwen2": "llama.cpp composes no characters, and finds </s> in a text, a piece of this vocabulary",
-        "qwen35": "llama.cpp composes no characters, and finds </s> in a text, a piece of this vocabulary",
+        "qwen35": "llama.cpp finds </s> in a text, a piece of this vocabulary",
         "command-r": "llama.cpp composes no characters",
         "phi-3": "after a control token, llama.cpp drops blanks, and tokenizers no-break spaces too",
     },

@@ -120,7 +120,7 @@ _CUTS: Sequence[tuple[str, tuple[str, ...]]] = (
 )
 """Values of `tokenizer.ggml.pre`, and their patterns. Each pattern cuts the pieces of the previous one."""
 _PATTERNS = {name: patterns for names, patterns in _CUTS for name in names.split()}
-_COMPOSED = frozenset({"qwen2", "qwen35", "command-r"})
+_COMPOSED = frozenset({"qwen2", "command-r"})
 """Values of `tokenizer.ggml.pre` whose models were trained on composed characters: é is one, also if a text has e and
 an accent (the normalizer NFC of their `tokenizer.json`)."""
 _ADDS_BOS = frozenset({*_LLAMA_3.split(), "tekken"})

@@ -31,7 +31,7 @@ from diskprefix.model.gguf.file_tokenizer import make_tokenizer
 from diskprefix.model.load.gguf_header import read_header
 from diskprefix.settings import cache_home
 
-CACHE_VERSION = "3"
+CACHE_VERSION = "4"
 """Raised when the packages or the conversions below give other files."""
 
 
