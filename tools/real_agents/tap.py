@@ -45,8 +45,8 @@ class Exchange:
     @property
     def refused_for(self) -> str | None:
         """The reason why the daemon refused it, None if it did not."""
-        # A launch asks for its owner's pages, and does without: in a scratch home it is not the owner of the daemon. The
-        # model may not be loaded, too.
+        # A launch asks for its owner's pages, and does without: in a scratch home it does not own the daemon, and the
+        # model may not be loaded.
         is_owners = self.status in (401, 503) and self.path.startswith(_OWNERS_PAGES)
         if is_owners or (self.status < 400 and not self.reply.errors):
             return None
