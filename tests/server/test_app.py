@@ -355,7 +355,8 @@ def test_a_leaving_client_cancels_and_the_log_has_the_progress(
             while has_begun and b"first" not in received:
                 received += connection.recv(1000)
             [running] = client.get("/props").json()["running"]
-            assert (running["state"], running["computed_tokens"], running["prompt_tokens"]) == ("prefilling", 8, 10)
+            assert (running["state"], running["restored_tokens"]) == ("prefilling", 4)
+            assert (running["computed_tokens"], running["prompt_tokens"]) == (8, 10)
             assert (running["tokens_per_s"], running["seconds_left"], running["since_s"]) == (4, 0.5, 1)
         assert engine.cancelled.wait(30)
         counted = 'diskprefix_http_requests_total{route="/v1/chat/completions",status="499"} 1.0'
