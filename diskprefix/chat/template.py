@@ -48,10 +48,9 @@ _SYSTEM: JsonObject = {"role": "system", "content": _TEXT}
 _TURNS: list[JsonObject] = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
 _ANSWER = "A reply."
 _FIRST_SYSTEM: JsonObject = {"role": "system", "content": _ANSWER}
+_LATE_SYSTEM: JsonObject = {"role": "system", "content": "A late rule."}
 _CUTS = re.compile(r"""(?:split|replace)\(\s*('[^'\\]+'|"[^"\\]+"|'\\n'|"\\n")""")
 """Texts that a template removes from others, joining the text around them."""
-
-_LATE_SYSTEM: JsonObject = {"role": "system", "content": "A late rule."}
 
 Write: TypeAlias = Callable[[Sequence[dict[str, Any]], bool], str]
 """Renders messages, with the beginning of a reply if the second argument is true. "" if the template refuses them."""

@@ -173,18 +173,18 @@ class Scheduler(Generic[S]):
         """Returns the sequences that decode in the next packed step: all of them, or as many as fit, in turns. While
         another caller has prompts, at most `MAX_REPLIES` of each caller."""
         packed = [sequence for sequence in self._present if sequence.packs]
-        prompts = [sequence for sequence in packed if not sequence.is_decoding]
-        # If not all of them fit, they take turns, and leave a quarter of the rows to prompts.
-        max_replies = self._max_rows - self._max_rows // 4 if prompts else self._max_rows
+        waiting = {sequence.tenant for sequence in packed if not sequence.is_decoding}
         decoding = [sequence for sequence in packed if sequence.is_decoding]
         decoding.sort(key=lambda s: (s.last_step, s.arrived))
-        waiting, num_of = {sequence.tenant for sequence in prompts}, Counter[Hashable]()
-        chosen = list[S]()
+        if not waiting:
+            return decoding[: self._max_rows]
+        num_of, chosen = Counter[Hashable](), list[S]()
         for sequence in decoding:
             num_of[sequence.tenant] += 1
-            if num_of[sequence.tenant] <= MAX_REPLIES or not waiting - {sequence.tenant}:
+            if num_of[sequence.tenant] <= MAX_REPLIES or waiting == {sequence.tenant}:
                 chosen.append(sequence)
-        return chosen[:max_replies]
+        # If not all of them fit, they take turns, and leave a quarter of the rows to prompts.
+        return chosen[: self._max_rows - self._max_rows // 4]
 
     def schedule(self, max_prompt_rows: int | None = None) -> list[Chunk[S]]:
         """Returns the chunks of the next step, one for each sequence in it; [] if there is nothing to compute.

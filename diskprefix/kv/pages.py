@@ -66,8 +66,8 @@ class Page(Struct, eq=False):
 
 
 class PagePool:
-    """The pages of one model, within `limit_bytes` and the free memory (in bytes) that `free_bytes` returned a second
-    ago at most. For any thread.
+    """The pages of one model, within `limit_bytes` and the free memory (in bytes) that `free_bytes` returns; while
+    there is room, what it returned a second ago at most. For any thread.
 
     `reclaim` is called with a number of pages when no page is free: it frees about that many, or returns False.
     `idle_bytes` returns the bytes that it could free.
@@ -122,13 +122,13 @@ class PagePool:
     @property
     def room_bytes(self) -> int:
         """The bytes that more pages with users may take."""
-        return max(0, self._most_bytes() - self.used_bytes)
+        return max(0, self._most_bytes(max_age_s=0.0) - self.used_bytes)
 
-    def _most_bytes(self) -> int:
-        """Returns how many bytes all pages may take."""
+    def _most_bytes(self, *, max_age_s: float) -> int:
+        """Returns how many bytes all pages may take, by the free memory of `max_age_s` ago at most."""
         with self.lock:
             # Memory that was taken but not written to yet still counts as free in `free_bytes`.
-            if (now := time.monotonic()) - self._read_at >= _READ_EVERY_S:
+            if (now := time.monotonic()) - self._read_at >= max_age_s:
                 self._read_at, self._affordable_bytes = now, self.taken_bytes + self._free_bytes()
             return min(self.limit_bytes, self._affordable_bytes)
 
@@ -153,8 +153,11 @@ class PagePool:
         if not groups:
             return taken
         with self.lock:
-            limit_bytes = self._most_bytes()
-            excess = self.used_bytes + sum(self.page_bytes[group] for group in groups) - limit_bytes
+            needed = self.used_bytes + sum(self.page_bytes[group] for group in groups)
+            limit_bytes = self._most_bytes(max_age_s=_READ_EVERY_S)
+            if needed > limit_bytes:
+                limit_bytes = self._most_bytes(max_age_s=0.0)
+            excess = needed - limit_bytes
             if excess > 0 and excess > self.idle_bytes():
                 # Reclaiming pages would not be enough, so none are reclaimed.
                 return None

@@ -211,28 +211,34 @@ def test_what_does_not_fit_is_refused_with_figures_and_takes_nothing(
     assert starved.taken_bytes == 0
 
 
-def test_the_free_memory_is_read_once_a_second_and_what_was_taken_since_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout, clock, free = layout_of(), [100.0], [0]
-    reads = list[int]()
+def test_while_there_is_room_the_free_memory_is_read_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, free, reads = [100.0], [0], list[int]()
 
     def read() -> int:
         reads.append(free[0])
         return free[0]
 
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    pool = PagePool(layout, block_size=BLOCK, free_bytes=read)
+    pool = PagePool(layout_of(), block_size=BLOCK, free_bytes=read)
     size = pool.page_bytes[0]
-    free[0] = 2 * size
+    free[0] = 3 * size
     assert pool.take_pages([0]) is not None
+    free[0] = 0
     clock[0] += 0.9
-    assert pool.room_bytes == size
+    # What was taken since counts.
+    assert pool.take_pages([0, 0]) is not None
+    assert reads == [3 * size]
+    # Nothing is refused by what was read earlier.
+    free[0] = size
     assert pool.take_pages([0]) is not None
-    # The system says the same, for the memory was not written to. It is not read again so soon.
+    assert reads == [3 * size, size]
+    free[0] = 0
     assert pool.take_pages([0]) is None
-    assert reads == [2 * size]
-    clock[0] += 0.1
+    free[0] = 2 * size
+    assert pool.room_bytes == 2 * size
+    clock[0] += 1.0
     assert pool.take_pages([0]) is not None
-    assert len(reads) == 2
+    assert len(reads) == 5
 
 
 def test_memory_that_runs_out_all_the_same_is_the_requests_error(pool: PagePool) -> None:

@@ -32,7 +32,7 @@ print(json.dumps([
     {"n_prompt": 0, "n_gen": 5, "samples_ts": [10 * rate, 11 * rate, 9 * rate]},
 ]))
 """
-SERVER = """
+HANDLER = """
 import json, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -49,7 +49,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         self.answer("{}")
-
+"""
+SERVER = (
+    HANDLER
+    + """
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path.startswith("/slots/0"):
@@ -71,6 +74,7 @@ class Handler(BaseHTTPRequestHandler):
 
 HTTPServer(("127.0.0.1", int(values["--port"])), Handler).serve_forever()
 """
+)
 
 SHORT = ("--rounds", "0", "--prefill", "40", "--decode", "5")
 
@@ -187,21 +191,9 @@ def test_a_slot_that_cannot_be_saved_is_an_error(programs: Path, file: Path, tmp
         engine.kill()
 
 
-HEARTH = """
-import json, sys
-from http.server import BaseHTTPRequestHandler, HTTPServer
-values = dict(zip(sys.argv[1:], sys.argv[2:]))
-
-class Handler(BaseHTTPRequestHandler):
-    def answer(self, text):
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def do_GET(self):
-        self.answer("{}")
-
+HEARTH = (
+    HANDLER
+    + """
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         said = " | ".join(message["content"] for message in body["messages"])
@@ -210,6 +202,7 @@ class Handler(BaseHTTPRequestHandler):
 
 HTTPServer(("127.0.0.1", int(values["--port"])), Handler).serve_forever()
 """
+)
 
 
 def test_a_prompt_that_goes_on_is_a_turn_more_of_a_chat(

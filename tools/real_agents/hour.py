@@ -125,22 +125,10 @@ class Hour:
         """Asks the agent a question. Returns whether it said the prepared reply, and what it said."""
         model = REVIEWER if self._part.name == _OTHER_MODEL else CODER
         goes_on = ("--continue",) if task.number > 1 else ()
-        launch = [sys.executable, "-m", "diskprefix", "launch", AGENT.name, "--model", model, "--url", self._tap.url]
-        try:
-            ended = subprocess.run(
-                [*launch, "--", "run", "--auto", *goes_on, "--model", f"diskprefix/{model}", task.question],
-                cwd=self._place.repository,
-                env=self._place.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=ANSWER_LIMIT_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as error:
-            return False, (error.stdout or b"").decode("utf-8", "replace")
-        return ended.returncode == 0 and task.last.splitlines()[-1].strip() in ended.stdout, ended.stdout
+        arguments = ["--model", model, "--url", self._tap.url, "--", "run", "--auto", *goes_on]
+        arguments += ["--model", f"diskprefix/{model}", task.question]
+        code, said = self._place.launch(AGENT, arguments, ANSWER_LIMIT_S)
+        return code == 0 and task.last.splitlines()[-1].strip() in said, said
 
     def _follow(self, number: int) -> None:
         """The user reads. After one question the daemon is killed meanwhile."""

@@ -147,33 +147,21 @@ class Run:
 
     def _let_it_work(self, agent: Agent, place: Scratch, tap: Tap, limit_s: float) -> Work:
         before = place.files()
-        launch = [sys.executable, "-m", "diskprefix", "launch", agent.name]
-        said = ""
+        exit_code, said = 0, ""
         for arguments in filter(None, (agent.arguments, agent.later)):
-            try:
-                ended = subprocess.run(
-                    [*launch, "--url", tap.url, "--", *arguments],
-                    cwd=place.repository,
-                    env=place.environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    timeout=limit_s,
-                    check=False,
-                )
-            except subprocess.TimeoutExpired as error:
-                return Work(exit_code=None, said=said + (error.stdout or b"").decode("utf-8", "replace"))
-            said += ended.stdout
-            if ended.returncode:
+            ended, said_then = place.launch(agent, ["--url", tap.url, "--", *arguments], limit_s)
+            said += said_then
+            if ended is None:
+                return Work(exit_code=None, said=said)
+            if exit_code := ended:
                 break
-        clean = [*launch, "--clean", "--yes"]
+        clean = [sys.executable, "-m", "diskprefix", "launch", agent.name, "--clean", "--yes"]
         cleaned = subprocess.run(clean, env=place.environment, capture_output=True, text=True, check=False)
         if cleaned.returncode:
             raise LiveServerError(f"launch --clean failed: {reason_of(cleaned)}")
         after = place.files()
         changed = [name for name, digest in before.items() if after.get(name) != digest]
-        return Work(exit_code=ended.returncode, said=said, changed=changed, new=sorted(after.keys() - before))
+        return Work(exit_code=exit_code, said=said, changed=changed, new=sorted(after.keys() - before))
 
 
 def _write_script(path: Path, agent: Agent, file: Path, model: Path) -> Path:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -29,6 +30,25 @@ class Scratch:
         """Returns the digests of all files of the home folder, by their path in it."""
         paths = [path for path in sorted(self.home.rglob("*")) if path.is_file() and not path.is_symlink()]
         return {str(path.relative_to(self.home)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+
+    def launch(self, agent: Agent, arguments: Sequence[str], limit_s: float) -> tuple[int | None, str]:
+        """Starts the agent with `diskprefix launch`. Returns its exit code, None if it took longer, and what it
+        said."""
+        try:
+            ended = subprocess.run(
+                [sys.executable, "-m", "diskprefix", "launch", agent.name, *arguments],
+                cwd=self.repository,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=limit_s,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            return None, (error.stdout or b"").decode("utf-8", "replace")
+        return ended.returncode, ended.stdout
 
 
 def scratch(
