@@ -46,6 +46,28 @@ def test_a_restart_is_measured_and_shown_again_from_the_file(chat_model: Path, t
     assert again.stdout.splitlines()[:-1] == ran.stdout.splitlines()[:-1]
 
 
+def test_figures_of_earlier_runs_are_printed_as_the_pages_have_them(tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    values = [("ours", "cold_s", 4000, value) for value in (3.0, 2.0, 1.0)] + [("theirs", "cold_s", 4000, 5.0)]
+    values += [("ours", "rate", 0, 30.0), ("theirs", "rate", 0, 60.0), ("theirs", "start_s", 0, 0.4)]
+    samples = [
+        {"model": "m", "engine": engine, "round": i, "case": case, "size": size, "value": value}
+        for i, (engine, case, size, value) in enumerate(values)
+    ]
+    results.write_text(json.dumps({"samples": samples, "left_out": {}}), encoding="utf-8")
+    shown = CliRunner().invoke(main, ["restart", "--rounds", "0", "--markdown", "--json", str(results)])
+    assert shown.exit_code == 0, shown.output
+    assert shown.stdout.splitlines()[:7] == [
+        "m; in brackets, how many times better ours is",
+        "",
+        "| | ours | theirs |",
+        "| --- | --- | --- |",
+        "| later start, s | | 0.4 |",
+        "| cold: first token, s, 4000 | 2 | 5 (2.50 ×) |",
+        "| decode, tokens/s | 30.0 | 60.0 (0.50 ×) |",
+    ]
+
+
 @pytest.mark.slow
 def test_the_cost_of_pictures_is_measured(tmp_path: Path) -> None:
     results = tmp_path / "results.json"

@@ -103,33 +103,47 @@ class Results:
             )
             work.replace(self.path)
 
-    def show(self, titles: Mapping[str, str], console: Console) -> None:
+    def show(self, titles: Mapping[str, str], console: Console, *, as_markdown: bool) -> None:
         """Prints a table for each model: medians, and how many times better the first engine is."""
         for model in dict.fromkeys(sample.model for sample in self.samples):
-            of_model = [sample for sample in self.samples if sample.model == model]
-            first, *others = dict.fromkeys(sample.engine for sample in of_model)
+            (first, *others), rows = self._medians(model, titles)
+            if as_markdown:
+                lines = [["", first, *others], ["---"] * (len(others) + 2)]
+                lines += [
+                    [title, *(f"{value} ({ratio} ×)" if ratio else value for value, ratio in row)]
+                    for title, row in rows
+                ]
+                print(f"{model}; in brackets, how many times better {first} is\n")
+                for line in lines:
+                    print(*(f"| {cell}" if cell else "|" for cell in line), "|")
+                print()
+                continue
             columns = [first, *(column for other in others for column in (other, "×"))]
             table = new_table(f"{model}: medians; ×: how many times better {first} is", left=("",), right=columns)
-            for cell in sorted(
-                {sample.cell for sample in of_model}, key=lambda cell: (list(titles).index(cell[0]), cell[1])
-            ):
-                medians = {
-                    engine: statistics.median(values)
-                    for engine in (first, *others)
-                    if (
-                        values := [
-                            sample.value for sample in of_model if (sample.cell, sample.engine) == (cell, engine)
-                        ]
-                    )
-                }
-                row = [_shown(medians.get(first))]
-                for other in others:
-                    row += [_shown(medians.get(other)), _ratio(cell[0], medians.get(first), medians.get(other))]
-                table.add_row(f"{titles[cell[0]]}{f', {cell[1]}' if cell[1] else ''}", *row)
+            for title, ((value, _), *of_others) in rows:
+                table.add_row(title, value, *(cell for pair in of_others for cell in pair))
             console.print(table)
         for who, reason in self.left_out.items():
             say(console, f"{who} was left out: {reason}")
         show_machine(machine(), console)
+
+    def _medians(
+        self, model: str, titles: Mapping[str, str]
+    ) -> tuple[list[str], list[tuple[str, list[tuple[str, str]]]]]:
+        """Returns the engines, and for each figure its title, and each engine's median and ratio to the first one's."""
+        values: dict[tuple[str, int], dict[str, list[float]]] = {}
+        for sample in self.samples:
+            if sample.model == model:
+                values.setdefault(sample.cell, {}).setdefault(sample.engine, []).append(sample.value)
+        engines = list(dict.fromkeys(sample.engine for sample in self.samples if sample.model == model))
+        rows = []
+        for case, size in sorted(values, key=lambda cell: (list(titles).index(cell[0]), cell[1])):
+            medians = {engine: statistics.median(of_engine) for engine, of_engine in values[case, size].items()}
+            first = medians.get(engines[0])
+            row = [(_shown(first), "")]
+            row += [(_shown(medians.get(other)), _ratio(case, first, medians.get(other))) for other in engines[1:]]
+            rows.append((f"{titles[case]}{f', {size}' if size else ''}", row))
+        return engines, rows
 
 
 def _shown(value: float | None) -> str:
@@ -154,6 +168,7 @@ class Plan:
     limit_s: float
     scale: int
     results: Path | None
+    as_markdown: bool
     folder: Path | None
 
 
@@ -202,6 +217,7 @@ def plan_options(*, rounds: int, model: str = real.DEFAULT) -> Callable[[Command
             type=click.Path(dir_okay=False, path_type=Path),
             help="Write every sample to this file. Samples that it has already are shown, and not measured again.",
         ),
+        click.option("--markdown", "as_markdown", is_flag=True, help="Print the tables as the pages have them."),
         FOLDER,
     ]
 
@@ -244,7 +260,7 @@ def compare(
                         note(f"left out: {error}")
                     else:
                         results.add(model.name, name, round_, figures)
-    results.show(titles, Console())
+    results.show(titles, Console(), as_markdown=plan.as_markdown)
     sys.exit(1 if results.left_out else 0)
 
 
