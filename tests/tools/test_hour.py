@@ -91,6 +91,7 @@ def test_an_agent_sees_that_a_reply_was_cut_off(tap: Tap) -> None:
     with pytest.raises(httpx.RemoteProtocolError):
         httpx.get(f"{tap.url}/cut")
     assert [each.path for each in pieces] == ["/whole", "/cut"]
+    wait_for(lambda: not tap.running)
     wait_for(lambda: [each.is_cut_off for each in tap.exchanges] == [False, True])
 
 
@@ -167,7 +168,7 @@ def exchange(**changes: Any) -> Exchange:
 def findings(**changes: Any) -> Findings:
     usual: dict[str, Any] = {
         "agent": "an agent 1.0",
-        "parts": [Part(name="work", cut=1)],
+        "parts": [Part(name="work", cut=1, killed=1)],
         "kills": [Kill(question=1, moment="in a reply", detail="", requests=1)],
         "num_kills": 1,
         "exchanges": [exchange(reply=Reply(prompt_tokens=10, restored=8))],
@@ -188,7 +189,7 @@ def findings(**changes: Any) -> Findings:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"parts": [Part(name="work", cut=2)]},
+        {"parts": [Part(name="work", cut=2, killed=1)]},
         {"parts": [Part(name="work", repeated=2)]},
         {"kills": []},
         {"exchanges": [exchange(body=b"Hello.")]},
@@ -217,9 +218,10 @@ def test_each_fault_is_called_wrong(changes: dict[str, Any]) -> None:
 def test_tokens_of_a_request_that_a_kill_cut_off_count_once() -> None:
     part = Part(name="work")
     whole = exchange(reply=Reply(prompt_tokens=100, restored=90))
-    part.add_exchanges([whole, exchange(is_cut_off=True), exchange(method="GET", path="/props", status=401)])
+    cut = [exchange(is_cut_off=True, met_kill=True), exchange(is_cut_off=True)]
+    part.add_exchanges([whole, *cut, exchange(method="GET", path="/props", status=401)])
     part.add_kill(Kill(question=1, moment="in a prefill", detail="", requests=1, sent=50, restored=20, computed=10))
-    assert (part.requests, part.sent, part.restored, part.computed, part.cut) == (2, 150, 110, 20, 1)
+    assert (part.requests, part.sent, part.restored, part.computed, part.cut, part.killed) == (3, 150, 110, 20, 2, 1)
 
 
 @pytest.fixture

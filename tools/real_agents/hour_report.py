@@ -23,8 +23,8 @@ _FAILED = ("damaged", "error")
 class Part:
     """The counts of a part of the hour, in requests and prompt tokens.
 
-    A request that was cut off says no counts. They are those of its `Kill`. `computed` tokens were computed while the
-    request waited, those of `ahead` while none did.
+    A request that was cut off says no counts. They are those of its `Kill`, `killed` is the number of these requests.
+    `computed` tokens were computed while the request waited, those of `ahead` while none did.
     """
 
     name: str
@@ -35,6 +35,7 @@ class Part:
     computed: int = 0
     ahead: int = 0
     cut: int = 0
+    killed: int = 0
     repeated: int = 0
 
     def add_exchanges(self, exchanges: Iterable[Exchange]) -> None:
@@ -47,6 +48,7 @@ class Part:
                 self.restored += reply.restored
                 self.computed += reply.prompt_tokens - reply.restored
                 self.cut += each.is_cut_off
+                self.killed += each.is_cut_off and each.met_kill
                 self.repeated += each.is_repeated
 
     def add_kill(self, kill: Kill) -> None:
@@ -101,8 +103,7 @@ class Findings:
         }
 
     def _verdicts(self) -> list[dict[str, Any]]:
-        cut_by_kills = sum(kill.requests for kill in self.kills)
-        num_cut, num_repeated = (sum(getattr(part, name) for part in self.parts) for name in ("cut", "repeated"))
+        hour = total(self.parts)
         misses = [each.reply.cache.get("miss_reason") for each in self.exchanges]
         full, end = ("/".join(sorted(states)) for states in (self.states_when_full, self.states_at_the_end))
         return [
@@ -111,8 +112,8 @@ class Findings:
             verdict("the file has every edit", "yes" if self.is_file_right else "no", "yes", self.is_file_right),
             none_of("turns in another conversation", len(self._elsewhere())),
             none_of("requests refused", len(self._refused())),
-            none_of("requests cut off, but by a kill", max(0, num_cut - cut_by_kills)),
-            none_of("requests repeated, but after a kill", max(0, num_repeated - cut_by_kills)),
+            none_of("requests cut off, but by a kill", hour.cut - hour.killed),
+            none_of("requests repeated, but after a kill", max(0, hour.repeated - hour.killed)),
             none_of("replies with other logits than without a cache", len(self.recomputed.different)),
             none_of("prompts whose saved state was damaged", sum(miss in _FAILED for miss in misses)),
             none_of("problems that verify finds in the store", len(self.problems)),

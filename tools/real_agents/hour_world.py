@@ -99,6 +99,8 @@ class Killer:
         """Returns when the daemon is dead. It starts on a thread."""
         self._tap.hold(True)
         states = self.states()
+        for exchange in self._tap.running:
+            exchange.met_kill = True
         self._server.kill()
         running = [each for state in states.values() for each in state["running"]]
         sent, restored, ready = (
@@ -167,7 +169,7 @@ class Killer:
             return
         # The next request may have come already.
         self._tap.hold(True)
-        is_last = self._tap.num_running == 1
+        is_last = len(self._tap.running) == 1
         pending = sum(pending_bytes(state) for state in self.states().values()) if is_last else 0
         if pending and self._disarm("saving"):
             self.kill("while saving", self._question, f"{pending:,} bytes not written")

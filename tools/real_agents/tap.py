@@ -24,7 +24,7 @@ _PIECE_BYTES = 65_536
 _OWNERS_PAGES = ("/props", "/dashboard/")
 
 
-@dataclass
+@dataclass(eq=False)
 class Exchange:
     """One request and its reply. Times are in seconds from when the daemon was sent the request."""
 
@@ -39,6 +39,8 @@ class Exchange:
     total_s: float = 0.0
     is_cut_off: bool = False
     """The agent hung up, or the daemon did."""
+    met_kill: bool = False
+    """The daemon was killed meanwhile."""
     reply: Reply = field(default_factory=Reply)
     refusal: str = ""
 
@@ -73,7 +75,7 @@ class Tap:
         self._is_turn = is_turn
         self._between_turns = between_turns
         self._idle = threading.Condition()
-        self._running, self._is_held = 0, False
+        self._running, self._is_held = list[Exchange](), False
         self._seen: set[bytes] = set()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(self))
         self._server.daemon_threads = True
@@ -116,12 +118,12 @@ class Tap:
                 self._idle.wait_for(lambda: not self._running)
                 self._between_turns()
             self.exchanges.append(exchange)
-            self._running += 1
+            self._running.append(exchange)
         return exchange
 
-    def end(self) -> None:
+    def end(self, exchange: Exchange) -> None:
         with self._idle:
-            self._running -= 1
+            self._running.remove(exchange)
             self._idle.notify_all()
 
     def hold(self, is_held: bool) -> None:
@@ -131,8 +133,9 @@ class Tap:
             self._idle.notify_all()
 
     @property
-    def num_running(self) -> int:
-        return self._running
+    def running(self) -> list[Exchange]:
+        with self._idle:
+            return list(self._running)
 
     def wait_until_idle(self) -> None:
         """Waits until no request runs, also not the end of one."""
@@ -185,7 +188,7 @@ class _Forwarding(BaseHTTPRequestHandler):
             exchange.total_s = time.perf_counter() - started
             exchange.reply.finish()
             self.tap.on_end(exchange)
-            self.tap.end()
+            self.tap.end(exchange)
 
     def _exchange(self, exchange: Exchange, started: float) -> None:
         headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP_BY_HOP}
