@@ -294,13 +294,29 @@ def test_a_kill_in_a_reply_comes_once_with_its_first_token(daemon: Daemon, kille
     assert killer.ahead_tokens() == 14, "of the killed process and of the new one"
 
 
-def test_a_kill_while_saving_waits_for_bytes_to_save(daemon: Daemon, killer: Killer, tap: Tap) -> None:
+def test_a_kill_while_saving_waits_for_bytes_to_save(daemon: Daemon, killer: Killer) -> None:
     killer.arm("saving", 3)
-    ask(tap, killer)
+    daemon.wait_for_looks()
     assert killer.is_armed
     daemon.pending_bytes = 5
-    ask(tap, killer)
-    assert [kill.moment for kill in killer.kills] == ["while saving"]
+    wait_for(lambda: daemon.deeds == ["killed", "started"])
+    assert [(kill.moment, kill.detail) for kill in killer.kills] == [("while saving", "5 bytes not written")]
+
+
+def test_no_kill_while_saving_cuts_off_a_request(daemon: Daemon, killer: Killer, tap: Tap) -> None:
+    armed = list[bool]()
+
+    def on_piece(_exchange: Exchange) -> None:
+        daemon.pending_bytes = 5
+        daemon.wait_for_looks()
+        armed.append(killer.is_armed)
+        daemon.pending_bytes = 0
+        daemon.wait_for_looks()
+
+    tap.on_piece = on_piece
+    killer.arm("saving", 3)
+    httpx.post(f"{tap.url}/whole", json={})
+    assert armed == [True]
 
 
 def test_a_kill_in_a_prefill_waits_for_the_middle_of_a_long_one(daemon: Daemon, killer: Killer) -> None:

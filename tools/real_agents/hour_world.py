@@ -82,12 +82,16 @@ class Killer:
         self._lock = threading.Lock()
         self._ended_ahead, self._tokens_ahead = 0, -1
         self._starting: threading.Thread | None = None
-        tap.on_piece, tap.on_end = self._piece, self._end
+        tap.on_piece = self._piece
 
     def arm(self, moment: str, question: int) -> None:
         self._armed, self._question = moment, question
         self._tokens_ahead = -1
-        looks = {"prefill": self._look_for_prefill, "ahead": self._look_for_work_ahead}
+        looks = {
+            "saving": self._look_for_bytes_to_save,
+            "prefill": self._look_for_prefill,
+            "ahead": self._look_for_work_ahead,
+        }
         if moment in looks:
             threading.Thread(target=self._watch, args=(moment, looks[moment]), daemon=True).start()
 
@@ -118,8 +122,10 @@ class Killer:
                 computed=max(0, ready - restored),
             )
         )
-        self._starting = threading.Thread(target=self._start)
-        self._starting.start()
+        starting = threading.Thread(target=self._start)
+        starting.start()
+        # Not before: another thread may join it.
+        self._starting = starting
 
     def wait_until_started(self) -> None:
         """Waits for the end of all requests, with which a kill may come. Raises `LiveServerError` if the daemon did not
@@ -164,23 +170,16 @@ class Killer:
         if exchange.is_turn and exchange.reply.has_token and self._disarm("reply"):
             self.kill("in a reply", self._question, "after its first tokens")
 
-    def _end(self, exchange: Exchange) -> None:
-        if not exchange.is_turn or self._armed != "saving":
-            return
-        # The next request may have come already.
-        self._tap.hold(True)
-        is_last = len(self._tap.running) == 1
-        pending = sum(pending_bytes(state) for state in self.states().values()) if is_last else 0
-        if pending and self._disarm("saving"):
-            self.kill("while saving", self._question, f"{pending:,} bytes not written")
-        else:
-            self._tap.hold(False)
-
     def _watch(self, moment: str, look: Callable[[dict[str, dict[str, Any]]], None]) -> None:
         # Bound: the moment is met or given up.
         while self._armed == moment:
             look(self.states())
             time.sleep(_POLL_S)
+
+    def _look_for_bytes_to_save(self, states: dict[str, dict[str, Any]]) -> None:
+        pending = sum(pending_bytes(state) for state in states.values())
+        if pending and not self._tap.running and self._disarm("saving"):
+            self.kill("while saving", self._question, f"{pending:,} bytes not written")
 
     def _look_for_prefill(self, states: dict[str, dict[str, Any]]) -> None:
         for each in (each for state in states.values() for each in state["running"]):

@@ -59,8 +59,7 @@ class Exchange:
 class Tap:
     """Serves on a free port. `between_turns` is called before each turn but the first, while no request runs.
 
-    `on_piece` is called when a piece of a reply was passed on, `on_end` when a request has ended, both on the thread of
-    the request.
+    `on_piece` is called when a piece of a reply was passed on, on the thread of the request.
     """
 
     def __init__(
@@ -70,7 +69,6 @@ class Tap:
         self.exchanges: list[Exchange] = []
         self.refused_hosts: list[str] = []
         self.on_piece: Callable[[Exchange], object] = lambda _exchange: None
-        self.on_end: Callable[[Exchange], object] = lambda _exchange: None
         self._daemon_port = port
         self._is_turn = is_turn
         self._between_turns = between_turns
@@ -187,7 +185,6 @@ class _Forwarding(BaseHTTPRequestHandler):
         finally:
             exchange.total_s = time.perf_counter() - started
             exchange.reply.finish()
-            self.tap.on_end(exchange)
             self.tap.end(exchange)
 
     def _exchange(self, exchange: Exchange, started: float) -> None:
