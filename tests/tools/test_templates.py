@@ -97,6 +97,10 @@ def test_a_refusal_is_explained_by_the_same_words() -> None:
     assert forms(refusing, given, Written(None, "messages: the chat template refuses the messages: no")) is not None
     assert forms(refusing, given, Written(None, "messages: the chat template refuses the messages: yes")) is None
     assert forms(refusing, given, Written(None, "the daemon is busy")) is None
+    nothing = "messages: the prompt has no tokens"
+    assert forms("{% set asked = messages %}", given, Written(None, nothing)) == ()
+    assert forms("{% set asked = messages %}", given, Written(None, "the daemon is busy")) is None
+    assert forms("{{ messages[0].content }}", given, Written(None, nothing)) is None
 
 
 class Other:

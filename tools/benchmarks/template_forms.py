@@ -21,6 +21,8 @@ Form: TypeAlias = Callable[[Given], Given]
 
 _REFUSAL = "refuses the messages: "
 """Stands in our messages before those of the template."""
+_NOTHING = "the prompt has no tokens"
+"""Our reason where a template writes nothing of a conversation."""
 MOST_FORMS = 4
 """The most changes that are tried together."""
 _SWITCH = re.compile(r"\b\w*(?:think|thought|reason)\w*\b")
@@ -188,6 +190,8 @@ def explained(source: str, given: Given, served: Written, transformers: Engine) 
 
 
 def _agree(theirs: Written, ours: Written) -> bool:
+    if ours.text is None and theirs.text == "":
+        return ours.error.endswith(_NOTHING)
     if ours.text is not None or theirs.text is not None:
         return ours.text == theirs.text
     reason = ours.error.partition(_REFUSAL)[2]
