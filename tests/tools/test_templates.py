@@ -97,6 +97,10 @@ def test_a_refusal_is_explained_by_the_same_words() -> None:
     assert forms(refusing, given, Written(None, "messages: the chat template refuses the messages: no")) is not None
     assert forms(refusing, given, Written(None, "messages: the chat template refuses the messages: yes")) is None
     assert forms(refusing, given, Written(None, "the daemon is busy")) is None
+    lacking = "messages: the chat template refuses the messages: 'our._Dict object' has no attribute 'from_keys'"
+    for each, reason in (("from_keys", ()), ("to_keys", None)):
+        source = f"{{{{ raise_exception(\"'their.Dict object' has no attribute '{each}'\") }}}}"
+        assert forms(source, given, Written(None, lacking)) == reason
     nothing = "messages: the prompt has no tokens"
     assert forms("{% set asked = messages %}", given, Written(None, nothing)) == ()
     assert forms("{% set asked = messages %}", given, Written(None, "the daemon is busy")) is None

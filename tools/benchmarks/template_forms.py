@@ -23,6 +23,8 @@ _REFUSAL = "refuses the messages: "
 """Stands in our messages before those of the template."""
 _NOTHING = "the prompt has no tokens"
 """Our reason where a template writes nothing of a conversation."""
+_CLASS = re.compile(r"'[\w.]+ object'")
+"""A class in a message of Python: the dict of a template has another one here than in transformers."""
 MOST_FORMS = 4
 """The most changes that are tried together."""
 _SWITCH = re.compile(r"\b\w*(?:think|thought|reason)\w*\b")
@@ -194,8 +196,8 @@ def _agree(theirs: Written, ours: Written) -> bool:
         return ours.error.endswith(_NOTHING)
     if ours.text is not None or theirs.text is not None:
         return ours.text == theirs.text
-    reason = ours.error.partition(_REFUSAL)[2]
-    return bool(reason) and reason.removesuffix("…") in " ".join(theirs.error.split())
+    reason, error = (_CLASS.sub("'object'", said) for said in (ours.error.partition(_REFUSAL)[2], theirs.error))
+    return bool(reason) and reason.removesuffix("…") in " ".join(error.split())
 
 
 def _variants(forms: Sequence[Iterable[Form]]) -> Iterator[list[Form]]:

