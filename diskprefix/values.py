@@ -342,7 +342,8 @@ class CacheOptions(Struct, frozen=True, kw_only=True):
     empty without a key): the window has only prompts of this group. `save`: False only restores. `ttl_s`: seconds to
     keep the state after its last use, None for the daemon's time. `replay`: use the sampled tokens of earlier replies,
     and record this reply's. `computes_last`: compute the prompt's last token even if all of it is stored. `is_asked`:
-    scope or time to live are the request's own.
+    scope or time to live are the request's own. `share`: who the work and the room of the request count for, empty if
+    unknown.
     """
 
     scope: Scope
@@ -353,6 +354,7 @@ class CacheOptions(Struct, frozen=True, kw_only=True):
     replay: bool = True
     computes_last: bool = False
     is_asked: bool = False
+    share: str = ""
 
 
 class Break(NamedTuple):
