@@ -1,0 +1,36 @@
+"""Seeds for the samples of the fault suites: each commit tries others, and every run of one commit tries the same."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+NO_COMMIT = "no commit"
+"""What seeds are drawn from outside a checkout, where each run tries the same ones."""
+_LAST = 2**31
+"""Fits a signed 32-bit integer, with room for a sample behind it."""
+
+
+@cache
+def commit_of(root: Path = ROOT) -> str:
+    """Returns the id of the commit that the checkout `root` is at, or `NO_COMMIT` if it is no checkout."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), "rev-parse", "--show-prefix", "HEAD"], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return NO_COMMIT
+    prefix, commit = done.stdout.split("\n")[:2]
+    # A copy of the files may lie inside the checkout of something else.
+    return NO_COMMIT if prefix else commit
+
+
+def seeds_of(sample: str, count: int, *, commit: str | None = None) -> range:
+    """Returns `count` seeds from 0 to 2**31 for the sample of this name, one behind the other. A failed seed must be in
+    the message of its failure: the next commit does not try it again."""
+    drawn = hashlib.sha256(f"{sample} {commit or commit_of()}".encode()).digest()
+    first = int.from_bytes(drawn[:8], "big") % (_LAST - count)
+    return range(first, first + count)
