@@ -6,7 +6,6 @@ freed. And the memory map of a process does not grow when another process makes 
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import os
@@ -22,7 +21,6 @@ from typing import Any
 import lmdb
 
 from diskprefix.errors import ReaderStays, StoreCorrupt, StoreFull, StoreUnavailable
-from diskprefix.store.codec.codec import address
 from diskprefix.store.folder import (
     DATA,
     LMDB_LOCK,
@@ -34,7 +32,7 @@ from diskprefix.store.folder import (
     locked_names,
 )
 from diskprefix.store.lmdb_engine import engine_version, open_lmdb
-from diskprefix.store.survival import is_sound_run, require_survivable
+from diskprefix.store.survival import is_sound_run, overflow_of, require_survivable
 from diskprefix.store.write_lock import WriteLock
 
 _DAMAGED = (lmdb.CorruptedError, lmdb.InvalidError, lmdb.PageNotFoundError, SystemError)
@@ -182,14 +180,11 @@ class Environment:
             cursor = txn.cursor(self.databases["payloads"])
             is_at_key = cursor.set_range(name)
             # Bound: each round moves the cursor.
-            while is_at_key and (key := bytes(cursor.key())).startswith(name):
-                if not self._is_sound_run(key, cursor.value()):
+            while is_at_key and bytes(key := cursor.key()).startswith(name):
+                run = overflow_of(key)
+                if run is not None and not is_sound_run(self._fd, *run):
                     raise self._damaged(f"the header of a piece of node {name.hex()} is wrong")
                 is_at_key = cursor.next()
-
-    def _is_sound_run(self, key: bytes, value: memoryview) -> bool:
-        start = address(value) if len(value) else 0
-        return is_sound_run(self._fd, key, len(value), lambda before: ctypes.string_at(start - before, 2 * before))
 
     def resize(self, budget_bytes: int, timeout_s: float = _READER_PATIENCE_S) -> bool:
         """Resizes the map to a budget once no transaction of this process is open. New transactions wait meanwhile.

@@ -10,10 +10,11 @@ Names follow LMDB's mdb.c, data version 1: `MDB_meta`, `MDB_db` (here a tree), `
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -21,6 +22,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from diskprefix.errors import StoreCorrupt
+from diskprefix.store.codec.codec import address
 
 _PAGE_BYTES = min(mmap.PAGESIZE, 1 << 15)
 _HEADER_BYTES, _NODE_BYTES = 16, 8
@@ -36,7 +38,7 @@ _MAX_NODE_BYTES = ((_PAGE_BYTES - _HEADER_BYTES) // 2 & ~1) - 2
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
 _META_HEADER, _TREE, _META_END = struct.Struct("<QHHI II16x"), struct.Struct("<IHHQQQQQ"), struct.Struct("<QQ")
 _MAIN_AT = _META_HEADER.size + _TREE.size
-_OVERFLOW_HEADER = struct.Struct("<QHHI")
+_OVERFLOW_HEADER, _NODE_HEADER = struct.Struct("<QHHI"), struct.Struct("<HHHH")
 _AHEAD = 256
 """The kernel is asked to read this many pages ahead."""
 _PAYLOADS = b"payloads"
@@ -121,17 +123,24 @@ def mend_runs(path: Path) -> bool:
         os.close(fd)
 
 
-def is_sound_run(fd: int, key: bytes, value_bytes: int, around: Callable[[int], bytes]) -> bool:
-    """Returns whether the overflow pages of a record have the header that LMDB expects when it deletes the record, or
-    the record has no such pages. `around(n)` returns the n bytes before the value in LMDB's map, and the first n bytes
-    of the value."""
-    if _NODE_BYTES + len(key) + value_bytes <= _MAX_NODE_BYTES:
-        return True
-    start = around(_HEADER_BYTES)
-    first, _, kind, count = _OVERFLOW_HEADER.unpack_from(start)
-    # The header must name the page that it is in.
-    is_own = first < 1 << 48 and os.pread(fd, len(start), first * _PAGE_BYTES) == start
-    return is_own and kind == _OVERFLOW and count == -(-(_HEADER_BYTES + value_bytes) // _PAGE_BYTES)
+def is_sound_run(fd: int, first: int, value_bytes: int) -> bool:
+    """Returns whether the overflow pages of a record, from page `first` on, have the header that LMDB expects when it
+    deletes the record: LMDB frees the pages that the header names, whichever page it is in."""
+    if not 2 <= first < os.fstat(fd).st_size // _PAGE_BYTES:
+        return False
+    number, _, kind, count = _OVERFLOW_HEADER.unpack(os.pread(fd, _HEADER_BYTES, first * _PAGE_BYTES))
+    expected = first, _OVERFLOW, -(-(_HEADER_BYTES + value_bytes) // _PAGE_BYTES)
+    return (number, kind, count) == expected
+
+
+def overflow_of(key: memoryview) -> tuple[int, int] | None:
+    """Returns the first overflow page of a record and the bytes of its value, or None if it has no such pages. `key` is
+    a view of the key in LMDB's map: its node in the leaf page lies around it."""
+    start = address(key)
+    low, high, flags, _ = _NODE_HEADER.unpack(ctypes.string_at(start - _NODE_BYTES, _NODE_BYTES))
+    if not flags & _IN_OVERFLOW:
+        return None
+    return int.from_bytes(ctypes.string_at(start + len(key), 8), "little"), low | high << 16
 
 
 def _damaged(path: Path, problem: str) -> StoreCorrupt:
@@ -257,16 +266,19 @@ class _FileCheck:
     def _pages(self, level: list[_Place]) -> Iterator[tuple[_Place, bytes]]:
         """Yields the pages of one level of a tree in the order of the file."""
         level.sort(key=lambda place: place[0])
-        for at, place in enumerate(level):
-            if at % _AHEAD == 0 and hasattr(os, "posix_fadvise"):
-                for number, _, _ in level[at : at + _AHEAD]:
-                    os.posix_fadvise(self._fd, number * _PAGE_BYTES, _PAGE_BYTES, os.POSIX_FADV_WILLNEED)
-            number = place[0]
-            self._mark_used(number, 1)
-            page = os.pread(self._fd, _PAGE_BYTES, number * _PAGE_BYTES)
-            if int.from_bytes(page[:8], "little") != number:
-                raise self._damage(f"page {number} is another one")
-            yield place, page
+        for at in range(0, len(level), _AHEAD):
+            places = level[at : at + _AHEAD]
+            # Before anything is computed from them: the file may hold any number.
+            for number, _, _ in places:
+                self._mark_used(number, 1)
+            for number, _, _ in places if hasattr(os, "posix_fadvise") else ():
+                os.posix_fadvise(self._fd, number * _PAGE_BYTES, _PAGE_BYTES, os.POSIX_FADV_WILLNEED)
+            for place in places:
+                number = place[0]
+                page = os.pread(self._fd, _PAGE_BYTES, number * _PAGE_BYTES)
+                if int.from_bytes(page[:8], "little") != number:
+                    raise self._damage(f"page {number} is another one")
+                yield place, page
 
     def _nodes(self, page: bytes, kind: int) -> list[_Node]:
         """Returns the nodes of a page. They must fill the page from its upper end without gaps."""

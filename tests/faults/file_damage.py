@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -167,6 +167,19 @@ class DataFile:
             elif self.flags(node) == IS_TREE:
                 self._walk(self.root(self.data_of(node)), pages)
 
+    def first_page(self, kind: int) -> int:
+        """Offset of the first page of this kind that LMDB reads."""
+        return next(page for page in self.structure[2:] if self.kind(page) == kind) * PAGE
+
+    def tree(self, name: bytes) -> int:
+        """Offset of the record of the tree of a database."""
+        return next(self.data_of(node) for node in self.leaf_nodes(self.root(self.main)) if self.key(node) == name)
+
+    def long_node(self) -> int:
+        """Offset of a node whose payload is in overflow pages."""
+        nodes = self.leaf_nodes(self.root(self.tree(b"payloads")))
+        return next(node for node in nodes if self.flags(node) == IN_OVERFLOW)
+
 
 def flip_bits(file: DataFile) -> None:
     for _ in range(file.rng.choice((1, 1, 2, 8))):
@@ -274,6 +287,43 @@ def flip_record_bits(file: DataFile) -> None:
     at, size = file.any_record()
     for _ in range(file.rng.choice((1, 1, 2, 8))):
         file.data[at + file.rng.randrange(size)] ^= 1 << file.rng.randrange(8)
+
+
+_TREE_NUMBERS = "IHHQQQQQ"
+_META_NUMBERS = "QHHI" + "IIQQ" + 2 * _TREE_NUMBERS + "QQ"
+_PAGE_NUMBERS, _RUN_NUMBERS, _NODE_NUMBERS = "QHHHH", "QHHI", "HHHH"
+STRUCTURES: dict[str, tuple[Callable[[DataFile], int], str]] = {
+    "meta page 0": (lambda _: 0, _META_NUMBERS),
+    "meta page 1": (lambda _: PAGE, _META_NUMBERS),
+    "branch page": (lambda file: file.first_page(BRANCH), _PAGE_NUMBERS),
+    "node of a branch page": (lambda file: file.nodes(file.first_page(BRANCH) // PAGE)[1], _NODE_NUMBERS),
+    "leaf page": (lambda file: file.first_page(LEAF), _PAGE_NUMBERS),
+    "offsets in a leaf page": (lambda file: file.first_page(LEAF) + 16, "HH"),
+    "node of a leaf page": (lambda file: file.nodes(file.first_page(LEAF) // PAGE)[0], _NODE_NUMBERS),
+    "node of a payload": (lambda file: file.long_node(), _NODE_NUMBERS),
+    "page of a payload": (lambda file: file.data_of(file.long_node()), "Q"),
+    "header of a payload": (lambda file: file.number(file.data_of(file.long_node()), 8) * PAGE, _RUN_NUMBERS),
+    "tree of nodes": (lambda file: file.tree(b"nodes"), _TREE_NUMBERS),
+    "tree of payloads": (lambda file: file.tree(b"payloads"), _TREE_NUMBERS),
+    "key of free pages": (lambda file: file.leaf_nodes(file.root(file.free))[0] + 8, "Q"),
+    "free pages": (lambda file: file.data_of(file.leaf_nodes(file.root(file.free))[0]), "QQQ"),
+    "usage record": (lambda file: file.databases[b"usage"][0][0], "ddfIQIi"),
+    "node record": (lambda file: file.databases[b"nodes"][0][0] + 32, "IIBBHIQQ"),
+    "piece": (lambda file: file.databases[b"payloads"][0][0], "QIIBB"),
+    "budget": (lambda file: file.databases[b"meta"][0][0], "Q"),
+}
+"""Where one of each structure of a file begins, and the types of its numbers, as in the module `struct`."""
+
+
+def extremes(file: DataFile, structure: str, index: int) -> Iterator[tuple[int, bytes]]:
+    """Yields offset and bytes of what is written over one number of a structure of a sound file: 0, the largest or
+    smallest that it can be, or near that; or, for a page number, one whose place fits no signed number."""
+    where, types = STRUCTURES[structure]
+    place, size = where(file) + struct.calcsize("<" + types[:index]), struct.calcsize(types[index])
+    top = (1 << 8 * size) - 1
+    half, old = top >> 1, file.number(place, size)
+    for value in sorted({0, 1, top, top - 1, half, half + 1, half // PAGE, half // PAGE + 1} - {old}):
+        yield place, value.to_bytes(size, "little")
 
 
 Damage = Callable[[DataFile], None]

@@ -7,6 +7,7 @@ import struct
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -79,8 +80,13 @@ def layout_of(block_bytes: int, state_bytes: int = 0) -> str:
 
 def payload_of(token_ids: TokenIds, num_bytes: int) -> memoryview:
     """Bytes that depend on the tokens, so that a mix-up shows."""
-    seed = int(np.abs(token_ids).sum()) + len(token_ids)
-    return memoryview(np.random.default_rng(seed).bytes(num_bytes))
+    return memoryview(_bytes_of(int(np.abs(token_ids).sum()) + len(token_ids), num_bytes))
+
+
+@lru_cache(maxsize=256)
+def _bytes_of(seed: int, num_bytes: int) -> bytes:
+    """Remembers what the damaged stores of `tools/bench corruption` are asked for again and again."""
+    return np.random.default_rng(seed).bytes(num_bytes)
 
 
 def new_node(

@@ -332,11 +332,16 @@ def _unsaved(store: Store, writer: Writer, prompts: list[Saved]) -> int:
 
 def run_case(folder: Path, original: Original, kind: str, seed: int) -> Case:
     """Starts a daemon's store twice on a damaged copy. `folder` is created again."""
+    data = original.data if kind == UNDAMAGED else damaged(original.data, original.older, kind, seed)
+    return run_file(folder, original, data, kind, seed)
+
+
+def run_file(folder: Path, original: Original, data: bytes, kind: str, seed: int) -> Case:
+    """Starts a daemon's store twice on a file with these bytes. `folder` is created again."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700)
     file = folder / DATA
-    data = original.data
-    file.write_bytes(data if kind == UNDAMAGED else damaged(data, original.older, kind, seed))
+    file.write_bytes(data)
     file.chmod(0o600)
     starts = partial(live, folder, original, seed)
     try:
@@ -390,6 +395,11 @@ def _outcome(answer: str, when: str) -> Life:
     return Life(**values)
 
 
+def kind_of(seed: int) -> str:
+    """Returns the kind of damage of a seed's case: as many seeds one behind the other as there are kinds try each."""
+    return KINDS[seed % len(KINDS)]
+
+
 def run_matrix(folder: Path, cases: int, seed: int, console: Console) -> list[Case]:
     original = build(folder / "original")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -398,7 +408,7 @@ def run_matrix(folder: Path, cases: int, seed: int, console: Console) -> list[Ca
     with Progress(*columns, console=console, auto_refresh=False) as progress:
         task = progress.add_task("damaged stores", total=cases)
         for number in range(cases):
-            case = run_case(folder / "case", original, KINDS[number % len(KINDS)], seed + number)
+            case = run_case(folder / "case", original, kind_of(seed + number), seed + number)
             results.append(case)
             if case.failed:
                 progress.console.print(f"[red]{case.verdict}[/red] {case.kind}, seed {case.seed}: {case.detail}")
@@ -425,7 +435,7 @@ def summary(results: list[Case]) -> Table:
     type=int,
     default=0,
     show_default=True,
-    help="The seed of the first case. Each later case has the next number.",
+    help="The seed of the first case, which decides its damage. Each later case has the next number.",
 )
 @FOLDER
 @JSON
