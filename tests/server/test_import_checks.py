@@ -81,6 +81,7 @@ def note(folder: Path, packs: Sequence[Path]) -> None:
     with closing(Store(folder, budget_bytes=64 << 20)) as store:
         for path in packs:
             with PackReader.open(path) as reader:
+                reader.read_nodes()
                 put_notes(store, reader, encoded_notes(store, reader))
         assert store.counts()["blocks"] == 0
 
@@ -103,6 +104,7 @@ def test_a_pack_is_used_once_this_machine_has_computed_the_same(model: Path, pac
         assert server.daemon.imports is None
         assert ask(server, said(QUESTIONS[0]), prefix_cache={"save": False})["prefix_cache"]["restored"] == 0
     with PackReader.open(pack) as reader:
+        reader.read_nodes()
         num_prompts = len(reader.manifest.prompts)
     with settled(model, tmp_path / "kv", num_prompts) as (server, figures):
         assert figures == {"waiting": 0, "equal": num_prompts, "different": 0, "unkept": 0}
@@ -120,6 +122,7 @@ def forged(pack: Path, seed: int, path: Path) -> Path:
     """The pack with other state in one node, and right digests."""
     rng, (header, data) = random.Random(seed), split(pack.read_bytes())
     with PackReader.open(pack) as reader:
+        reader.read_nodes()
         sizes, nodes = reader.manifest.payload_bytes(), reader.manifest.nodes
         # The end of a prompt is computed by whoever sends it.
         number = rng.choice([number for number, node in enumerate(nodes) if node.kind in (0, 2)])
@@ -132,6 +135,7 @@ def forged(pack: Path, seed: int, path: Path) -> Path:
 def test_twenty_forged_packs_are_found_and_nothing_of_them_is_used(model: Path, pack: Path, tmp_path: Path) -> None:
     packs = [forged(pack, seed, tmp_path / f"{seed}.safetensors") for seed in range(20)]
     with PackReader.open(pack) as reader:
+        reader.read_nodes()
         num_prompts = len(reader.manifest.prompts)
     note(tmp_path / "kv", packs)
     with settled(model, tmp_path / "kv", 20 * num_prompts) as (server, figures):
@@ -150,6 +154,7 @@ def test_tokens_that_the_model_does_not_have_are_not_computed(model: Path, pack:
         path.write_bytes(sealed(header, data[:at] + token_id + data[at + 4 :]))
         note(tmp_path / str(number), [path])
         with PackReader.open(path) as reader:
+            reader.read_nodes()
             num_prompts = len(reader.manifest.prompts)
         with settled(model, tmp_path / str(number), num_prompts) as (_, figures):
             assert figures["unkept"] == num_prompts

@@ -182,6 +182,8 @@ def import_(
         with store.snapshot() as snapshot:
             for reader in () if force else readers:
                 require_known_model(snapshot, reader)
+        for reader in readers:
+            reader.read_nodes()
         results = [_summary(reader, signer, trust=trust) for reader, signer in zip(readers, signers, strict=True)]
         notes = _verified(store, readers, results)
         if not dry_run:

@@ -31,7 +31,16 @@ from diskprefix.extras.exchange.pack_file import (
 from diskprefix.identity import differing, identity_fields, identity_of_tenant
 from diskprefix.printable import shown
 from diskprefix.store.changes import Changes, NewNode, SmallWrite, node_bytes
-from diskprefix.store.note_record import NoteKind, NotePrompt, NoteTimes, encode_note, note_bytes, note_key, note_limit
+from diskprefix.store.note_record import (
+    NoteKind,
+    NotePrompt,
+    NoteTimes,
+    encode_note,
+    note_bytes,
+    note_key,
+    note_limit,
+    root_limit,
+)
 from diskprefix.store.pieces import PayloadLayout, split_payload
 from diskprefix.store.schema import (
     MAX_PREFILL_S,
@@ -227,7 +236,7 @@ def import_pack(store: Store, reader: PackReader, *, advance: Advance, is_unveri
     num_new = new_bytes = evicted = waiting_bytes = 0
     epoch = store.epochs.of(root_record.tenant)
     for prompt in manifest.prompts:
-        for number in reader.nodes_of(prompt):
+        for number in reader.nodes_of(prompt, done):
             node, is_last = all_nodes[number], number == prompt.node
             with store.snapshot() as snapshot:
                 is_there = snapshot.has(node.name, node.parent, node.position, node.kind, node.token_ids.tobytes())
@@ -269,16 +278,22 @@ def put_notes(store: Store, reader: PackReader, notes: Mapping[bytes, bytes]) ->
 
 def encoded_notes(store: Store, reader: PackReader) -> dict[bytes, bytes]:
     """Returns a note for each prompt of a file that is to be computed first. Raises `SettingsError` if one cannot be
-    computed from its tokens, or is too long for a note."""
+    computed from its tokens, or if they are too long for notes."""
     root, now, notes = reader.manifest.prompts[0].entry.root, store.clock(), dict[bytes, bytes]()
+    num_bytes = 0
     for number in range(len(reader.manifest.prompts)):
         imported = _to_compute(reader, number)
         key, token_ids = note_key(root, NoteKind.IMPORTED, imported.id), imported.token_ids
         of_prompt = NotePrompt(len(token_ids), prompt_digest(store.secret, root, token_ids))
         value = encode_note(key, encode_imported(imported), NoteTimes(now, now, IMPORTED_TTL_S), of_prompt)
+        num_bytes += note_bytes(len(value))
         if note_bytes(len(value)) > note_limit(store.budget_bytes):
             size = f"a prompt of {len(token_ids):,} tokens"
             raise SettingsError(f"{reader.path} has {size}, too long to note in this store; raise its budget")
+        # More than its share of the notes would be forgotten before it is computed.
+        if num_bytes > root_limit(store.budget_bytes):
+            size = f"{len(reader.manifest.prompts):,} prompts"
+            raise SettingsError(f"{reader.path} has {size}, too many to note in this store; raise its budget")
         notes[key] = value
     return notes
 

@@ -10,9 +10,8 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,6 +75,11 @@ class Manifest(msgspec.Struct, frozen=True):
 
     def require_sound(self) -> None:
         """Raises `StoreCorrupt` for a manifest that no export writes."""
+        self.require_sound_root()
+        self.require_sound_nodes()
+
+    def require_sound_root(self) -> None:
+        """Raises `StoreCorrupt` for a root that no export writes. Looks at no node."""
         identity_fields(self.root.identity)
         fields = json.loads(self.root.identity)
         own = (self.root.block_size, fields["layout_version"], self.root.layout, self.root.tenant)
@@ -88,6 +92,9 @@ class Manifest(msgspec.Struct, frozen=True):
             raise StoreCorrupt(f"it has blocks of {self.root.block_size} tokens")
         if not 0 < len(self.prompts) <= MAX_PROMPTS:
             raise StoreCorrupt(f"it has {len(self.prompts)} prompts; a pack has 1 to {MAX_PROMPTS}")
+
+    def require_sound_nodes(self) -> None:
+        """Raises `StoreCorrupt` for nodes that no export writes."""
         if not self._are_nodes_sound() or not self._are_ends_sound():
             raise StoreCorrupt("its nodes are not those of its prompts")
 
@@ -133,11 +140,15 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 class PackReader:
-    """Reads a file. Opening it checks manifest, sizes and token ids, reading a payload checks that payload.
+    """Reads a file. Opening it checks its digest and its root, `read_nodes` its nodes, sizes and token ids, and reading
+    a payload that payload. Until `read_nodes`, only what is known without a look at the nodes is there: a file may have
+    millions of them, so first see whether its model is wanted.
 
     `digest` is the hex SHA-256 of all that the file says but its signature, `signature` that of its maker, empty
     without one. `positions` are those of the nodes.
     """
+
+    positions: list[int]
 
     def __init__(self, path: Path, file: Any) -> None:
         """Takes an open `file` of the safetensors library. Raises as `open`."""
@@ -153,28 +164,36 @@ class PackReader:
             tensor = file.get_slice(name)
             if tensor.get_dtype() != dtype or len(tensor.get_shape()) != 1:
                 raise StoreCorrupt(f"its tensor {name} is not a list of {dtype}, as its format says")
-        token_ids: TokenIds = file.get_tensor("token_ids")
+        self._all_ids: TokenIds = file.get_tensor("token_ids")
         digests = file.get_tensor("digests").tobytes()
         self._digests = [digests[at : at + _DIGEST_BYTES] for at in range(0, len(digests), _DIGEST_BYTES)]
-        index = _index_digest(text, token_ids, self._digests[:-1])
+        index = _index_digest(text, self._all_ids, self._digests[:-1])
         if not self._digests or self._digests.pop() != index:
             raise StoreCorrupt("the digest of its manifest and token ids does not match")
         self.digest, self.signature = index.hex(), file.get_tensor("signature").tobytes().rstrip(b"\0")
         self.manifest = msgspec.json.decode(text, type=Manifest)
-        self.manifest.require_sound()
-        self._starts = list(accumulate(self.manifest.payload_bytes(), initial=0))
+        self.manifest.require_sound_root()
         self._payloads = file.get_slice("payloads")
-        nodes = self.manifest.nodes
-        self.positions = self.manifest.positions()
-        ends = list(accumulate((node.num_tokens for node in nodes), initial=0))
-        sizes = (len(token_ids), self._payloads.get_shape(), len(self._digests))
-        if sizes != (ends[-1], [self._starts[-1]], len(nodes)):
-            raise StoreCorrupt("its tensors are not as large as its manifest says")
-        self._token_ids = [token_ids[start:end] for start, end in pairwise(ends)]
-        named = {(node.parent, node.kind, ids.tobytes()) for node, ids in zip(nodes, self._token_ids, strict=True)}
-        on_paths = {number for prompt in self.manifest.prompts for number in self.nodes_of(prompt)}
-        if len(named) < len(nodes) or len(on_paths) < len(nodes):
-            raise StoreCorrupt("its nodes are not those of its prompts")
+
+    def read_nodes(self) -> None:
+        """Checks the nodes and their token ids. Raises `StoreCorrupt`."""
+        with _naming(self.path):
+            self.manifest.require_sound_nodes()
+            nodes = self.manifest.nodes
+            self.positions = self.manifest.positions()
+            self._starts = list(accumulate(self.manifest.payload_bytes(), initial=0))
+            ends = list(accumulate((node.num_tokens for node in nodes), initial=0))
+            sizes = (len(self._all_ids), self._payloads.get_shape(), len(self._digests))
+            if sizes != (ends[-1], [self._starts[-1]], len(nodes)):
+                raise StoreCorrupt("its tensors are not as large as its manifest says")
+            self._token_ids = [self._all_ids[start:end] for start, end in pairwise(ends)]
+            self._checkpoints = self._checkpoints_by_length()
+            named = {(node.parent, node.kind, ids.tobytes()) for node, ids in zip(nodes, self._token_ids, strict=True)}
+            on_paths = set[int]()
+            for prompt in self.manifest.prompts:
+                on_paths.update(self.nodes_of(prompt, on_paths))
+            if len(named) < len(nodes) or len(on_paths) < len(nodes):
+                raise StoreCorrupt("its nodes are not those of its prompts")
 
     @classmethod
     @contextmanager
@@ -200,18 +219,21 @@ class PackReader:
             salts = Tenant.parse(self.manifest.root.tenant).ids[1:]
             self.manifest = self.manifest.of_tenant(Tenant((*user_tenant().ids, *salts)))
 
-    def nodes_of(self, prompt: PackPrompt) -> list[int]:
+    def nodes_of(self, prompt: PackPrompt, known: Container[int] = ()) -> list[int]:
         """Returns the numbers of a prompt's nodes, parents first: its blocks, the checkpoints on the way, and its last
-        node."""
+        node. With `known`, the nodes of earlier prompts, only those behind the last one of them."""
         nodes, blocks = self.manifest.nodes, [prompt.node]
         # Bound: parents come before their children.
-        while (parent := nodes[blocks[-1]].parent) != NO_PARENT:
+        while (parent := nodes[blocks[-1]].parent) != NO_PARENT and parent not in known:
             blocks.append(parent)
+        blocks.append(parent)
         blocks.reverse()
-        path = set(blocks)
-        for step, behind in zip([NO_PARENT, *blocks], blocks, strict=False):
-            of_step, following = self._checkpoints.get(step, ()), self._token_ids[behind].tobytes()
-            path |= {number for number in of_step if following.startswith(self._token_ids[number].tobytes())}
+        path = set(blocks[1:])
+        for step, behind in pairwise(blocks):
+            following = self._token_ids[behind].tobytes()
+            for num_bytes, checkpoints in self._checkpoints.get(step, {}).items():
+                if (number := checkpoints.get(following[:num_bytes])) is not None:
+                    path.add(number)
         return [*sorted(path - {prompt.node}), prompt.node]
 
     def token_ids(self, number: int) -> TokenIds:
@@ -238,13 +260,14 @@ class PackReader:
                 raise StoreCorrupt(f"the digest of tokens {start} to {end} does not match")
         return payload
 
-    @cached_property
-    def _checkpoints(self) -> dict[int, list[int]]:
-        """The numbers of the checkpoints that continue each node."""
-        checkpoints = dict[int, list[int]]()
+    def _checkpoints_by_length(self) -> dict[int, dict[int, dict[bytes, int]]]:
+        """Returns the numbers of the checkpoints that continue each node, by the length and the bytes of their token
+        ids: those that a block passes are found by its beginnings, however many there are."""
+        checkpoints = dict[int, dict[int, dict[bytes, int]]]()
         for number, node in enumerate(self.manifest.nodes):
             if node.kind == NodeKind.CHECKPOINT:
-                checkpoints.setdefault(node.parent, []).append(number)
+                token_ids = self._token_ids[number].tobytes()
+                checkpoints.setdefault(node.parent, {}).setdefault(len(token_ids), {})[token_ids] = number
         return checkpoints
 
 

@@ -110,6 +110,7 @@ def export_all(store: Store, pubs: Sequence[Publication], path: Path, **options:
 
 def import_file(store: Store, path: Path, *, is_unverified: bool = False) -> Imported:
     with PackReader.open(path) as reader:
+        reader.read_nodes()
         return import_pack(store, reader, advance=lambda _num_bytes: None, is_unverified=is_unverified)
 
 

@@ -154,6 +154,7 @@ def test_the_folder_of_a_tokenizer_that_a_forged_file_names_is_not_stored(
     pub: Publication, file: Path, target: Store
 ) -> None:
     with PackReader.open(file) as reader:
+        reader.read_nodes()
         root = structs.replace(reader.manifest.root, tokenizer="/tmp/forged")
         reader.manifest = structs.replace(reader.manifest, root=root)
         exchange.import_pack(target, reader, advance=lambda _num_bytes: None, is_unverified=False)
@@ -319,6 +320,7 @@ def test_an_interrupted_import_leaves_a_shorter_prefix_that_the_next_completes(
 
 def test_what_changes_after_it_was_verified_is_not_imported(target: Store, file: Path) -> None:
     with PackReader.open(file) as reader:
+        reader.read_nodes()
         reader.verify_payloads(lambda _num_bytes: None)
         with file.open("r+b") as opened:
             opened.seek(-200, os.SEEK_END)

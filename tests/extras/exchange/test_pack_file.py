@@ -7,15 +7,21 @@ import json
 import os
 import struct
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from diskprefix.errors import SettingsError, StoreCorrupt, StoreFormatError
-from diskprefix.extras.exchange.pack_file import PackReader
-from diskprefix.store.schema import NodeKind
+from diskprefix.extras.exchange.exchange import encoded_notes, import_pack
+from diskprefix.extras.exchange.pack_file import MAX_PROMPTS, Manifest, PackNode, PackPrompt, PackReader, write_pack
+from diskprefix.store.note_record import note_bytes, note_limit
+from diskprefix.store.schema import EntryRecord, ModelRecord, NodeKind, RootRecord
+from diskprefix.store.snapshot import Snapshot
 from diskprefix.tokens import root_hash
+from tests.cli.conftest import Run, run  # noqa: F401 (a fixture)
 from tests.extras.exchange.exported import HYBRID, LAYOUT, TENANT, entry_of, export, identity_of, joined, sealed, split
 from tests.store.building import BLOCK, open_store, prompt
 
@@ -46,6 +52,7 @@ def path(tmp_path: Path) -> Path:
 
 def check(path: Path) -> None:
     with PackReader.open(path) as reader:
+        reader.read_nodes()
         reader.verify_payloads(lambda _num_bytes: None)
 
 
@@ -258,3 +265,76 @@ def test_what_is_no_file_is_named(tmp_path: Path) -> None:
     for name in ("none", "pipe", "."):
         with pytest.raises(SettingsError, match="no such file"):
             check(tmp_path / name)
+
+
+class Counted(tuple[PackNode, ...]):
+    """Nodes that count how often one of them is looked up."""
+
+    lookups = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.lookups += 1
+        return super().__getitem__(index)
+
+
+def deep(path: Path, num_nodes: int) -> Path:
+    """A file with one long chain of blocks, and a prompt that ends with each of the last ones."""
+    root = RootRecord(model="tiny", block_size=BLOCK, layout=LAYOUT, created_at=0.0, identity=identity_of(LAYOUT))
+    first = max(0, num_nodes - MAX_PROMPTS)
+    entries = [
+        EntryRecord(
+            root=root_hash(root.identity), num_tokens=BLOCK * (end + 1), scope="full", preview="", created_at=0.0
+        )
+        for end in range(first, num_nodes)
+    ]
+    prompts = tuple(PackPrompt(end, entry) for end, entry in enumerate(entries, first))
+    manifest = Manifest(root, prompts, tuple(PackNode(NodeKind.BLOCK, at - 1, BLOCK, 0.5) for at in range(num_nodes)))
+    payloads = (memoryview(bytes(size)) for size in manifest.payload_bytes())
+    write_pack(path, manifest, prompt(7, BLOCK * num_nodes), payloads, force=False)
+    return path
+
+
+def test_the_work_over_a_pack_grows_as_its_nodes_however_many_prompts_pass_each(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_up, has = list[bytes](), Snapshot.has
+
+    def counted(self: Snapshot, name: bytes, *node: Any) -> bool:
+        looked_up.append(name)
+        return has(self, name, *node)
+
+    monkeypatch.setattr(Snapshot, "has", counted)
+    with PackReader.open(deep(path, 150)) as reader, closing(open_store(path.parent / "kv")) as store:
+        nodes = Counted(reader.manifest.nodes)
+        reader.manifest = replace(reader.manifest, nodes=nodes)
+        reader.read_nodes()
+        assert nodes.lookups < 10 * len(nodes)
+        import_pack(store, reader, advance=lambda _: None, is_unverified=False)
+        assert (store.counts()["entries"], store.counts()["blocks"]) == (150, 150)
+    assert len(looked_up) <= 2 * 150
+
+
+def test_the_model_of_a_pack_is_known_before_its_nodes_are_looked_at(
+    sound: bytes,
+    path: Path,
+    tmp_path: Path,
+    run: Run,  # noqa: F811
+) -> None:
+    header, data = split(sound)
+    manifest = json.loads(header["__metadata__"]["manifest"])
+    named(block_size=1)(manifest)
+    header["__metadata__"]["manifest"] = json.dumps(manifest)
+    path.write_bytes(sealed(header, data))
+    with closing(open_store(tmp_path / "kv")) as store, store.changes() as changes:
+        changes.put_model(ModelRecord(model="ours", identity=identity_of(LAYOUT)))
+    refused = run("import", path, "--kv-cache-dir", tmp_path / "kv")
+    refused.assert_refused(2, "differs from 'ours' here in block_size")
+    run("import", path, "--kv-cache-dir", tmp_path / "kv", "--force").assert_refused(4, NO_PATH)
+
+
+def test_a_pack_whose_notes_would_push_each_other_out_is_refused(path: Path) -> None:
+    with PackReader.open(deep(path, 300)) as reader, closing(open_store(path.parent / "kv")) as store:
+        reader.read_nodes()
+        assert note_bytes(4 * BLOCK * 300) < note_limit(store.budget_bytes)
+        with pytest.raises(SettingsError, match="300 prompts, too many to note"):
+            encoded_notes(store, reader)
