@@ -1,5 +1,5 @@
-"""Reads files with secrets, which no other user may read or write, makes folders for what only the user may see, and
-finds paths that other users could exchange."""
+"""Reads files with secrets, which no other user may read or write, and files that say whom to trust. Makes folders for
+what only the user may see, and finds paths that other users could exchange."""
 
 from __future__ import annotations
 
@@ -15,25 +15,32 @@ def read_private(flag: str, path: Path, max_bytes: int) -> bytes:
 
     Raises `SettingsError` if it cannot be read, or if other users may read or write it.
     """
+    return _read(flag, path, max_bytes, _forbidden_bits(path), "read or write", "600")
+
+
+def read_trusted(what: str, path: Path, max_bytes: int) -> bytes:
+    """Returns the content of a file that says whom this user trusts, and that all may read, up to `max_bytes` + 1
+    bytes. Raises `SettingsError`, which begins with `what`, if it cannot be read, or if other users may write it."""
+    return _read(what, path, max_bytes, stat.S_IWGRP | stat.S_IWOTH, "write", "644")
+
+
+def _read(what: str, path: Path, max_bytes: int, forbidden: int, others_may: str, mode: str) -> bytes:
     try:
         # The open file is checked, not its name, which may lead to another file a moment later. O_NONBLOCK: opening a
         # named pipe without a writer would block.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-            if (problem := _problem(path, os.fstat(file.fileno()))) is not None:
-                raise SettingsError(f"{flag}: {problem}")
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise SettingsError(f"{what}: {path} is not a file")
+            if status.st_uid not in (0, os.geteuid()):
+                owner = f"{path} belongs to another user (uid {status.st_uid})"
+                raise SettingsError(f"{what}: {owner}; chown it to the daemon's")
+            if status.st_mode & forbidden:
+                now = f"(mode {stat.S_IMODE(status.st_mode):04o})"
+                raise SettingsError(f"{what}: others may {others_may} {path} {now}; run `chmod {mode}` on it")
             return file.read(max_bytes + 1)
     except OSError as error:
-        raise SettingsError(f"{flag}: cannot read {path}: {error.strerror}") from error
-
-
-def _problem(path: Path, status: os.stat_result) -> str | None:
-    if not stat.S_ISREG(status.st_mode):
-        return f"{path} is not a file"
-    if status.st_uid not in (0, os.geteuid()):
-        return f"{path} belongs to another user (uid {status.st_uid}); chown it to the daemon's"
-    if status.st_mode & _forbidden_bits(path):
-        return f"others may read or write {path} (mode {stat.S_IMODE(status.st_mode):04o}); run `chmod 600` on it"
-    return None
+        raise SettingsError(f"{what}: cannot read {path}: {error.strerror}") from error
 
 
 def _forbidden_bits(path: Path) -> int:

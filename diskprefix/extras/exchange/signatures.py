@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from diskprefix.errors import SettingsError
 from diskprefix.printable import shown
+from diskprefix.private_file import read_trusted
 from diskprefix.settings import config_home
 
 MAX_SIGNATURE_BYTES = 4096
+_MAX_SIGNERS_BYTES = 1 << 20
 _NAMESPACE = "diskprefix"
 """What the signature is for; a signature of the same text for another purpose is none."""
 _LIMIT_S = 300.0
@@ -38,19 +42,30 @@ def sign_digest(key: Path, digest: str) -> bytes:
 
 def signer_of(signature: bytes, digest: str, signers: Path) -> str | None:
     """Returns who signed a pack, as the file of allowed `signers` calls them; None without a signature, or one that is
-    not valid or of nobody there. Raises `SettingsError` if there is no `ssh-keygen`."""
+    not valid or of nobody there. Raises `SettingsError` if there is no `ssh-keygen`, or if others may write the
+    file: they would decide whom this user trusts."""
     if not signature or not signers.is_file():
         return None
-    with tempfile.NamedTemporaryFile(prefix="diskprefix-") as file:
-        file.write(signature)
-        file.flush()
-        of_file = ("-s", file.name, "-f", str(signers))
+    trusted = read_trusted("allowed signers", signers, _MAX_SIGNERS_BYTES)
+    if len(trusted) > _MAX_SIGNERS_BYTES:
+        raise SettingsError(f"allowed signers: {signers} has more than {_MAX_SIGNERS_BYTES >> 20} MiB")
+    with _holding(signature) as file, _holding(trusted) as signers_file:
+        of_file = ("-s", file, "-f", signers_file)
         principals = _run("-Y", "find-principals", *of_file, text=b"")
         for name in principals.stdout.decode(errors="replace").splitlines() if not principals.returncode else ():
             verified = _run("-Y", "verify", "-n", _NAMESPACE, "-I", name, *of_file, text=_line(digest))
             if not verified.returncode:
                 return name
     return None
+
+
+@contextmanager
+def _holding(content: bytes) -> Iterator[str]:
+    """Yields the name of a file with this content, which only this user may read."""
+    with tempfile.NamedTemporaryFile(prefix="diskprefix-") as file:
+        file.write(content)
+        file.flush()
+        yield file.name
 
 
 def _line(digest: str) -> bytes:

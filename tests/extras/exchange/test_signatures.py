@@ -82,6 +82,20 @@ def test_what_cannot_sign_is_named(tmp_path: Path, key: Path, monkeypatch: pytes
     assert signer_of(b"", DIGEST, signers) is None
 
 
+@pytest.mark.parametrize("mode", [0o666, 0o664, 0o646])
+def test_signers_whom_others_may_write_are_not_believed(tmp_path: Path, key: Path, mode: int) -> None:
+    signers = tmp_path / "signers"
+    signers.write_text(f"alice {public(key)}\n")
+    signature = sign_digest(key, DIGEST)
+    signers.chmod(mode)
+    with pytest.raises(SettingsError, match=rf"others may write {signers} \(mode {mode:04o}\); run `chmod 644`"):
+        signer_of(signature, DIGEST, signers)
+    # A pack without a signature asks for no signer.
+    assert signer_of(b"", DIGEST, signers) is None
+    signers.chmod(0o644)
+    assert signer_of(signature, DIGEST, signers) == "alice"
+
+
 @pytest.fixture
 def pack(run: Run, key: Path, tmp_path: Path) -> Path:
     """A signed pack of two prompts that two tenants have saved."""
