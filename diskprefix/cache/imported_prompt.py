@@ -32,13 +32,12 @@ class ImportedNode(Struct, frozen=True, array_like=True):
 
 
 class ImportedPrompt(Struct, frozen=True, array_like=True):
-    """Prompt `number` of the pack with this name and hex SHA-256. `text` is its preview, and `ids` are its token ids,
-    int32, little-endian. The nodes come parents first."""
+    """Prompt `number` of the pack with this name and hex SHA-256. `ids` are its token ids, int32, little-endian. The
+    nodes come parents first."""
 
     pack: str
     digest: str
     number: int
-    text: str
     ids: bytes
     nodes: tuple[ImportedNode, ...]
 

@@ -257,18 +257,16 @@ class PromptRenderer:
             self._encoder.check_positions(len(prompt), param=param)
             self._encoder.check_vocabulary(prompt, param=param)
             token_ids = as_token_ids(prompt)
-            ends = prompt if len(prompt) <= 120 else [*prompt[:60], *prompt[-60:]]
-            text = self._tokenizer.decode(ends)
+            preview = self.preview_of_tokens(prompt)
         else:
             text, for_tokens = self._text_of(prompt, special_tokens_in_text)
             token_ids = self._encoder.encode(
                 text, for_tokens, adds_special=True, param=param, known=known, at_most=at_most
             ).token_ids
             num_added = len(self._encoder.added[0]), len(self._encoder.added[1])
+            preview = _preview_of_text(text)
         boundaries = text_boundaries(token_ids, num_added, markers, bos_id)
-        return Prompt(
-            token_ids=token_ids, boundaries=boundaries, text=_preview(text, text[_PREVIEW_CHARS:][-_PREVIEW_CHARS:])
-        )
+        return Prompt(token_ids=token_ids, boundaries=boundaries, text=preview)
 
     def _text_of(self, prompt: str | FillIn, special_tokens_in_text: bool) -> tuple[str, str | None]:
         """Returns a text, and the text with stand-ins for the tokens in it; None if it may spell tokens."""
@@ -289,6 +287,11 @@ class PromptRenderer:
         """Returns the text of tokens, special ones included. Raises `InvalidRequest` for an unknown token id."""
         self._encoder.check_vocabulary(token_ids, param="tokens")
         return self._tokenizer.decode(token_ids)
+
+    def preview_of_tokens(self, token_ids: list[int]) -> str:
+        """Returns the preview of a prompt of which only its tokens are known, which the model must have."""
+        ends = token_ids if len(token_ids) <= 120 else [*token_ids[:60], *token_ids[-60:]]
+        return _preview_of_text(self._tokenizer.decode(ends))
 
     def end_of(self, prompt: Prompt) -> str:
         """Returns the last characters of a prompt, with its special tokens, without images."""
@@ -321,6 +324,10 @@ def _shown(content: str | Sequence[JsonObject], pictures: Iterator[Picture]) -> 
         return content
     shown = (f"[image {picture.size}]" for picture in pictures)
     return PART_SEPARATOR.join(part["text"] if part["type"] == "text" else next(shown) for part in content)
+
+
+def _preview_of_text(text: str) -> str:
+    return _preview(text, text[_PREVIEW_CHARS:][-_PREVIEW_CHARS:])
 
 
 def _preview(first: str, last: str) -> str:

@@ -122,10 +122,11 @@ class ImportChecks(Struct):
 
     def _prompt(self, imported: ImportedPrompt, end: int) -> Prompt | None:
         """Returns the first `end` tokens; None for tokens that the model does not have, or too many."""
-        token_ids, vocab_size = imported.token_ids[:end], self.serving.renderer.vocab_size
-        is_known = len(token_ids) >= LEAST_TOKENS and token_ids.min() >= 0 and token_ids.max() < vocab_size
+        token_ids, renderer = imported.token_ids[:end], self.serving.renderer
+        is_known = len(token_ids) >= LEAST_TOKENS and token_ids.min() >= 0 and token_ids.max() < renderer.vocab_size
         fits = len(token_ids) < self.serving.engine.max_positions
-        return Prompt(token_ids, text=imported.text) if is_known and fits else None
+        # The preview in the pack may be of another text.
+        return Prompt(token_ids, text=renderer.preview_of_tokens(token_ids.tolist())) if is_known and fits else None
 
     def _settle(self, tenant: Tenant, prompt: ImportedPrompt, compared: Comparison) -> None:
         """Reports the result for a prompt, and forgets it."""

@@ -3,6 +3,7 @@ One that is trusted all the same is used at once, and each answer that rests on 
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
@@ -18,6 +19,8 @@ from diskprefix.extras.exchange.pack_file import PackReader
 from diskprefix.server import import_checks
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.store import Store
+from diskprefix.tokens import TokenIds
+from diskprefix.values import Prompt
 from tests.agent_bodies import words
 from tests.engine.driving import write_model
 from tests.extras.exchange.exported import import_file, sealed, split, with_payload
@@ -198,6 +201,34 @@ def test_a_trusted_pack_is_used_at_once_and_each_answer_names_it(model: Path, pa
         answers = [ask(server, question)["prefix_cache"] for _ in range(2)]
         assert not any("unverified" in answer for answer in answers)
         assert [answer["restored"] > 100 for answer in answers] == [False, True]
+
+
+def test_a_preview_is_of_the_prompt_s_tokens_and_not_what_a_pack_without_a_signature_says(
+    model: Path, pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header, data = split(pack.read_bytes())
+    manifest = json.loads(header["__metadata__"]["manifest"])
+    for prompt in manifest["prompts"]:
+        prompt["entry"]["preview"] = "Nothing of that kind"
+    header["__metadata__"]["manifest"] = json.dumps(manifest)
+    path, folder = tmp_path / "forged.safetensors", tmp_path / "kv"
+    path.write_bytes(sealed(header, data))
+    trust(model, folder, path)
+    with closing(Store(folder, read_only=True)) as store, store.snapshot() as snapshot:
+        assert {entry.preview for _, entry in snapshot.entries()} == {""}
+    note(tmp_path / "noted", [path])
+    with closing(Store(tmp_path / "noted", read_only=True)) as store, store.snapshot() as snapshot:
+        assert not any(b"Nothing of" in bytes(value) for _, value in snapshot.records("notes"))
+    previews = list[str]()
+
+    def computed(token_ids: TokenIds, *, text: str) -> Prompt:
+        previews.append(text)
+        return Prompt(token_ids, text=text)
+
+    monkeypatch.setattr(import_checks, "Prompt", computed)
+    with settled(model, tmp_path / "noted", len(manifest["prompts"])):
+        assert previews
+        assert all(preview.startswith(SYSTEM[:30]) for preview in previews)
 
 
 def test_trusted_state_that_memory_keeps_longer_than_the_disk_stays_named(

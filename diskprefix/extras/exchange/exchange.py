@@ -224,7 +224,8 @@ def require_room(store: Store, reader: PackReader) -> None:
 
 def import_pack(store: Store, reader: PackReader, *, advance: Advance, is_unverified: bool) -> Imported:
     """Stores the prompts of a file, to be used at once. Nodes that are stored already are not changed. An entry becomes
-    visible when all of it is there. `is_unverified`: responses that use them say so.
+    visible when all of it is there. `is_unverified`: responses that use them say so, and the previews, which need not
+    be of the same text, are left out.
 
     Raises `StoreFull`, `StoreCorrupt`, `StoreUnavailable`, and `PrefixGone` if another process evicts the first nodes
     before the last ones are written.
@@ -238,6 +239,7 @@ def import_pack(store: Store, reader: PackReader, *, advance: Advance, is_unveri
     for prompt in manifest.prompts:
         for number in reader.nodes_of(prompt, done):
             node, is_last = all_nodes[number], number == prompt.node
+            entry = structs.replace(prompt.entry, preview="") if is_unverified else prompt.entry
             with store.snapshot() as snapshot:
                 is_there = snapshot.has(node.name, node.parent, node.position, node.kind, node.token_ids.tobytes())
             if not is_there:
@@ -255,7 +257,7 @@ def import_pack(store: Store, reader: PackReader, *, advance: Advance, is_unveri
                         root_record=root_record,
                         nodes=tuple(waiting),
                         last_node=node.name,
-                        entry=prompt.entry if is_last else None,
+                        entry=entry if is_last else None,
                     )
                 )
                 waiting, waiting_bytes = [], 0
@@ -313,7 +315,6 @@ def _to_compute(reader: PackReader, number: int) -> ImportedPrompt:
         pack=shown(reader.path.name),
         digest=reader.digest,
         number=number,
-        text=prompt.entry.preview,
         ids=token_ids.astype("<i4").tobytes(),
         nodes=tuple(described),
     )
