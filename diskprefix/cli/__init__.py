@@ -14,9 +14,12 @@ from typing import Any
 
 import click
 
+from diskprefix.cli.process_start import begin
 from diskprefix.errors import DiskPrefixError
 from diskprefix.printable import printable_only
 
+_CFFI = "LMDB_FORCE_CFFI"
+"""With this variable, the Python package lmdb asks for packages that a store does not need."""
 _USAGE_EXIT_CODE, _SYSTEM_EXIT_CODE, _INTERRUPTED_EXIT_CODE, _BROKEN_PIPE_EXIT_CODE = 2, 4, 130, 141
 """The last two are a shell's codes for a process that SIGINT or SIGPIPE killed."""
 
@@ -115,6 +118,7 @@ def cli() -> None:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Runs a command and exits: the console script. Prints an error as one line on stderr, never as a traceback."""
+    begin()
     sys.exit(_run(None if args is None else list(args)))
 
 
@@ -143,6 +147,8 @@ def _run(args: list[str] | None) -> int:
         from diskprefix.model.load.imports import INSTALL, PACKAGES
 
         package = error.name.partition(".")[0]
+        if package in ("cffi", "lmdb_cffi") and os.environ.get(_CFFI):
+            return _fail(f"{_CFFI} is set, for which {package} is not installed; unset it", _USAGE_EXIT_CODE)
         todo = INSTALL if package in PACKAGES else f"{shlex.quote(sys.executable)} -m pip install {package}"
         return _fail(f"{error.name} is not installed: {todo}", _USAGE_EXIT_CODE)
     except OSError as error:

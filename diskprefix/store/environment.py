@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import resource
 import struct
 import threading
 import time
@@ -34,6 +35,7 @@ from diskprefix.store.folder import (
 from diskprefix.store.lmdb_engine import engine_version, open_lmdb
 from diskprefix.store.survival import is_sound_run, overflow_of, require_survivable
 from diskprefix.store.write_lock import WriteLock
+from diskprefix.units import format_size
 
 _DAMAGED = (lmdb.CorruptedError, lmdb.InvalidError, lmdb.PageNotFoundError, SystemError)
 """Errors of a damaged file. The binding raises `SystemError` for errors of LMDB that it does not expect."""
@@ -81,7 +83,7 @@ class Environment:
             self.has_lock = not read_only or os.access(path / LMDB_LOCK, os.W_OK)
             # For reading: room for the pages that a daemon adds meanwhile. The map takes address space only.
             map_bytes = 2 * (path / DATA).stat().st_size + 2**30 if read_only else _map_size(path, budget_bytes)
-            with locked_names(path, change=False, create=not read_only):
+            with locked_names(path, change=False, create=not read_only), self._mapping(map_bytes):
                 self._env = open_lmdb(
                     path,
                     map_size=map_bytes,
@@ -195,7 +197,8 @@ class Environment:
                 is_idle = self._idle.wait_for(lambda: not self._transactions, timeout_s)
                 map_bytes = _map_size(self.path, budget_bytes)
                 if is_idle and not self._closed and map_bytes != self._env.info()["map_size"]:
-                    self._env.set_mapsize(map_bytes)
+                    with self._mapping(map_bytes):
+                        self._env.set_mapsize(map_bytes)
             finally:
                 self._is_resizing = False
                 self._idle.notify_all()
@@ -242,6 +245,22 @@ class Environment:
         rows = [line.split() for line in self._env.readers().splitlines()[1:]]
         oldest = min(((int(row[-1]), int(row[0])) for row in rows if row and row[-1].isdigit()), default=(last, 0))
         return oldest if oldest[0] < last else None
+
+    @contextmanager
+    def _mapping(self, map_bytes: int) -> Iterator[None]:
+        """Translates the error for a map that does not fit into the address space of this process."""
+        try:
+            yield
+        except lmdb.MemoryError as error:
+            limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+            room, cure = "the system has no address space", "lower --kv-cache-budget"
+            if limit != resource.RLIM_INFINITY:
+                room = f"this process may have {format_size(limit)} of address space (`ulimit -v`), which is not enough"
+                cure = "raise that limit" if self.read_only else f"raise that limit, or {cure}"
+            problem = f"{room} for the store's map of {format_size(map_bytes)}; {cure}"
+            # A map that cannot be resized is lost.
+            self.broken = f"--kv-cache-dir {self.path}: {problem}"
+            raise StoreUnavailable(self.broken) from error
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
@@ -307,7 +326,8 @@ class Environment:
             self._idle.notify_all()
             try:
                 if self._idle.wait_for(lambda: not self._transactions, _READER_PATIENCE_S) and not self._closed:
-                    self._env.set_mapsize(0)
+                    with self._mapping(self.file_bytes()):
+                        self._env.set_mapsize(0)
             finally:
                 self._transactions += 1
         if self._closed:

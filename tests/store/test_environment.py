@@ -94,3 +94,21 @@ def test_a_process_of_another_container_with_the_same_pid_is_named_as_the_cause(
     assert f"the same pid ({os.getpid()})" in message
     assert "let the containers share a pid namespace, or use two folders" in message
     assert "Resource temporarily unavailable" not in message
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_map_without_room_in_the_address_space_names_the_limit_and_the_budget(tmp_path: Path, is_new: bool) -> None:
+    if not is_new:
+        # The budget that the folder has is larger than the limit.
+        open_store(tmp_path, budget_bytes=SMALL).close()
+    program = (
+        "import resource, sys\nfrom pathlib import Path\nfrom diskprefix.errors import StoreUnavailable\n"
+        "from diskprefix.store.store import Store\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))\n"
+        "try:\n    Store(Path(sys.argv[1]), budget_bytes=16 << 30)\n"
+        "except StoreUnavailable as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, check=True)
+    limit = "this process may have 8.0 GiB of address space (`ulimit -v`), which is not enough"
+    problem = f"{limit} for the store's map of 16.0 GiB; raise that limit, or lower --kv-cache-budget"
+    assert done.stdout == f"--kv-cache-dir {tmp_path}: {problem}\n"
