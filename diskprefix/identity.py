@@ -68,7 +68,7 @@ def identity_fields(text: str) -> dict[str, str]:
 
 
 def is_outdated(identity: str, own: Iterable[str]) -> bool:
-    """Returns whether an identity differs from one of our `own` only by the build: its state cannot be used any more.
+    """Returns whether an identity differs from one of our `own` only by the build: this build cannot use its state.
     Tenants may differ."""
     with suppress(ValueError):
         fields = identity_fields(identity)

@@ -1,7 +1,8 @@
 """The choice of nodes to evict: pure functions of the usage records, the tree and the time.
 
-The least recently used leaf is evicted first. A node becomes a leaf when its last child is chosen. A use of a node also
-counts for all its ancestors, so a trunk is as young as its newest branch.
+The least recently used leaf is evicted first, after those that are useless and were not used for an hour. A node
+becomes a leaf when its last child is chosen. A use of a node also counts for all its ancestors, so a trunk is as young
+as its newest branch.
 
 Clocks jump. A use after `now` counts as a use now, and the time of the last use never becomes earlier.
 """
@@ -23,6 +24,9 @@ RECENT_CHECKPOINTS = 4
 """The number of checkpoints that are kept at the end of a conversation: two prompts and their replies have four."""
 _EVICT_AHEAD = 64
 """A full store evicts 1/64 of its budget at a time, because choosing reads every usage record."""
+_USELESS_AFTER_S = 3600.0
+"""The seconds without a use after which a useless leaf is evicted before all others. What is useless to this process
+may be of use to another one: a daemon of another build uses its own state, and a checkpoint may follow a block soon."""
 _EXPIRY_INTERVAL_S = 60.0
 _OWN_EXPIRY_INTERVAL_S = 30.0
 _UNKNOWN_EXPIRY_INTERVAL_S = 3600.0
@@ -152,8 +156,8 @@ def choose_victims(
 
     Stops when their stored bytes reach `bytes_wanted` or no more nodes may be evicted. Omits pinned nodes, and nodes
     with a child that remains. `parent_of` may return a root, which is not in `table`. `saves_nothing` returns whether
-    the leaf of this name is useless and so is evicted first; None if no leaf is useless. Nodes of equal age are ordered
-    by name, so the result depends on the arguments alone.
+    the leaf of this name is useless; after `_USELESS_AFTER_S` it is evicted before the others. None if no leaf is
+    useless. Nodes of equal age are ordered by name, so the result depends on the arguments alone.
     """
     victims: list[bytes] = []
     freed, ages = 0, table.ages_s(now)
@@ -195,23 +199,24 @@ def _leaves_first(
     ages: NDArray[np.float64],
     free: NDArray[np.bool_],
     pinned: Container[bytes],
-    goes_first: Callable[[bytes], bool] | None = None,
+    saves_nothing: Callable[[bytes], bool] | None = None,
 ) -> Iterator[int]:
-    """Yields the rows of leaves that are `free` and not pinned: those whose names `goes_first` selects, then the
-    oldest. Yields a row with children after all its children."""
+    """Yields the rows of leaves that are `free` and not pinned: the useless ones, then the others, the oldest first.
+    Yields a row with children after all its children."""
     names, children = table.names, table.records["children"]
-    ranks = (-ages).tolist()
+    is_unused, ranks = (ages >= _USELESS_AFTER_S).tolist(), (-ages).tolist()
 
-    def place(row: int) -> tuple[float, bytes, int]:
+    def place(row: int) -> tuple[bool, float, bytes, int]:
         name = names[row]
-        return -math.inf if goes_first is not None and goes_first(name) else ranks[row], name, row
+        is_useless = saves_nothing is not None and is_unused[row] and saves_nothing(name)
+        return not is_useless, ranks[row], name, row
 
     leaves = list(map(place, np.flatnonzero(free & (children == 0)).tolist()))
     heapq.heapify(leaves)
     left: dict[int, int] = {}
     # Bound: a node becomes a leaf once, when its count of children falls to 0.
     while leaves:
-        _, name, row = heapq.heappop(leaves)
+        *_, name, row = heapq.heappop(leaves)
         if name in pinned:
             continue
         yield row

@@ -54,7 +54,7 @@ class Evictor:
         self.may_have_own_ttls = True
         self.served: tuple[str, ...] = ()
         """The identities of the models that the store is served with. State that other builds computed for these models
-        is evicted first."""
+        is evicted first, once it was not used for an hour."""
         self.stays_s = math.inf
         """How long state stays that is not used: the age of what was evicted last, infinite while there is room."""
         self._refused_bytes = 0

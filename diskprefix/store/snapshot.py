@@ -169,9 +169,9 @@ class Snapshot:
         return UsageTable(list(usages), np.frombuffer(b"".join(usages.values()), USAGE_DTYPE))
 
     def saves_nothing(self, served: Collection[str] = ()) -> Callable[[bytes], bool] | None:
-        """Returns a function that tells whether the leaf of a given name is useless: another build has computed it for
-        a model in `served` (identities), or it is a block of a layout with states, where only checkpoints and tails can
-        be restored. Returns None if the store has no such leaves."""
+        """Returns a function that tells whether the leaf of a given name is useless to this process: another build has
+        computed it for a model in `served` (identities), or it is a block of a layout with states, where only
+        checkpoints and tails can be restored. Returns None if the store has no such leaves."""
         roots, outdated = set[bytes](), set[bytes]()
         for root, value in self.records("roots"):
             with suppress(StoreCorrupt, ValueError):

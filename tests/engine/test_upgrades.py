@@ -428,7 +428,7 @@ def test_a_request_goes_before_the_recheck(opened: Opened, monkeypatch: pytest.M
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("bits", ["bits", "other bits"])
-def test_blocks_of_another_build_are_evicted_first(opened: Opened, bits: str) -> None:
+def test_blocks_of_another_build_are_useless_to_this_one(opened: Opened, bits: str) -> None:
     """Of one with other bits, and of one whose root differs by the build alone; its encoded pictures too."""
     first = opened("one")
     said(first)

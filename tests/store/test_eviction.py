@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Container, Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from diskprefix.errors import StoreFull
+from diskprefix.identity import identity_of_build, identity_text
 from diskprefix.store import evictor
 from diskprefix.store.eviction import (
     UsageTable,
@@ -27,14 +30,14 @@ from diskprefix.store.eviction import (
     recorded_ttl,
     usable_bytes,
 )
-from diskprefix.store.schema import USAGE_DTYPE, UsageRecord, node_root
+from diskprefix.store.schema import USAGE_DTYPE, NodeKind, UsageRecord, node_root
 from diskprefix.store.statistics.savings import SavingsLog, Tally, total_savings
 from diskprefix.store.store import Publication, Store
 from diskprefix.tokens import root_hash
-from tests.store.building import BLOCK, Clock, is_clean, is_whole, of_root, open_store, prompt, publication
+from tests.store.building import BLOCK, Clock, is_clean, is_whole, layout_of, of_root, open_store, prompt, publication
 
 NOW = 1_000_000.0
-DAY_S = 86_400.0
+HOUR_S, DAY_S = 3_600.0, 86_400.0
 YEAR_S = 365 * DAY_S
 
 Tree = tuple[dict[bytes, UsageRecord], dict[bytes, bytes]]
@@ -96,7 +99,8 @@ recorded_ttls = st.sampled_from([0, 0, 4, -4, 3600, -3600, 2**31 - 1, -(2**31)])
 def trees(draw: st.DrawFn) -> Tree:
     count = draw(st.integers(0, 25))
     parents = {name(i): draw(st.sampled_from([b"", *(name(j) for j in range(i))])) for i in range(count)}
-    times = st.one_of(st.integers(-5, 5).map(float), st.floats(-2 * YEAR_S, 2 * YEAR_S), st.just(math.nan))
+    near = st.integers(-5, 5).map(float)
+    times = st.one_of(near, near.map(HOUR_S.__add__), st.floats(-2 * YEAR_S, 2 * YEAR_S), st.just(math.nan))
     nodes = {
         node: usage(
             age_s=draw(times),
@@ -123,14 +127,16 @@ pins = st.sets(st.integers(0, 24).map(name), max_size=4).map(frozenset)
 def test_each_victim_is_the_least_recently_used_of_those_that_may_go_and_no_more_go_than_needed(
     tree: Tree, wanted: int, pinned: frozenset[bytes], bare: set[bytes]
 ) -> None:
-    """What saves nothing by itself goes first."""
+    """What saves nothing by itself, and was not used for an hour, goes first."""
     nodes, parents = tree
     kept, freed = set(nodes), 0
-    age_s = {node: math.inf if node in bare else age_of(record) for node, record in nodes.items()}
+    age_s = {node: age_of(record) for node, record in nodes.items()}
+    is_useless = {node: node in bare and age >= HOUR_S for node, age in age_s.items()}
     for victim in victims(nodes, parents, wanted=wanted, pinned=pinned, bare=bare):
         assert freed < wanted
         continued = {parents[child] for child in kept}
-        assert victim == min((n for n in kept if n not in continued | pinned), key=lambda n: (-age_s[n], n))
+        leaves = (n for n in kept if n not in continued | pinned)
+        assert victim == min(leaves, key=lambda n: (not is_useless[n], -age_s[n], n))
         kept.remove(victim)
         freed += nodes[victim].stored_bytes
     continued = {parents[child] for child in kept}
@@ -295,6 +301,56 @@ def test_a_node_that_is_continued_after_it_was_chosen_stays(
     store.evictor.expire(100)
     assert is_whole(store, child)
     assert not is_whole(store, pub)
+
+
+class TwoBuilds:
+    """Two builds of a model, whose daemons save in turns in one folder that has room for some twenty blocks."""
+
+    def __init__(self, folder: Path, clock: Clock, state_bytes: int = 0) -> None:
+        self.clock, self._layout = clock, layout_of(300_000, state_bytes)
+        self._store = open_store(folder, budget_bytes=8 << 20, clock=clock)
+        one = identity_text({"model": "m"}, BLOCK, 1, self._layout)
+        self.identities = [identity_of_build(one, build) for build in ("one", "two")]
+        self.saved: dict[bytes, tuple[int, float]] = {}
+        """By block, which build has saved it, and when."""
+
+    def save(self, build: int, seed: int) -> set[bytes]:
+        """Has a build save a block. Returns the blocks that were evicted until then."""
+        identity, store = self.identities[build], self._store
+        self.clock.now += 30.0
+        store.evictor.served = (identity,)
+        one_block = publication(
+            store, prompt(seed, BLOCK), root=root_hash(identity), layout=self._layout, end_kind=NodeKind.BLOCK
+        )
+        store.publish(of_root(one_block, structs.replace(one_block.root_record, identity=identity)))
+        with store.snapshot() as snapshot:
+            stored = {*snapshot.keys("usage")}
+        self.saved |= dict.fromkeys(sorted(stored - self.saved.keys()), (build, self.clock.now))
+        return self.saved.keys() - stored
+
+
+@pytest.mark.parametrize("state_bytes", [0, 1000])
+def test_of_two_builds_that_save_in_turns_each_keeps_what_it_has_just_saved(
+    tmp_path: Path, clock: Clock, state_bytes: int
+) -> None:
+    """To each, the state of the other is of no use. If the model has states, no block is until a checkpoint follows."""
+    builds, evicted = TwoBuilds(tmp_path, clock, state_bytes), dict[bytes, float]()
+    for number in range(60):
+        gone = builds.save(number % 2, number) - evicted.keys()
+        evicted |= sorted(((node, builds.saved[node][1]) for node in gone), key=itemgetter(1))
+    assert len(evicted) > 20
+    assert [*evicted.values()] == sorted(evicted.values())
+
+
+def test_what_another_build_has_not_used_for_an_hour_goes_first(tmp_path: Path, clock: Clock) -> None:
+    builds, seeds = TwoBuilds(tmp_path, clock), itertools.count()
+    for build, num_blocks in ((0, 10), (1, 5)):
+        for _ in range(num_blocks):
+            assert not builds.save(build, next(seeds))
+    clock.now += HOUR_S
+    while not (gone := builds.save(0, next(seeds))):
+        pass
+    assert {builds.saved[node][0] for node in gone} == {1}
 
 
 @pytest.mark.parametrize("refusals", [3, 1000])
