@@ -29,7 +29,7 @@ from diskprefix.model import plan_fingerprint
 from diskprefix.native import build
 from diskprefix.store.changes import Changes
 from diskprefix.store.purge import PurgeFilter
-from diskprefix.store.schema import ENCODED_PICTURES, ModelRecord, model_key
+from diskprefix.store.schema import ENCODED_PICTURES, ModelRecord, NodeKind, model_key
 from diskprefix.store.store import Store
 from diskprefix.tokens import TokenIds, root_hash
 from diskprefix.values import SHARED, CacheReport
@@ -108,7 +108,7 @@ def test_stored_blocks_are_computed_again_once_and_stay(opened: Opened, caplog: 
     second = opened("two")
     assert second.cache.must_recheck
     wait_for_recheck(second)
-    assert "2 stored prompts looked at" in caplog.text
+    assert "stored prompts compared" in caplog.text
     assert said(second).restored == 200
     assert not opened("two").cache.must_recheck
 
@@ -168,6 +168,52 @@ def test_a_build_that_computes_other_bits_gets_a_root_of_its_own_and_the_old_one
     assert content(back, old) == stored
     assert said(back).restored == 200
     assert opened("two").cache.root == own
+
+
+@pytest.mark.cases(4)
+@pytest.mark.parametrize("num_tokens", [70, 3000])
+@pytest.mark.parametrize("scope", ["full", "auto:30", "100"])
+def test_whatever_a_build_has_stored_other_bits_are_found(opened: Opened, num_tokens: int, scope: str) -> None:
+    """Also if no checkpoint is near the end of a prompt, or near its beginning."""
+    first = opened("one")
+    for seed in range(3):
+        assert done(run(first, tokens(num_tokens, seed), scope=scope, max_tokens=1)).cache
+    second = opened("two")
+    old = second.cache.root
+    find_difference(second)
+    assert has_own_root(second, old)
+
+
+@pytest.mark.parametrize("model", ["qwen3_next"], indirect=True)
+@pytest.mark.parametrize("when", ["before it is chosen", "after it was chosen"])
+def test_what_cannot_be_compared_is_not_taken_for_equal(
+    opened: Opened, when: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a checkpoint, nothing of a model with states can be restored, and its blocks are still there."""
+    said(opened("one"))
+    second, choose = opened("two"), Recheck._chosen
+    old, store = second.cache.root, second.cache.store
+
+    def evict_checkpoints() -> None:
+        with store.changes() as changes:
+            for name in [*changes.keys("usage")]:
+                if (node := changes.node(name)) and node.kind != NodeKind.BLOCK:
+                    changes.delete_node(name, node.parent)
+
+    def choose_first(self: Recheck) -> Any:
+        chosen = choose(self)
+        evict_checkpoints()
+        return chosen
+
+    monkeypatch.setattr(recheck, "_RETRY_S", 0.0)
+    if when == "before it is chosen":
+        evict_checkpoints()
+    else:
+        monkeypatch.setattr(Recheck, "_chosen", choose_first)
+    wait_for_recheck(second)
+    assert store.counts()["blocks"]
+    wait_for(lambda: has_own_root(second, old))
+    assert "can be compared" in caplog.text
 
 
 @pytest.mark.cases(1)
@@ -486,7 +532,7 @@ def test_daemons_of_other_builds_restore_what_has_their_bits(chat_model: Path, t
         with DaemonProcess(*flags, environment=environment, fresh=environment is not None) as daemon:
             said.append(ask(daemon.wait_ready(), "Name three rivers. ")["prefix_cache"])
             if name == "same bits":
-                daemon.wait_for_line("this version computes the bits of an earlier one: 1 stored prompt looked at")
+                daemon.wait_for_line("this version computes the bits of an earlier one: stored prompts? compared")
             daemon.wait_saved()
             daemon.stop()
     own, same, other = said

@@ -2,7 +2,8 @@
 
 A build has the same root as an earlier build if tiny models give equal bits with both (`model.bits`). This module finds
 differences that the tiny models do not show: if a computed block differs from the stored block, this build gets another
-root (`cache.build_bits`). Until the blocks are compared, stored state is restored, and nothing is saved.
+root (`cache.build_bits`), and also if nothing of the stored state can be compared. Until a block was compared, stored
+state is restored, and nothing is saved.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from collections.abc import Generator
 from concurrent.futures import Future
 from contextlib import suppress
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,26 +23,35 @@ from diskprefix.engine.idle.idle_work import IdleWork, Steps
 from diskprefix.errors import CacheError
 from diskprefix.kv.pages import Page
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.store.schema import NodeKind, node_kind, node_root
+from diskprefix.store.schema import NodeKind, is_unverified, node_kind, node_root
 from diskprefix.store.tree import PrefixTree
-from diskprefix.tokens import TokenIds, floor_to_grid
+from diskprefix.tokens import LEAST_TOKENS, TokenIds, floor_to_grid
 from diskprefix.units import counted
 from diskprefix.values import CacheOptions, Prompt, Scope, Tenant
 
 log = logging.getLogger("diskprefix")
 
-_PROMPTS, _MAX_TOKENS, _MAX_COMPUTED = 3, 4096, 1024
-"""The number of saved prompts to check, the most tokens that are restored for each, and the most tokens that are
-computed."""
+_PROMPTS, _LOOKED_AT = 3, 64
+"""The number of saved prompts to compare, and the most among which they are chosen."""
+_MAX_TOKENS, _MAX_COMPUTED = 4096, 1024
+"""If state can be cut anywhere, the most tokens that are restored for each prompt. The most tokens that are computed
+for each prompt but the first: one is compared whatever it takes, because it would have to be computed anyway if the
+stored state were not used."""
 _RETRY_S = 60.0
 """The minimum time between a failure and the next attempt."""
 
 
-class _PromptToCheck(NamedTuple):
-    """A prefix of a saved prompt."""
+class _StoredPrefix(NamedTuple):
+    """A prefix of a saved prompt, whose state can be restored at its end and after its first `start` tokens (0:
+    nothing is restored)."""
 
     tenant: Tenant
     token_ids: TokenIds
+    start: int
+
+    @property
+    def num_computed(self) -> int:
+        return len(self.token_ids) - self.start
 
 
 class Recheck:
@@ -49,9 +59,9 @@ class Recheck:
 
     def __init__(self, idle: IdleWork) -> None:
         self._idle, self._cache = idle, idle.cache
-        self._left: list[_PromptToCheck] | None = None
-        """The prompts that were not computed again yet; None before they are chosen."""
-        self._num_equal = self._num_failed = 0
+        self._left: list[_StoredPrefix] | None = None
+        """The prefixes that were not computed again yet; None before they are chosen."""
+        self._num_equal = 0
         self._retry_at = -math.inf
         """The time, on the clock of `time.monotonic`, of the next attempt after a failure."""
 
@@ -67,12 +77,11 @@ class Recheck:
         return self._compare_prompts() if self._cache.must_recheck and time.monotonic() >= self._retry_at else None
 
     def give_up(self, reason: str) -> None:
-        """Leaves out the prompt that failed. The comparison is still required."""
+        """Leaves out the prefix that failed. The comparison is still required."""
         log.info("[disk-cache] what an earlier version has stored is not computed again now: %s", reason)
         self._retry_at = time.monotonic() + _RETRY_S
         if self._left:
             self._left.pop()
-            self._num_failed += 1
 
     def _compare_prompts(self) -> Steps:
         if self._cache.bits.state == "unknown":
@@ -82,7 +91,11 @@ class Recheck:
         if self._left is None:
             yield (chosen := self._idle.submit_read(self._chosen))
             self._left = chosen.result()
-        # Bound: each round compares a prompt.
+            if self._left == []:
+                log.warning("[disk-cache] nothing that an earlier version has stored can be compared: it is not used")
+                self._cache.note_other_bits()
+                return
+        # Bound: each round compares a prefix.
         while self._left:
             is_equal = yield from self._is_equal(self._left[-1])
             # There is no `yield` between the comparison and its consequence, so a request that comes cannot hide a
@@ -91,70 +104,93 @@ class Recheck:
                 log.warning("[disk-cache] this version computes other bits than what is stored: it is used no more")
                 self._cache.note_other_bits()
                 return
-            self._left.pop()
-            self._num_equal += is_equal is True
-        if self._num_failed and not self._num_equal:
-            # Nothing was compared.
-            self._left, self._num_failed = None, 0
+            if is_equal is None:
+                self.give_up("it was evicted meanwhile")
+            else:
+                self._left.pop()
+                self._num_equal += 1
+        if self._left is not None and not self._num_equal:
+            # Nothing was compared, which is no sign of equal bits.
+            self._left = None
             return
         self._cache.note_same_bits()
-        found_equal = counted(self._num_equal, "stored prompt")
-        log.info("[disk-cache] this version computes the bits of an earlier one: %s looked at", found_equal)
+        if self._num_equal:
+            found_equal = counted(self._num_equal, "stored prompt")
+            log.info("[disk-cache] this version computes the bits of an earlier one: %s compared", found_equal)
 
-    def _chosen(self) -> list[_PromptToCheck]:
-        """Returns saved prompts of the model, of any tenant; without any, stored prefixes. On the reader's thread."""
-        chosen: list[_PromptToCheck] = []
+    def _chosen(self) -> list[_StoredPrefix] | None:
+        """Returns stored prefixes of the model, of any tenant, the one with the fewest tokens to compute last. Returns
+        None if an earlier build has stored nothing. On the reader's thread."""
         with self._cache.store.reads.snapshot() as snapshot:
-            tree = PrefixTree(snapshot)
-            own = dict[bytes, Tenant]()
+            tree, own = PrefixTree(snapshot), dict[bytes, Tenant]()
             for root, record in snapshot.roots():
                 with suppress(ValueError):
                     if self._cache.owner(tenant := Tenant.parse(record.tenant)).root == root:
                         own[root] = tenant
-            ends = [(name, entry.root) for name, entry in snapshot.entries() if entry.root in own]
-            if not ends:
-                # After a kill, a prompt may have blocks but no entry.
-                stored = ((name, node_root(value)) for name, value in snapshot.records("nodes") if _is_block(value))
-                ends = [*islice(((name, root) for name, root in stored if root in own), _PROMPTS)]
-            for name, root in ends[:: -(-len(ends) // _PROMPTS) or 1]:
-                with suppress(CacheError):
-                    nodes = tree.path(name).values()
-                    if any(node.is_unverified for node in nodes):
-                        # It tells nothing of an earlier build.
-                        continue
-                    ids = np.concatenate([node.token_ids for node in nodes])
-                    pictures = np.flatnonzero(ids < 0)
-                    chosen.append(_PromptToCheck(own[root], ids[: min([_MAX_TOKENS, *pictures[:1].tolist()])]))
-        return chosen
+            # State from a file tells nothing of an earlier build.
+            root_of = {
+                name: root
+                for name, value in snapshot.records("nodes")
+                if (root := node_root(value)) in own and node_kind(value) != NodeKind.GHOST and not is_unverified(value)
+            }
+            if not root_of:
+                return None
+            # After a kill, a prompt may have nodes but no entry.
+            ends = [name for name, _ in snapshot.entries() if name in root_of] or [*root_of]
+            found = (self._prefix_of(tree, name, own[root_of[name]]) for name in ends)
+            prefixes = [*islice((prefix for prefix in found if prefix is not None), _LOOKED_AT)]
+        prefixes.sort(key=lambda prefix: (prefix.num_computed, len(prefix.token_ids)))
+        others = [prefix for prefix in prefixes[1:_PROMPTS] if prefix.num_computed <= _MAX_COMPUTED]
+        return [*others[::-1], *prefixes[:1]]
 
-    def _is_equal(self, stored: _PromptToCheck) -> Generator[Future[Any] | None, None, bool | None]:
-        """Returns whether the last tokens of a prompt have the state that is stored; None if they cannot be computed
-        from the stored state before them."""
+    def _prefix_of(self, tree: PrefixTree, name: bytes, tenant: Tenant) -> _StoredPrefix | None:
+        """Returns a prefix of the prompt that ends at a node, None if none can be compared. If the model has states,
+        the prefix goes from a checkpoint, or the beginning, to the next checkpoint. Otherwise its last tokens are
+        computed."""
+        layout, size = self._cache.layout, self._cache.settings.block_size
+        try:
+            nodes, path = tree.entry(name).values(), tree.path(name).values()
+        except CacheError:
+            return None
+        if any(node.is_unverified for node in nodes):
+            return None
+        token_ids = np.concatenate([node.token_ids for node in path])
+        end = min([len(token_ids), *np.flatnonzero(token_ids < 0)[:1].tolist()])
+        if layout.states:
+            points = {node.end for node in nodes if node.kind != NodeKind.BLOCK and LEAST_TOKENS <= node.end <= end}
+            pairs = pairwise([0, *sorted(points)])
+            start, end = min(pairs, key=lambda pair: (pair[1] - pair[0], pair[1]), default=(0, 0))
+        else:
+            end = min(end, _MAX_TOKENS)
+            if end < len(token_ids) and layout.exact_at == "grid":
+                end = floor_to_grid(end, size)
+            start = floor_to_grid(end - 1, size)
+        return _StoredPrefix(tenant, token_ids[:end], start) if end >= LEAST_TOKENS else None
+
+    def _is_equal(self, stored: _StoredPrefix) -> Generator[Future[Any] | None, None, bool | None]:
+        """Returns whether the last tokens of a prefix have the state that is stored; None if it is not stored any
+        more."""
         options, token_ids = CacheOptions(scope=Scope("full"), tenant=stored.tenant, save=False), stored.token_ids
         with self._idle.restoring(self._idle.served, Prompt(token_ids), options) as whole:
             yield whole.reading
-            end, size = whole.num_restored(), self._cache.settings.block_size
-            before = token_ids[: max(1, floor_to_grid(end - 1, size))]
-            with self._idle.restoring(self._idle.served, Prompt(before), options) as again:
+            end = whole.num_restored()
+            before = Prompt(token_ids[: max(1, stored.start)])
+            with self._idle.restoring(self._idle.served, before, options) as again:
                 yield again.reading
                 start, sequence = again.num_restored(), again.sequence
-                if not 0 < end - start <= _MAX_COMPUTED:
+                if end < len(token_ids) or end - start > max(_MAX_COMPUTED, stored.num_computed):
                     return None
                 # Bound: each step computes at least one token.
                 while sequence.num_tokens < end:
-                    self._idle.compute_step(self._idle.served, sequence, token_ids[:end])
+                    self._idle.compute_step(self._idle.served, sequence, token_ids)
                     yield None
                 sequence.complete_pages()
                 return _has_state_of(sequence, whole.sequence, start, end)
 
 
-def _is_block(record: bytes | memoryview) -> bool:
-    return node_kind(record) == NodeKind.BLOCK
-
-
-def _has_state_of(sequence: KVSequence, other: KVSequence, start: int, end: int) -> bool:
+def _has_state_of(sequence: KVSequence, other: KVSequence, start: int, end: int) -> bool | None:
     """Returns whether two sequences have equal bits for the tokens from `start` to `end`, as far as windows need them,
-    and equal states."""
+    and equal states. Returns None if nothing was compared."""
     size, pairs = sequence.pool.block_size, list[tuple[Page, Page, slice]]()
     for number, table in enumerate(sequence.tables):
         first = max(start, table.group.first_needed(end))
@@ -165,4 +201,6 @@ def _has_state_of(sequence: KVSequence, other: KVSequence, start: int, end: int)
                 of_block = slice(max(first - block * size, 0) * width, min(end - block * size, size) * width)
                 pairs.append((own, stored, of_block))
     pairs += [(own, stored, slice(None)) for own, stored in zip(sequence.states, other.states, strict=True)]
-    return all(np.array_equal(own.rows[:, part], stored.rows[:, part]) for own, stored, part in pairs)
+    return (
+        all(np.array_equal(own.rows[:, part], stored.rows[:, part]) for own, stored, part in pairs) if pairs else None
+    )
