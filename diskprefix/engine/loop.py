@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from functools import partial
 
@@ -18,9 +19,12 @@ from diskprefix.engine.pictures.picture_rows import PictureRowsSource
 from diskprefix.engine.running_request import Reply, ReplyState
 from diskprefix.engine.scheduler import MAX_ROWS, NO_LIMIT, Chunk, Scheduler
 from diskprefix.engine.served_model import ServedModel
+from diskprefix.kv.page_cache import MemoryWait
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.tokens import Logits, TokenIds, floor_to_grid
 
+_REST_BESIDE = 7
+"""Beside requests, idle work rests for this multiple of the time of its last step."""
 _MIN_WAIT_S = 1.0
 """The minimum time that a request waits for the disk. It waits longer if computing the missing tokens takes longer."""
 
@@ -46,6 +50,8 @@ class Loop:
         """The final logits of fully stored prompts. They are loaded before the state. Filled on any thread."""
         self._idle = IdleWork(served, self._fetches.begin_read, inbox.wake)
         self._idle.tasks = [Recheck(self._idle), Ahead(self._idle, served.ahead)]
+        self._idle_at = -math.inf
+        """The time on the engine's clock before which nothing is done beside requests."""
         served.ahead.on_job = inbox.wake
         if served.draft is not None:
             served.draft.begin_read = self._fetches.begin_read
@@ -67,7 +73,8 @@ class Loop:
                 is_idle = not (step and self._compute_step(step)) and not has_encoded
                 # The encoder goes on for clients that have gone, but not once the inbox is stopped.
                 is_idle |= self._inbox.is_over
-                if is_idle and not self._inbox.is_over and self._works_ahead():
+                works = not self._inbox.is_over and self._works_ahead(is_idle=is_idle)
+                if is_idle and works:
                     continue
                 ahead_s = self._idle.wait_s if self._is_free else None
                 times = [s for s in (self._served.expires_in_s(), self._fetches.check_in_s, ahead_s) if s is not None]
@@ -86,12 +93,19 @@ class Loop:
         """True if there is no request and the model can compute."""
         return not self._active.requests and not self._inbox.queue_depth and self._served.in_memory.done()
 
-    def _works_ahead(self) -> bool:
-        """Does a piece of idle work while there is no request. Returns False if there is nothing to do."""
-        if not self._is_free:
+    def _works_ahead(self, *, is_idle: bool) -> bool:
+        """Does a piece of idle work while there is no request, or one that goes on beside requests: an eighth of the
+        time, unless the requests wait for something else. Returns False if there is nothing to do."""
+        is_beside, clock = not self._is_free, self._served.clock
+        if is_beside and not (self._idle.goes_beside and self._served.in_memory.done()):
+            return False
+        if not is_idle and clock() < self._idle_at:
             return False
         self._inbox.heartbeat.beat(MAX_ROWS)
-        return self._idle.work()
+        began = clock()
+        works = self._idle.work(is_beside=is_beside)
+        self._idle_at = clock() + _REST_BESIDE * (clock() - began)
+        return works
 
     # Between two steps.
 
@@ -120,6 +134,8 @@ class Loop:
         for reply in active.admit(waiting):
             with active.failing(reply.running):
                 self._start(reply)
+        if any(isinstance(waiter.wait, MemoryWait) for waiter in (*waiting, *active.waiting)):
+            self._idle.give_way()
 
     def _start(self, reply: Reply) -> None:
         """Begins to restore the stored state of a reply that has just got memory. If there is nothing to restore,

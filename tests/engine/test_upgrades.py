@@ -7,6 +7,7 @@ import runpy
 import shutil
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ from diskprefix.engine.idle import recheck
 from diskprefix.engine.idle.ahead_jobs import AheadModel
 from diskprefix.engine.idle.idle_work import IdleWork
 from diskprefix.engine.idle.recheck import Recheck
+from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.loop import Engine
-from diskprefix.engine.request import DoneEvent
+from diskprefix.engine.request import DoneEvent, Event
 from diskprefix.errors import StoreFull, StoreUnavailable
 from diskprefix.identity import identity_of_build, is_outdated
 from diskprefix.kv.sequence import KVSequence
@@ -470,6 +472,97 @@ def test_a_request_goes_before_the_recheck(opened: Opened, monkeypatch: pytest.M
     assert ran[0] == ran[1], "it began again"
     second.pages.forget_idle()
     wait_for(lambda: second.pages.pool.used_bytes == used)
+
+
+class BusyClient:
+    """Sends a request as soon as the last one was answered: the engine is never idle within the block."""
+
+    def __init__(self, inbox: Inbox) -> None:
+        self.num_answered, self._inbox, self._is_over = 0, inbox, False
+
+    def __enter__(self) -> BusyClient:
+        self._send()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over = True
+
+    def _send(self) -> None:
+        prompt = tokens(100, seed=1000 + self.num_answered % 3)
+        self._inbox.submit(request(prompt, max_tokens=8), self._on_event)
+
+    def _on_event(self, event: Event) -> None:
+        if isinstance(event, DoneEvent):
+            self.num_answered += 1
+            if not self._is_over:
+                self._send()
+
+
+@pytest.fixture
+def hours() -> list[float]:
+    """The hours by which an engine's clock is ahead, once `of_hours` is its clock."""
+    return [0.0]
+
+
+def of_hours(hours: list[float]) -> Callable[[], float]:
+    return lambda: time.perf_counter() + 3600 * hours[0]
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("num_tokens", [200, 3000])
+def test_a_daemon_that_is_never_idle_compares_after_an_hour_and_then_saves(
+    opened: Opened,
+    num_tokens: int,
+    hours: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Requests that come meanwhile neither wait for it nor have it begin again."""
+    caplog.set_level(logging.INFO)
+    said(opened("one"), num_tokens, max_tokens=1)
+    second, compute, computed = opened("two"), IdleWork.compute_step, list[tuple[int, int]]()
+    second.clock = of_hours(hours)
+    with running(second) as inbox, BusyClient(inbox) as client:
+
+        def note(self: IdleWork, model: AheadModel, sequence: KVSequence, token_ids: TokenIds) -> None:
+            computed.append((sequence.num_tokens, client.num_answered))
+            compute(self, model, sequence, token_ids)
+
+        monkeypatch.setattr(IdleWork, "compute_step", note)
+        wait_for(lambda: client.num_answered > 20)
+        assert second.cache.must_recheck
+        assert not computed
+        hours[0] = 1.1
+        wait_for(lambda: not second.cache.must_recheck)
+        answered = client.num_answered
+        wait_for(lambda: client.num_answered > answered + 5)
+    assert "computed again beside requests" in caplog.text
+    assert [start for start, _ in computed] == sorted({start for start, _ in computed})
+    assert len(computed) < 90 or computed[0][1] < computed[-1][1], "requests were answered meanwhile"
+    assert said(second, 300).saved == "queued"
+
+
+@pytest.mark.parametrize("model", ["qwen3_next"], indirect=True)
+def test_a_request_that_lacks_memory_does_not_wait_for_a_comparison_beside_it(
+    opened: Opened, hours: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said(opened("one"), 2000, max_tokens=1)
+    second, compute, large = opened("two", kv_memory=5 << 18), IdleWork.compute_step, list[Client]()
+    second.clock = of_hours(hours)
+    with running(second) as inbox:
+
+        def send(self: IdleWork, model: AheadModel, sequence: KVSequence, token_ids: TokenIds) -> None:
+            if not large:
+                hours[0] = 1.1
+                large.append(Client(inbox, request(tokens(second.max_positions - 20, seed=5), max_tokens=1)))
+            compute(self, model, sequence, token_ids)
+
+        monkeypatch.setattr(IdleWork, "compute_step", send)
+        wait_for(lambda: large and large[0].events and isinstance(large[0].events[-1], DoneEvent))
+        assert second.cache.must_recheck
+        hours[0] += 1
+        inbox.wake()
+        wait_for(lambda: not second.cache.must_recheck)
 
 
 @pytest.mark.cases(2)

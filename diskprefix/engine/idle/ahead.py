@@ -27,6 +27,8 @@ log = logging.getLogger("diskprefix")
 class Ahead:
     """The idle task that computes the jobs."""
 
+    goes_beside = False
+
     def __init__(self, idle: IdleWork, jobs: AheadJobs) -> None:
         self._idle, self._jobs = idle, jobs
         self._job: AheadJob | None = None

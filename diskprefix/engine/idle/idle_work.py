@@ -1,5 +1,5 @@
 """The work of the engine's thread while there is no request, in small steps. A request stops the work between two
-steps.
+steps, unless the work may go on beside requests.
 
 A task is a generator. It yields a future of the store that it waits for, or None after a step of the model.
 """
@@ -37,10 +37,14 @@ Steps: TypeAlias = "Generator[Future[Any] | None]"
 class IdleTask(Protocol):
     """A kind of idle work. `next_steps` returns the steps of the next piece of work, None if there is none. `give_up`
     drops a piece whose steps failed. A piece that was stopped begins again later. `wait_s` is the time in seconds after
-    which `next_steps` may return a piece without any event; None if it will not."""
+    which `next_steps` may return a piece without any event; None if it will not. `goes_beside`: the work begins and
+    goes on beside requests, because it has waited for too long."""
 
     @property
     def wait_s(self) -> float | None: ...
+
+    @property
+    def goes_beside(self) -> bool: ...
 
     def next_steps(self) -> Steps | None: ...
 
@@ -60,13 +64,14 @@ class IdleWork:
         self._reading: Future[Any] | None = None
         self._running: tuple[IdleTask, Steps] | None = None
 
-    def work(self) -> bool:
-        """Computes some tokens. Returns False if there is nothing to do, or if the work waits for the disk."""
+    def work(self, *, is_beside: bool) -> bool:
+        """Computes some tokens, with `is_beside` beside requests. Returns False if there is nothing to do, or if the
+        work waits for the disk."""
         if self._reading is not None and not self._reading.done():
             return False
         if self._running is None and self.cache.store.reads.stalled is None:
-            begun = ((task, steps) for task in self.tasks if (steps := task.next_steps()) is not None)
-            self._running = next(begun, None)
+            tasks = (task for task in self.tasks if task.goes_beside or not is_beside)
+            self._running = next(((task, steps) for task in tasks if (steps := task.next_steps()) is not None), None)
         if self._running is None:
             return False
         task, steps = self._running
@@ -90,14 +95,31 @@ class IdleWork:
         wait_s = min(waits)
         return wait_s if self.cache.store.reads.stalled is None else max(_STALLED_S, wait_s)
 
+    @property
+    def goes_beside(self) -> bool:
+        """Returns whether there may be work beside requests."""
+        return any(task.goes_beside for task in self.tasks)
+
     def stop(self) -> None:
-        """Stops the running task, which gives its memory back, because a request has come."""
+        """Stops the running task, because a request has come, unless it goes on beside requests."""
+        if self._running is not None and not self._running[0].goes_beside:
+            self._end_task()
+
+    def give_way(self) -> None:
+        """Stops the running task, because a request lacks memory."""
+        if self._running is not None:
+            task, _ = self._running
+            self._end_task()
+            task.give_up("requests need its memory")
+
+    def _end_task(self) -> None:
+        """Ends the running task, which gives its memory back."""
         if self._running is not None:
             self._running[1].close()
             self._running = self._reading = None
 
     def close(self) -> None:
-        self.stop()
+        self._end_task()
         self._reader.shutdown(wait=False, cancel_futures=True)
 
     def submit_read(self, read: Callable[[], Any]) -> Future[Any]:

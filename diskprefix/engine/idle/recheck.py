@@ -1,4 +1,4 @@
-"""Computes a few stored blocks again after an upgrade, while the engine is idle.
+"""Computes a few stored blocks again after an upgrade, while the engine is idle, or beside requests if it never is.
 
 A build has the same root as an earlier build if tiny models give equal bits with both (`model.bits`). This module finds
 differences that the tiny models do not show: if a computed block differs from the stored block, this build gets another
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Generator
 from concurrent.futures import Future
 from contextlib import suppress
@@ -39,6 +38,9 @@ for each prompt but the first: one is compared whatever it takes, because it wou
 stored state were not used."""
 _RETRY_S = 60.0
 """The minimum time between a failure and the next attempt."""
+_IDLE_WITHIN_S = 3600.0
+"""The seconds after the start within which the engine must have been idle for long enough. Then the comparison goes on
+beside requests: nothing is saved before it."""
 
 
 class _StoredPrefix(NamedTuple):
@@ -62,8 +64,16 @@ class Recheck:
         self._left: list[_StoredPrefix] | None = None
         """The prefixes that were not computed again yet; None before they are chosen."""
         self._num_equal = 0
-        self._retry_at = -math.inf
-        """The time, on the clock of `time.monotonic`, of the next attempt after a failure."""
+        self._since, self._retry_at = self._now, -math.inf
+        """The times, on the engine's clock, of the start and of the next attempt after a failure."""
+
+    @property
+    def _now(self) -> float:
+        return self._idle.served.clock()
+
+    @property
+    def goes_beside(self) -> bool:
+        return self._cache.must_recheck and self._now - self._since > _IDLE_WITHIN_S
 
     @property
     def wait_s(self) -> float | None:
@@ -71,15 +81,15 @@ class Recheck:
         wakes the engine."""
         if self._retry_at == -math.inf or not self._cache.must_recheck:
             return None
-        return max(0.0, self._retry_at - time.monotonic())
+        return max(0.0, self._retry_at - self._now)
 
     def next_steps(self) -> Steps | None:
-        return self._compare_prompts() if self._cache.must_recheck and time.monotonic() >= self._retry_at else None
+        return self._compare_prompts() if self._cache.must_recheck and self._now >= self._retry_at else None
 
     def give_up(self, reason: str) -> None:
         """Leaves out the prefix that failed. The comparison is still required."""
         log.info("[disk-cache] what an earlier version has stored is not computed again now: %s", reason)
-        self._retry_at = time.monotonic() + _RETRY_S
+        self._retry_at = self._now + _RETRY_S
         if self._left:
             self._left.pop()
 
@@ -95,6 +105,8 @@ class Recheck:
                 log.warning("[disk-cache] nothing that an earlier version has stored can be compared: it is not used")
                 self._cache.note_other_bits()
                 return
+        if self._left and self.goes_beside:
+            log.info("[disk-cache] what an earlier version has stored is computed again beside requests")
         # Bound: each round compares a prefix.
         while self._left:
             is_equal = yield from self._is_equal(self._left[-1])
