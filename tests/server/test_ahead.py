@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import threading
 from collections.abc import Iterator
@@ -203,6 +204,26 @@ def test_work_ahead_gives_way_to_other_programs(tmp_path: Path, monkeypatch: pyt
     clock.now = 62.0
     assert jobs.next() is job, "it looks again"
     assert jobs.figures["paused"] is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel counts on Linux")
+@pytest.mark.parametrize("number", ["2", "3"])
+def test_other_programs_are_seen_whatever_threads_end(
+    number: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an ended thread had used counts no more, and its number may be that of a new one."""
+    monkeypatch.setattr(cpu_waits, "_LONG", 0.2)
+    monkeypatch.setattr(cpu_waits, "_TASKS", tmp_path)
+    write_times(tmp_path, "1", 5.0, 9.0)
+    write_times(tmp_path, "2", 300.0, 70.0)
+    waits = CpuWaits()
+    waits.begin()
+    shutil.rmtree(tmp_path / "2")
+    write_times(tmp_path, number, 0.1, 0.0)
+    write_times(tmp_path, "1", 6.0, 10.0)
+    assert waits.are_long()
+    write_times(tmp_path, "1", 9.0, 10.1)
+    assert not waits.are_long()
 
 
 @pytest.mark.parametrize(("load", "are_long"), [((0.5, 0, 0), False), ((1e6, 0, 0), True)])
