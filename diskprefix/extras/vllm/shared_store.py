@@ -35,7 +35,8 @@ class SharedStore(TieredStore):
             if self.num_users:
                 return True
             _open.pop(_key(self.settings), None)
-        return self.close(_CLOSE_TIMEOUT_S)
+            # Whoever opens the path meanwhile waits: the file is open until this returns.
+            return self.close(_CLOSE_TIMEOUT_S)
 
 
 _lock = threading.Lock()

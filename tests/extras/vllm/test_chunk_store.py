@@ -8,7 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -225,6 +225,29 @@ def test_a_path_is_opened_once_and_closed_by_its_last_user(tmp_path: Path) -> No
     again = open_shared(settings)
     assert again is not worker
     assert again.release()
+
+
+def test_a_path_that_is_opened_while_it_is_closed_is_opened_after_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = connector_settings({"kv_cache_dir": str(tmp_path / "kv"), "kv_cache_budget": "64MiB"}, 16)
+    first, close = open_shared(settings), SharedStore.close
+    with ThreadPoolExecutor(1) as other:
+        opened: list[Future[SharedStore]] = []
+
+        def open_first(self: SharedStore, timeout_s: float) -> bool:
+            opened.append(other.submit(open_shared, settings))
+            # Time for a thread that does not wait; one that waits is not done.
+            wait(opened, 0.3)
+            return close(self, timeout_s)
+
+        monkeypatch.setattr(SharedStore, "close", open_first)
+        assert first.release()
+        monkeypatch.undo()
+        (second,) = (future.result() for future in opened)
+        assert second is not first
+        assert second.store.counts()["blocks"] == 0
+        assert second.release()
 
 
 def test_a_buffer_is_used_again_once_its_last_view_is_gone() -> None:
