@@ -16,8 +16,12 @@ import pytest
 
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.engine.inbox import Inbox
+from diskprefix.errors import StoreUnavailable
+from diskprefix.store.environment import Environment
 from diskprefix.store.statistics.savings import SavingsLog
-from tests.faults.interleavings import threads
+from tests.faults.interleavings import threads, world
+from tests.faults.interleavings.bucket import SimulatedBucket
+from tests.faults.interleavings.kept_seeds import KEPT_SEEDS
 from tests.faults.interleavings.mutants import MUTANTS, Mutant
 from tests.faults.interleavings.task_scheduler import Stuck, TaskScheduler
 from tools.faults.interleavings import run_histories
@@ -33,6 +37,11 @@ def test_in_no_history_is_a_reply_wrong_or_lost(first: int, tmp_path: Path) -> N
     assert (found.histories, found.failures) == (20, [])
     kinds = ("purge", "kill", "stop", "from disk", "from memory", "use_tool", "start_beside", "meet_a_hang")
     assert all(found.events[kind] for kind in (*kinds, "meet_a_strangers_purge"))
+
+
+def test_no_history_that_failed_once_fails_again(tmp_path: Path) -> None:
+    found = run_histories(KEPT_SEEDS, tmp_path)
+    assert (found.histories, found.failures) == (len(KEPT_SEEDS), [])
 
 
 @pytest.mark.cases(1)
@@ -137,3 +146,61 @@ def test_the_package_has_its_own_threads_and_clock_again_behind_a_history() -> N
         pass
     assert SavingsLog.__init__.__globals__["threading"].__name__ == "threading"
     assert not hasattr(SavingsLog.__init__.__globals__["threading"], "_real")
+
+
+def in_a_history(work: Callable[[world.Disk], None]) -> None:
+    """Runs `work` as the only task of a history without events."""
+    failures, disk, scheduler = list[BaseException](), world.Disk(), TaskScheduler(0, 0.0)
+
+    def first() -> None:
+        try:
+            work(disk)
+        except BaseException as error:  # noqa: BLE001 (raised below)
+            failures.append(error)
+
+    with world.patched(), threads.running(scheduler):
+        world.use(disk, SimulatedBucket(), 1 << 20)
+        try:
+            scheduler.run(first)
+        finally:
+            world.kill_all()
+    for error in failures:
+        raise error
+
+
+def records_of(path: Path, *, read_only: bool) -> list[str]:
+    """Opens "one" and "two" as a process does, and returns the keys in both. Writes their names into them first unless
+    `read_only`."""
+    env = Environment(path, budget_bytes=1 << 20, read_only=read_only, max_databases=4)
+    env.open_databases(["one", "two"])
+    if not read_only:
+        with env.transaction(write=True) as txn:
+            for name in ("one", "two"):
+                txn.put(name.encode(), b"", db=env.databases[name])
+    with env.transaction() as txn:
+        found = [bytes(key) for name in ("one", "two") for key, _ in txn.cursor(env.databases[name])]
+    assert env.close()
+    return [key.decode() for key in found]
+
+
+def test_a_process_that_only_reads_may_open_the_file_first(tmp_path: Path) -> None:
+    def work(_disk: world.Disk) -> None:
+        assert records_of(tmp_path, read_only=False) == ["one", "two"]
+        assert records_of(tmp_path, read_only=True) == ["one", "two"]
+
+    in_a_history(work)
+
+
+def test_a_database_that_was_opened_by_a_write_that_failed_is_opened_again(tmp_path: Path) -> None:
+    def work(disk: world.Disk) -> None:
+        records_of(tmp_path, read_only=False)
+        failed = Environment(tmp_path, budget_bytes=1 << 20, read_only=False, max_databases=4)
+        disk.failing = 1.0
+        with pytest.raises(StoreUnavailable, match="Input/output error"):
+            failed.open_databases(["two"])
+        disk.failing = 0.0
+        # The file stays open meanwhile.
+        assert records_of(tmp_path, read_only=False) == ["one", "two"]
+        assert failed.close()
+
+    in_a_history(work)

@@ -11,6 +11,8 @@ readers of a killed process, and maps of different sizes.
 from __future__ import annotations
 
 import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,20 @@ class _File:
     env: Any
     writing: SimulatedLock = field(default_factory=SimulatedLock)
     databases: dict[bytes, Any] = field(default_factory=dict)
+    opened: dict[bytes, Any] = field(default_factory=dict)
+    """The databases that the running write transaction has opened. LMDB closes them again if it is rolled back."""
     num_users: int = 0
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Takes the lock between writers for the block, which commits a transaction, or raises what rolls it back."""
+        self.writing.acquire()
+        try:
+            yield
+            self.databases |= self.opened
+        finally:
+            self.opened.clear()
+            self.writing.release()
 
 
 _files: dict[tuple[int, int], _File] = {}
@@ -54,18 +69,16 @@ class SharedEnvironment:
         self.file.num_users += 1
 
     def open_db(self, name: bytes, *, txn: Any, create: bool) -> Any:
-        known = self.file.databases
-        if name not in known and txn is not None:
-            known[name] = self.file.env.open_db(name, txn=txn, create=create)
-        elif name not in known:
-            # One that only reads begins no write, and LMDB opens databases in one transaction at a time.
-            self.file.writing.acquire()
-            try:
-                with self.file.env.begin() as reading:
-                    known[name] = self.file.env.open_db(name, txn=reading, create=create)
-            finally:
-                self.file.writing.release()
-        return known[name]
+        file = self.file
+        if name not in file.databases and txn is not None:
+            file.opened[name] = file.env.open_db(name, txn=txn, create=create)
+            return file.opened[name]
+        if name not in file.databases:
+            # One that only reads. The Python package begins a write transaction, as this environment is for both: it
+            # resets a transaction that reads instead of committing it, and LMDB closes what that has opened.
+            with file.changing():
+                file.opened[name] = file.env.open_db(name, create=create)
+        return file.databases[name]
 
     def close(self) -> None:
         self.file.num_users -= 1

@@ -8,7 +8,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -145,15 +145,13 @@ def _simulated_transaction(self: Environment, *, write: bool = False) -> Iterato
 def _waiting_to_write(env: Environment, shared: Any) -> Iterator[None]:
     """Takes the lock between writers. Meanwhile the environment knows that it waits, as beside other processes."""
     one, waiting = id(scheduler().current), env.write_lock._waiting
-    waiting[one] = scheduler().now
-    try:
-        shared.file.writing.acquire()
-    finally:
-        del waiting[one]
-    try:
+    with ExitStack() as held:
+        waiting[one] = scheduler().now
+        try:
+            held.enter_context(shared.file.changing())
+        finally:
+            del waiting[one]
         yield
-    finally:
-        shared.file.writing.release()
 
 
 def _require_reader(task: Task | None) -> None:

@@ -1,0 +1,12 @@
+"""The seeds of histories that failed once, and what each of them said.
+
+A seed decides in which order threads continue, so it stays the history that it was until code on its way stops threads
+at other places. From then on it is one more random history, and the mutant of the same protection (`mutants.py`) is
+what finds the fault again.
+"""
+
+from __future__ import annotations
+
+KEPT_SEEDS = {
+    7305355: "mdb_stat: Invalid argument",
+}
