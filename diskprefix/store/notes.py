@@ -269,8 +269,8 @@ class Notes:
     def _in_memory(self, key: bytes) -> tuple[bool, bytes | None]:
         """Returns whether memory knows the answer, and the note's value (None: it is deleted). The caller holds the
         lock."""
-        if key in self._waiting:
-            return True, self._waiting[key].value
+        if (note := self._waiting.get(key)) is not None and not (note.value and self._store.epochs.is_over(note.epoch)):
+            return True, note.value
         if key not in self._recent:
             return False, None
         epoch, value = self._recent[key]

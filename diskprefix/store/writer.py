@@ -151,19 +151,21 @@ class Writer:
     ) -> None:
         """Queues a publication after the others of its save. `holds` keep its payloads, and are released when it is
         written or lost. Its nodes are visible at once. Of a failed save, only the seen prompt is written; nothing is
-        written if too many saves wait or the thread has ended. With `is_last`, ends the save."""
+        written if its epoch is over, too many saves wait or the thread has ended. With `is_last`, ends the save."""
         publication = _queued(publication, holds)
         with self._changed:
             save.is_finished |= is_last
             is_refused = self._has_ended or (save not in self._saves and len(self._saves) >= _MAX_SAVES)
-            if is_refused:
+            if is_over := self._store.epochs.is_over(save.epoch):
+                self._drop_outdated(save)
+            elif is_refused:
                 self.fail(save, "" if self._has_ended else "too many prompts wait for the disk")
             self._num_held += bool(holds)
             if save.has_failed:
                 self._to_release.append((publication, frozenset()))
                 self._release_holds()
                 publication = publication.without_nodes()
-            if not save.has_failed or (publication.prompt is not None and not is_refused):
+            if not save.has_failed or (publication.prompt is not None and not (is_refused or is_over)):
                 save.has_nodes |= bool(publication.nodes)
                 save.waiting.append(publication)
                 self._saves[save] = None
@@ -205,12 +207,8 @@ class Writer:
     def drop_outdated(self) -> None:
         """Drops the waiting publications and notes of requests whose epoch is over. From now on they are visible to no
         reader."""
-        epochs = self._store.epochs
         with self._changed:
-            for save in [save for save in self._saves if save.waiting and epochs.is_over(save.epoch)]:
-                self.fail(save, OUTDATED, 0, keeps_prompt=False)
-                # The transaction will refuse the publication that is being written. It must not be visible meanwhile.
-                self._hide([node for publication in save.waiting for node in publication.nodes])
+            self._drop_all_outdated()
         self.notes.drop_outdated()
 
     def drop_pages(self) -> bool:
@@ -233,9 +231,11 @@ class Writer:
 
     @contextmanager
     def view(self) -> Iterator[Mapping[bytes, NewNode]]:
-        """Yields `pending`. Its payloads are held until the end of the block."""
+        """Yields `pending`, without the nodes of epochs that are over. Its payloads are held until the end of the
+        block."""
         view = object()
         with self._changed:
+            self._drop_all_outdated()
             pending = self._views[view] = self.pending
         try:
             yield pending
@@ -370,6 +370,18 @@ class Writer:
         frees_pages = any(hold.frees() for hold in publication.holds)
         return not is_writing and frees_pages and not self._views_of(publication)
 
+    def _drop_all_outdated(self) -> None:
+        """Drops the saves whose epoch is over. Nothing else hides them before the thread comes to them, and it may be
+        waiting for the disk."""
+        over = {epoch for epoch in {save.epoch for save in self._saves} if self._store.epochs.is_over(epoch)}
+        for save in [save for save in self._saves if save.waiting and save.epoch in over]:
+            self._drop_outdated(save)
+
+    def _drop_outdated(self, save: Save) -> None:
+        self.fail(save, OUTDATED, 0, keeps_prompt=False)
+        # The transaction will refuse the publication that is being written. It must not be visible meanwhile.
+        self._hide([node for publication in save.waiting for node in publication.nodes])
+
     def _hide_publications(self, done: Sequence[Publication]) -> None:
         """Hides publications that were written or are lost. Their holds are released once no view shows them."""
         self._hide([node for publication in done for node in publication.nodes])
@@ -378,8 +390,9 @@ class Writer:
         self._release_holds()
 
     def _hide(self, nodes: Sequence[NewNode]) -> None:
-        hidden = {node.name for node in nodes}
-        self.pending = MappingProxyType({name: node for name, node in self.pending.items() if name not in hidden})
+        # Another save may wait with a node of the same name.
+        hidden = set(nodes)
+        self.pending = MappingProxyType({name: node for name, node in self.pending.items() if node not in hidden})
 
     def _views_of(self, publication: Publication) -> frozenset[object]:
         """Returns the views that show a node of a publication."""

@@ -99,6 +99,18 @@ def test_a_deletion_is_settled_once_it_is_in_the_store(store: Store) -> None:
     assert num_stored(store) == 0
 
 
+@pytest.mark.parametrize("kind", [RESPONSE, TURN])
+def test_a_note_that_waits_is_gone_as_soon_as_a_purge_is_read(store: Store, kind: NoteKind) -> None:
+    notes = new_notes(store)
+    assert of(notes).put(kind, "one", b"purged")
+    with store.changes() as changes:
+        changes.record_purge()
+    assert of(notes).recent(kind, "one") == (True, b"purged")
+    store.read_epochs()
+    assert of(notes).recent(kind, "one") == (False, None)
+    assert of(notes).get(kind, "one") is None
+
+
 @pytest.mark.parametrize("left", ["blocks", "a recent prompt", "another note"])
 def test_the_record_of_a_root_stays_while_something_is_stored_under_it(store: Store, left: str) -> None:
     notes, pub = new_notes(store), publication(store, prompt(1, BLOCK))

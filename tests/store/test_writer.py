@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from diskprefix.errors import StoreCorrupt, StoreFull, StoreUnavailable
 from diskprefix.store import environment
 from diskprefix.store import writer as writer_module
-from diskprefix.store.changes import Changes, SmallWrite
+from diskprefix.store.changes import Changes, NewNode, SmallWrite
 from diskprefix.store.environment import Environment
 from diskprefix.store.folder import FolderUnavailable
 from diskprefix.store.note_record import NoteKind, note_key
@@ -25,7 +25,7 @@ from diskprefix.store.schema import ModelRecord, NodeKind
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.statistics import savings
 from diskprefix.store.statistics.savings import Tally, read_savings
-from diskprefix.store.store import Publication, Store
+from diskprefix.store.store import OUTDATED, Publication, Store
 from diskprefix.store.verify import remove_problems, verify_index
 from diskprefix.store.writer import Writer
 from tests.store.building import BLOCK, Clock, is_whole, open_store, prompt, publication
@@ -360,6 +360,37 @@ def test_closed_writer_loses_and_releases_new_publications(store: Store) -> None
     save = submit_all(writer, [publication(store, prompt(1, BLOCK))], [pages])
     assert (pages.num_released, save.has_failed, writer.dropped) == (1, True, 1)
     assert (writer.pending_bytes, writer.num_pending, len(writer.pending)) == (0, 0, 0)
+
+
+def shown(writer: Writer) -> list[NewNode]:
+    with writer.view() as pending:
+        return list(pending.values())
+
+
+def test_nodes_of_an_epoch_that_is_over_are_not_shown_whenever_they_are_queued(
+    store: Store, writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, pages = Gate(store, monkeypatch), [Pages() for _ in range(3)]
+    being_written, waiting, late = (publication(store, prompt(seed, BLOCK)) for seed in range(3))
+    saves = [submit_all(writer, [pub], [hold]) for pub, hold in zip((being_written, waiting), pages, strict=False)]
+    wait_for(lambda: writer._writing is saves[0])
+    assert set(shown(writer)) == {*being_written.nodes, *waiting.nodes}
+    with store.changes() as changes:
+        changes.record_purge()
+    store.read_epochs()
+    # Nobody has told the writer.
+    assert shown(writer) == []
+    saves.append(submit_all(writer, [late], pages[2:]))
+    assert shown(writer) == []
+    # The same prompt in the new epoch, while the purged one is still being written.
+    again = publication(store, prompt(0, BLOCK))
+    submit(writer, again)
+    assert shown(writer) == [*again.nodes]
+    gate.open.set()
+    assert writer.flush(30)
+    assert [save.lost for save in saves] == [OUTDATED] * 3
+    assert [hold.num_released for hold in pages] == [1, 1, 1]
+    assert [is_whole(store, pub) for pub in (again, waiting, late)] == [True, False, False]
 
 
 def test_closing_stops_at_the_time_limit_and_counts_unwritten_saves(

@@ -184,9 +184,10 @@ MUTANTS: dict[str, Mutant] = {
         (
             (Store, "_require_epoch", lambda _self, _snapshot, _publication: None),
             (Writer, "_left_of", lambda _self, save: save.waiting[0]),
-            (Writer, "drop_outdated", lambda _self: None),
+            (Writer, "_drop_outdated", lambda _self, _save: None),
         ),
     ),
+    "the epoch of what waits to be written": Mutant(_FOUND, ((Writer, "_drop_outdated", lambda _self, _save: None),)),
     "the epoch of a note": Mutant(
         "is found, and was purged",
         ((notes, "epochs_of", lambda _snapshot, _names: NEVER_OVER), (Notes, "drop_outdated", lambda _self: None)),
