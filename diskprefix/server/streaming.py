@@ -16,7 +16,7 @@ from diskprefix.api.dialect import ReplyWriter, StreamEvent, json_text
 from diskprefix.api.reply import EndEvent, ReplyEvent, ReplyReader, whole_reply
 from diskprefix.engine.request import DoneEvent
 from diskprefix.errors import DiskPrefixError
-from diskprefix.server.error_replies import StreamForm, early_failure, note_failure, stream_form
+from diskprefix.server.error_replies import StreamForm, early_failure, error_response, note_failure, stream_form
 from diskprefix.server.generation import Generation, Generations, disconnected
 from diskprefix.server.log_context import CLIENT_CLOSED_REQUEST, log_context
 
@@ -124,8 +124,9 @@ class KeepAliveResponse(Response):
     """Sends headers and signs of life before the response is ready, so that clients do not give up. JSON may begin with
     blanks.
 
-    The status is 200. If the request fails later, a stream ends with an event of the error. Without a stream the
-    connection is closed before the end of the body: clients report a broken connection, and take no error for a reply.
+    The status is 200. If the request fails later, a stream ends with an event of the error. Without a stream the error
+    is the JSON object. After one that may pass, the connection is closed before the end of the body: clients repeat a
+    request whose connection broke, as they would have after the status of the error.
     """
 
     def __init__(
@@ -166,10 +167,13 @@ class KeepAliveResponse(Response):
             response = self._preparing.result()
         except DiskPrefixError as error:
             note_failure(scope, error, "a reply ended early")
-            if self._is_stream:
+            if not self._is_stream:
+                body = bytes(error_response(scope, error).body)
+            else:
                 writer = self._writer
                 body = early_failure(scope, error) if writer is None else _encoded(writer.failure(error))
-                await send({"type": "http.response.body", "body": body, "more_body": False})
+            is_repeated = not self._is_stream and (error.http_status >= 500 or error.http_status == 429)
+            await send({"type": "http.response.body", "body": body, "more_body": is_repeated})
             return
         has_failed = False
 

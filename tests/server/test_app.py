@@ -156,6 +156,29 @@ def test_a_waiting_request_gets_signs_of_life_and_its_result(
         assert json.loads(whole)["choices"][0]["message"]["content"] == "Hello world"
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/messages", "/v1/responses", "/api/chat"])
+def test_what_is_wrong_in_a_request_is_told_as_json_also_after_signs_of_life(
+    chat_model: Path, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    body = {"model": "another", "stream": False}
+    body |= {"input": "hello"} if path == "/v1/responses" else HELLO | {"prompt": "hello", "max_tokens": 5}
+    load = SlowLoad(engine)
+    with started_app(chat_model, load) as server, server.client() as client:
+        with monkeypatch.context() as patched:
+            patched.setattr(streaming, "KEEPALIVE_S", 0.01)
+            with client.stream("POST", path, json=body) as answer:
+                parts = answer.iter_raw()
+                signs = next(parts)
+                load.go_on.set()
+                late = b"".join([signs, *parts])
+        early = client.post(path, json=body)
+    assert (answer.status_code, early.status_code) == (200, 404)
+    told = [json.loads(text) for text in (late, early.content)]
+    assert [each.pop("request_id", "") != "" for each in told] == [path == "/v1/messages"] * 2
+    assert told[0] == told[1]
+    assert "another" in str(told[0]["error"])
+
+
 def test_a_client_that_leaves_while_the_model_loads_gives_its_place_back(
     chat_model: Path, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -191,15 +191,25 @@ def test_a_slow_reply_is_json_after_blanks(num_waits: int) -> None:
     assert sent.is_whole
 
 
-def test_a_late_error_breaks_off_the_body_and_is_logged_with_its_key(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize(
+    ("error", "is_repeated"),
+    [
+        (InvalidRequest("no", param="messages", code="constraint_too_complex"), False),
+        (DiskPrefixError("it failed"), True),
+        (NotReady("the daemon is stopping"), True),
+        (QueueFull("full", retry_after_s=1), True),
+    ],
+)
+def test_a_late_error_is_the_json_object_and_only_one_that_may_pass_breaks_off_the_body(
+    error: DiskPrefixError, is_repeated: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A client takes that for a failure of the connection, and never for a reply."""
-    sent = whole(Prepared(None, None, HELLO[0], DiskPrefixError("the daemon is stopping")))
-    assert sent.status == 200
-    assert sent.body.strip() == b""
-    assert not sent.is_whole
-    assert sent.context.error == "the daemon is stopping"
+    """Clients repeat a request whose connection broke."""
+    sent = whole(Prepared(None, None, HELLO[0], error))
+    assert (sent.status, sent.is_whole) == (200, not is_repeated)
+    assert sent.body.startswith(b"\n")
+    told = json.loads(sent.body)["error"]
+    assert (told["message"], told["param"], told["code"]) == (error.message, error.param, error.code)
+    assert sent.context.error == error.message
     assert f"{sent.context.request_id} of alice" in caplog.text
 
 
