@@ -1,7 +1,7 @@
 """The key of a user, made at its first use, in a file that only the user can read.
 
-The tenant of the user's programs at their own daemon without API keys is made from it. Agents and commands send it to
-such daemons, which use it as the tenant if the kernel does not name the user.
+The tenant of the user's programs at their own daemon without API keys is made from it. It is never sent: what a daemon
+gets is derived from it and from the daemon's address.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ _BYTES = 32
 _SECRET = re.compile(r"[0-9a-f]{64}\n")
 
 
-def user_key(daemon: str | None = None) -> str:
-    """Returns the key for this user's daemons, or a key derived for the address of another `daemon`, whose owner thus
-    learns no other key. Raises `SettingsError` if the file cannot be made, or if others can read it."""
-    key = _secret()
-    return key if daemon is None else hmac.new(key.encode(), daemon.encode(), "sha256").hexdigest()
+def user_key(daemon: str) -> str:
+    """Returns the key to send to the daemon at an address, whose owner thus learns no other key of this user. Raises
+    `SettingsError` if the file cannot be made, or if others can read it."""
+    return hmac.new(_secret().encode(), daemon.encode(), "sha256").hexdigest()
 
 
 def user_tenant() -> Tenant:
     """Returns the tenant of this user's programs at the user's own daemons without API keys. Raises as `user_key`."""
-    return Tenant.of_key(user_key())
+    return Tenant.of_owner(_secret())
 
 
 def is_users() -> Callable[[str], bool]:

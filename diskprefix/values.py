@@ -107,6 +107,12 @@ class Tenant:
         """Returns the tenant of an API key, or of the bearer that a client sends to a daemon without API keys."""
         return cls((id_of("api key", api_key),))
 
+    @classmethod
+    def of_owner(cls, secret: str) -> Tenant:
+        """Returns the tenant of a daemon's own user without API keys. `secret` is never sent, and no bearer makes this
+        tenant."""
+        return cls((id_of("owner", secret),))
+
     def of_other_user(self, user: int) -> Tenant:
         """Returns the tenant of another user of the machine, at a daemon whose own user is this tenant."""
         return Tenant((id_of("user", f"{user} {self}"),))

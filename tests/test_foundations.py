@@ -126,14 +126,16 @@ def test_a_value_is_found_by_another_memo_of_the_same_version_only() -> None:
 # The key of a user.
 
 
+DAEMON = "127.0.0.1:8642"
+
+
 def test_a_user_has_one_key_which_others_cannot_read_and_other_daemons_are_not_told(home: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
-        drawn = set(pool.map(lambda _: user_key(), range(32)))
-    assert drawn == {(home / "key").read_text().strip()}
-    assert ((home / "key").stat().st_mode & 0o777, len(user_key())) == (0o600, 64)
-    theirs = {user_key("127.0.0.1:8642"), user_key("127.0.0.1:8643")}
-    assert len(theirs | drawn) == 3
-    assert user_key("127.0.0.1:8642") in theirs
+        drawn = set(pool.map(lambda _: user_key(DAEMON), range(32)))
+    secret = (home / "key").read_text().strip()
+    assert ((home / "key").stat().st_mode & 0o777, len(secret)) == (0o600, 64)
+    assert drawn == {user_key(DAEMON)}
+    assert len(drawn | {user_key("127.0.0.1:8643"), secret}) == 3
 
 
 @pytest.mark.parametrize(
@@ -156,10 +158,10 @@ def test_a_file_that_holds_no_key_or_that_others_may_read_is_refused(
         (home / "key").chmod(mode)
     if words is None:
         # The process that made the file was killed before it wrote.
-        assert len(user_key()) == 64
+        assert len(user_key(DAEMON)) == 64
         return
     with pytest.raises(SettingsError, match=words):
-        user_key()
+        user_key(DAEMON)
     # A daemon starts without it.
     assert OwnerToken.drawn().tenant.ids
 
@@ -174,7 +176,7 @@ def test_a_folder_that_is_another_users_is_one_line(home: Path, monkeypatch: pyt
     monkeypatch.setattr(os, "stat", denied)
     monkeypatch.setattr(Path, "mkdir", denied)
     with pytest.raises(SettingsError, match=rf"cannot make {home}/key: Permission denied"):
-        user_key()
+        user_key(DAEMON)
 
 
 @pytest.mark.usefixtures("home")

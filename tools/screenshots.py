@@ -23,10 +23,10 @@ import httpx
 import msgspec
 
 from diskprefix.errors import DiskPrefixError
+from diskprefix.extras.daemon_call import key_for
 from diskprefix.extras.web_page import DASHBOARD_PAGE
 from diskprefix.model.load.embedded import embedded_file
 from diskprefix.server.process.token_file import page_link
-from diskprefix.user_key import user_key
 from tools.measuring.live_server import POLL_S, LiveServer
 from tools.measuring.options import run_tool
 from tools.pictures import session_drawing, words_drawing
@@ -60,11 +60,12 @@ def play(server: LiveServer) -> None:
     url = f"http://127.0.0.1:{server.port}"
     texts = [(ROOT / name).read_text(encoding="utf-8")[:6000] for name in _SOURCES]
     messages = [{"role": "system", "content": _SYSTEM + texts[0]}]
+    key = key_for(url)
     with httpx.Client(base_url=url, timeout=600) as client:
 
         def turn(number: int) -> None:
             messages.append({"role": "user", "content": f"{_TASKS[number]}\n\n{texts[number][:1500]}"})
-            messages.append({"role": "assistant", "content": _answer(client, user_key(), messages)})
+            messages.append({"role": "assistant", "content": _answer(client, key, messages)})
 
         turn(0)
         turn(1)
@@ -72,9 +73,9 @@ def play(server: LiveServer) -> None:
         server.kill()
         server.start()
         turn(2)
-        _answer(client, user_key(), [messages[0], {"role": "user", "content": "Which errors does it raise?"}])
+        _answer(client, key, [messages[0], {"role": "user", "content": "Which errors does it raise?"}])
         body = {"messages": [messages[0], {"role": "user", "content": texts[1]}], "stream": True, "max_tokens": 400}
-        with client.stream("POST", "/v1/chat/completions", json=body, headers=_bearer(user_key())) as reply:
+        with client.stream("POST", "/v1/chat/completions", json=body, headers=_bearer(key)) as reply:
             next(line for line in reply.iter_lines() if '"content"' in line)
         for _ in range(2):
             _answer(client, "unused", [{"role": "user", "content": texts[2][:3000]}])

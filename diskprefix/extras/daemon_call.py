@@ -16,7 +16,8 @@ from msgspec import Struct
 
 from diskprefix.errors import NotReady, SettingsError
 from diskprefix.printable import shown
-from diskprefix.server.process.token_file import daemon_at, is_of_this_machine, token_of_peer
+from diskprefix.server.process.peer_user import NAMES_USERS
+from diskprefix.server.process.token_file import agents_key, daemon_at, is_of_this_machine, token_of_peer
 from diskprefix.units import format_size
 from diskprefix.user_key import user_key
 
@@ -245,7 +246,8 @@ def process_of(url: str) -> int | None:
 def key_for(url: str) -> str:
     """Returns the key that agents of this user send to the daemon at `url`. Raises as `token_of` and `user_key`."""
     with _connection(url) as connected:
-        return user_key(_peer_name(connected, _parts(url)) if token_of_peer(connected) is None else None)
+        token = None if NAMES_USERS else token_of_peer(connected)
+        return agents_key(token) if token else user_key(_peer_name(connected, _parts(url)))
 
 
 def _peer_name(connected: socket.socket, parts: SplitResult) -> str:

@@ -19,6 +19,8 @@ from msgspec.structs import replace
 from diskprefix.api.error_forms import HttpError
 from diskprefix.errors import SettingsError
 from diskprefix.private_file import read_private
+from diskprefix.server.process.peer_user import NAMES_USERS
+from diskprefix.server.process.token_file import agents_key
 from diskprefix.server.tenant_names import TenantNames
 from diskprefix.tenant_ids import short_tenant
 from diskprefix.user_key import user_tenant
@@ -100,11 +102,13 @@ class OwnerToken:
         except SettingsError as error:
             lost = "agents of this user do not find what its commands and pages compute"
             log.warning("[auth] %s; %s", error.message, lost)
-            return cls(text, Tenant.of_key(text))
+            return cls(text, Tenant.of_owner(text))
 
     def caller(self, authorization: str | None, user: int | None = None) -> Caller | None:
         """Returns the owner, or a caller with the tenant of `user`, who opened the connection. If the kernel named no
-        user, the key in the header `Authorization` decides. Returns None for another daemon's token."""
+        user, the key in the header `Authorization` decides, and no key leads to the tenant of a user. Only where the
+        kernel names nobody, the owner's agents prove with their key of this process whose they are. Returns None for
+        another daemon's token."""
         if not authorization:
             return ANYBODY if user is None else Caller(tenant=self._tenant_of(user), sees_all=True)
         match = _BEARER.fullmatch(authorization)
@@ -113,6 +117,8 @@ class OwnerToken:
             return Caller(tenant=self.tenant, sees_all=True, is_owner=True)
         if key.startswith(_TOKEN_MARK):
             return None
+        if user is None and not NAMES_USERS and hmac.compare_digest(_ascii(key), agents_key(self.text).encode()):
+            user = os.geteuid()
         return Caller(tenant=Tenant.of_key(key) if user is None else self._tenant_of(user), sees_all=True)
 
     def _tenant_of(self, user: int) -> Tenant:
@@ -123,8 +129,7 @@ class OwnerToken:
     def _is_the_token(self, key: str) -> bool:
         """Also accepts the token without its mark: people may copy only the digits."""
         own = self.text.encode()
-        candidates = (text.encode(errors="replace") for text in (key, _TOKEN_MARK + key))
-        return any(hmac.compare_digest(candidate, own) for candidate in candidates)
+        return any(hmac.compare_digest(_ascii(text), own) for text in (key, _TOKEN_MARK + key))
 
     def page_token(self, caller: Caller) -> str:
         """Returns the token that a page of the caller stores and sends. Raises `HttpError` unless it is the owner."""
@@ -134,6 +139,10 @@ class OwnerToken:
     @property
     def tenant_names(self) -> TenantNames:
         return TenantNames(own=self.tenant)
+
+
+def _ascii(key: str) -> bytes:
+    return key.encode("ascii", errors="replace")
 
 
 class ApiKeys:

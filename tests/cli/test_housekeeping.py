@@ -23,8 +23,8 @@ from diskprefix.namespace_key import NamespaceKey
 from diskprefix.store.schema import EntryRecord, RootRecord, piece_key
 from diskprefix.store.store import Publication, Store
 from diskprefix.tokens import root_hash
-from diskprefix.user_key import user_key
-from diskprefix.values import SHARED, Tenant
+from diskprefix.user_key import user_tenant
+from diskprefix.values import SHARED
 from tests.cli.conftest import Run, holds, opened_elsewhere, saved
 from tests.cli.terminal import Terminal
 from tests.examples import examples
@@ -529,7 +529,7 @@ def tenants(run: Run, folder: Path) -> set[str]:
 @pytest.mark.slow
 def test_tools_beside_a_daemon_change_no_answer(run: Run, chat_model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "kv"
-    mine = Tenant.of_key(user_key())
+    mine = user_tenant()
     alice, bob, plain = (str(tenant) for tenant in (mine.with_salt("alice"), mine.with_salt("bob"), mine))
     with running_daemon(chat_model, folder) as daemon:
         cold = {salt: asked(daemon, salt) for salt in ("alice", "bob", None)}

@@ -24,7 +24,7 @@ from diskprefix.extras import daemon_call
 from diskprefix.extras.clients import daemon_choice, launch_command, launched_daemon, model_choice
 from diskprefix.extras.clients.recipe import Served, agents, recipe
 from diskprefix.extras.daemon_call import Answer
-from diskprefix.server.process.token_file import published_token, token_for
+from diskprefix.server.process.token_file import agents_key, published_token, token_for
 from diskprefix.settings import cache_home
 from diskprefix.user_key import user_key
 from tests.cli.conftest import Ended, Run
@@ -283,7 +283,7 @@ def test_launch_refuses_with_one_line_and_advice(
     assert "cline        not installed: npm install -g cline" in listed
 
 
-def test_every_agent_sends_the_key_of_the_user_and_another_daemon_gets_one_of_its_own(
+def test_every_agent_sends_a_key_of_the_daemons_address_and_where_nobody_is_named_of_its_start(
     run: Run, place: Place, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def key() -> str:
@@ -297,12 +297,15 @@ def test_every_agent_sends_the_key_of_the_user_and_another_daemon_gets_one_of_it
         assert of_goose["OPENAI_API_KEY"] in file.read_text(encoding="utf-8")
         return of_goose["OPENAI_API_KEY"]
 
-    assert key() == key() == user_key(urlsplit(url).netloc)
+    of_address = user_key(urlsplit(url).netloc)
+    assert key() == key() == of_address
     told = json.loads(run("clients", "goose", "--url", url, "--json").stdout)["clients"][0]["environment"]
     assert told["OPENAI_API_KEY"] == key()
     with monkeypatch.context() as patched:
         patched.setattr(daemon_call, "token_of_peer", lambda _connected: "abc")
-        assert key() == user_key()
+        assert key() == of_address
+        patched.setattr(daemon_call, "NAMES_USERS", False)
+        assert key() == agents_key("abc")
 
 
 def test_print_shows_everything_and_does_nothing(
@@ -415,7 +418,7 @@ def test_launch_sends_no_key_to_another_program_on_the_port(
         words = "the daemon ended: " if when.startswith("before") else f"the daemon at {stranger.url} is ending"
         assert (ended.exit_code, words in ended.stderr) == (1, True), ended.stderr
     assert not (place.records / "claude.json").exists()
-    assert {key for key in stranger.keys if key and user_key() in key} == set()
+    assert not any(stranger.keys)
 
 
 @pytest.mark.slow

@@ -27,7 +27,10 @@ listener = socket.create_server(("127.0.0.1", 0))
 print(listener.getsockname()[1], flush=True)
 while True:
     client, _ = listener.accept()
-    daemon = socket.create_connection((sys.argv[1], int(sys.argv[2])))
+    daemon = socket.socket()
+    if sys.argv[3:]:
+        daemon.setsockopt(socket.SOL_SOCKET, 25, sys.argv[3].encode())
+    daemon.connect((sys.argv[1], int(sys.argv[2])))
     for ends in ((client, daemon), (daemon, client)):
         threading.Thread(target=pass_on, args=ends, daemon=True).start()
 """
@@ -42,10 +45,11 @@ def python_for_all() -> str:
 
 
 @contextmanager
-def url_as(user: int, url: str) -> Iterator[str]:
-    """An address whose connections to the daemon at `url` are those of `user`."""
+def url_as(user: int, url: str, *interface: str) -> Iterator[str]:
+    """An address whose connections to the daemon at `url` are those of `user`. Their sockets are bound to an
+    `interface`, if one is given."""
     parts = urlsplit(url)
-    command = [python_for_all(), "-c", _FORWARD, str(parts.hostname), str(parts.port)]
+    command = [python_for_all(), "-c", _FORWARD, str(parts.hostname), str(parts.port), *interface]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, user=user, group=user, cwd="/") as forwarder:
         assert forwarder.stdout is not None
         try:

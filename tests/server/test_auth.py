@@ -19,10 +19,13 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from diskprefix.errors import SettingsError
+from diskprefix.server import keys
 from diskprefix.server.guards import BrowserGuard, is_loopback
 from diskprefix.server.keys import ApiKeys, Caller, OwnerToken
+from diskprefix.server.process.token_file import agents_key
 from diskprefix.server.status import WELCOME
-from diskprefix.user_key import user_key
+from diskprefix.settings import cache_home
+from diskprefix.user_key import user_key, user_tenant
 from diskprefix.values import SHARED, Tenant
 from tests.server.daemon_process import DaemonProcess, open_raw, running_daemon, wait_until
 from tests.server.scripted import AppServer, ScriptedEngine, scripted_app
@@ -301,14 +304,38 @@ def test_without_keys_and_a_known_user_the_bearer_is_the_tenant() -> None:
         callers = [access.caller(text, user) for text in (None, f"Bearer {ALICE}")]
         assert all(caller is not None and not caller.is_owner for caller in callers)
         tenants[user] = [caller.tenant for caller in callers if caller is not None]
-    own = Tenant.of_key(user_key())
+    own = user_tenant()
     other = own.of_other_user(os.geteuid() + 1)
     assert list(tenants.values()) == [[SHARED, Tenant.of_key(ALICE)], [own, own], [other, other]]
     assert other not in (own, own.of_other_user(os.geteuid() + 2), access.tenant.with_salt("x"))
 
 
+def test_no_bearer_makes_the_tenant_of_a_user() -> None:
+    access = OwnerToken.drawn()
+    secret = (cache_home() / "key").read_text(encoding="utf-8").strip()
+    of_users = [access.tenant, access.tenant.of_other_user(os.geteuid() + 1)]
+    for key in (secret, user_key("127.0.0.1:8642"), agents_key(access.text), *map(str, of_users)):
+        caller = access.caller(f"Bearer {key}")
+        assert caller is not None
+        assert caller.tenant == Tenant.of_key(key)
+        assert caller.tenant not in of_users
+
+
+def test_where_nobody_is_named_an_agents_key_ends_with_the_daemon(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(keys, "NAMES_USERS", False)
+    first, second = OwnerToken.drawn(), OwnerToken.drawn()
+    caught = f"Bearer {agents_key(first.text)}"
+    agent, thief = first.caller(caught), second.caller(caught)
+    assert agent is not None
+    assert (agent.tenant, agent.is_owner) == (first.tenant, False)
+    assert thief is not None
+    assert first.tenant == second.tenant != thief.tenant
+
+
 def test_without_keys_the_user_and_the_salt_are_the_tenant(server: AppServer, engine: ScriptedEngine) -> None:
-    tenant = Tenant.of_key(user_key())
+    tenant = user_tenant()
     with httpx.Client(base_url=server.url, timeout=60) as client:
         for key in (None, ALICE, server.app.state.access.text):
             assert tenant_of(client, engine, key) == tenant

@@ -10,7 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
+from diskprefix.extras.daemon_call import key_for
 from diskprefix.extras.daemon_call import running_daemon as caller_of_daemon
+from diskprefix.server.process.token_file import agents_key
+from diskprefix.settings import cache_home
 from tests.server.daemon_process import DaemonProcess, running_as, serve_flags
 from tests.server.other_user import NOBODY, OTHER_USER, url_as
 from tests.server.test_auth import bearer
@@ -92,6 +95,28 @@ def test_a_user_whom_the_kernel_does_not_name_is_the_tenant_of_its_bearer(daemon
         assert restored(client, prompt, bearer("a-long-secret")) > 0
         for headers in ({}, bearer("unused"), {"diskprefix-user": "0"}):
             assert restored(client, prompt, headers) == 0
+
+
+@pytest.mark.parametrize(
+    ("user", "interface"), [(OTHER_USER, ()), (OTHER_USER, ("lo",)), (NOBODY, ()), (NOBODY, ("lo",))]
+)
+def test_a_caught_key_of_an_agent_is_worth_nothing(
+    daemon: DaemonProcess, user: int, interface: tuple[str, ...]
+) -> None:
+    key, secret = key_for(daemon.url), (cache_home() / "key").read_text(encoding="utf-8").strip()
+    prompt = f"What an agent of the owner asks, and {user} of {interface} should not know. " * 8
+    with httpx.Client(base_url=daemon.url, timeout=60, headers=bearer(key)) as agent:
+        asked(agent, prompt, save=True)
+        body = {"input": "My code is 4711.", "max_output_tokens": 16}
+        stored = f"/v1/responses/{agent.post('/v1/responses', json=body).raise_for_status().json()['id']}"
+        daemon.wait_saved()
+        assert restored(agent, prompt) > 0
+        assert agent.get(stored).status_code == 200
+    with url_as(user, daemon.url, *interface) as url, httpx.Client(base_url=url, timeout=60) as other:
+        for headers in (*map(bearer, (key, secret, *map(agents_key, (secret, daemon.token)))), {}):
+            assert restored(other, prompt, headers) == 0
+            assert other.get(stored, headers=headers).status_code == 404
+            assert other.get(f"{stored}/input_items", headers=headers).status_code == 404
 
 
 def test_the_kernels_word_gives_no_right_of_the_owner(daemon: DaemonProcess) -> None:

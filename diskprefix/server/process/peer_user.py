@@ -11,20 +11,28 @@ import errno
 import os
 import socket
 import struct
+import sys
 from contextlib import suppress
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
+NAMES_USERS = sys.platform == "linux"
+"""Whether this system's kernel names the users of local connections."""
 _NETLINK_SOCK_DIAG, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST = 4, 20, 1
 _HEADER = struct.Struct("=IHHII")
 """`nlmsghdr`: length, type, flags, sequence number, port."""
 _ADDRESSES = struct.Struct("!HH16s16s")
 _REQUEST = struct.Struct("=BBBxI")
-"""The beginning of `inet_diag_req_v2`: family, protocol, extensions, states. The addresses follow, then `_ANY`."""
-_ANY = struct.pack("=III", 0, 0xFFFFFFFF, 0xFFFFFFFF)
-"""Any interface, and any cookie."""
+"""The beginning of `inet_diag_req_v2`: family, protocol, extensions, states. Addresses and `_INTERFACE` follow."""
+_INTERFACE = struct.Struct("=III")
+"""The interface, then `_ANY_COOKIE`. A question without an interface finds no socket that is bound to one, and any user
+can bind its own."""
+_ANY_COOKIE = (0xFFFFFFFF, 0xFFFFFFFF)
+_LOOPBACK = 1
+"""The loopback interface in every network namespace. Connections to an address of the same machine come through it, but
+for link-local addresses, which name their interface."""
 _MESSAGE = struct.Struct("=BBBB")
 """The beginning of `inet_diag_msg`: family, state, timer, retransmissions."""
-_OWNER_AT = _MESSAGE.size + _ADDRESSES.size + len(_ANY) + 3 * 4
+_OWNER_AT = _MESSAGE.size + _ADDRESSES.size + _INTERFACE.size + 3 * 4
 """The offset of the user and the inode in an `inet_diag_msg`, in bytes."""
 _OWNER = struct.Struct("=II")
 _ALL_STATES = 0xFFFFFFFF
@@ -63,23 +71,23 @@ def _user_at_port(connected: socket.socket) -> int | None:
     """Raises `OSError` if the kernel does not answer."""
     if not hasattr(socket, "AF_NETLINK"):
         return None
-    (host, port, *_), (own_host, own_port, *_) = connected.getpeername(), connected.getsockname()
-    client, own = _address(host), _address(own_host)
-    if client != own and not client.is_loopback:
-        return None
-    user = _owner_of(client, port, own, own_port)
+    (host, port, *of_v6), (own_host, own_port, *_) = connected.getpeername(), connected.getsockname()
+    interface = of_v6[1] if of_v6 else 0
+    # A client may have any address of this machine. One of another machine has no socket here.
+    user = _owner_of(_address(host), port, _address(own_host), own_port, interface or _LOOPBACK)
     # While this end is open, no other socket can have taken the client's place.
     is_open = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] in _OPEN
     return user if is_open else None
 
 
 def _owner_of(
-    client: IPv4Address | IPv6Address, port: int, own: IPv4Address | IPv6Address, own_port: int
+    client: IPv4Address | IPv6Address, port: int, own: IPv4Address | IPv6Address, own_port: int, interface: int
 ) -> int | None:
-    """Returns the user of the socket with these addresses and ports. Raises `OSError`."""
+    """Returns the user of the socket with these addresses and ports. `interface` is the number of the interface through
+    which the client is reached. Raises `OSError`."""
     family = socket.AF_INET if client.version == 4 else socket.AF_INET6
-    numbers = _ADDRESSES.pack(port, own_port, client.packed, own.packed)
-    request = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, _ALL_STATES) + numbers + _ANY
+    numbers = _ADDRESSES.pack(port, own_port, client.packed, own.packed) + _INTERFACE.pack(interface, *_ANY_COOKIE)
+    request = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, _ALL_STATES) + numbers
     header = _HEADER.pack(_HEADER.size + len(request), _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 1, 0)
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as kernel:
         # This never waits: the kernel answers within `sendto`, and without an answer `recvfrom` raises.

@@ -8,6 +8,7 @@ anything, that the daemon at the other end belongs to its own user.
 from __future__ import annotations
 
 import fcntl
+import hmac
 import logging
 import os
 import re
@@ -119,6 +120,13 @@ def own_daemons() -> dict[int, str]:
                 host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
                 daemons[read[0]] = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     return daemons
+
+
+def agents_key(token: str) -> str:
+    """Returns the key by which the owner's agents are known where the kernel names no users. It gives no rights of the
+    owner, and like the daemon's `token` it is worth nothing after the daemon has ended: an agent may send it to any
+    program that listens on the port later."""
+    return hmac.new(token.encode(), b"agents", "sha256").hexdigest()
 
 
 def is_of_this_machine(connected: socket.socket) -> bool:

@@ -23,11 +23,11 @@ import ollama
 import pytest
 
 from diskprefix.errors import DeviceLost
+from diskprefix.extras.daemon_call import key_for
 from diskprefix.extras.router.router import Failures
 from diskprefix.server.process import router_line
 from diskprefix.server.process.router_line import Order, RouterLine
 from diskprefix.settings import Settings
-from diskprefix.user_key import user_key
 from tests.engines import ENGINE, not_by_llama
 from tests.server.chat_model import POSITIONS, weights_of, write_chat_model
 from tests.server.daemon_process import CHAT, DaemonProcess, clean_environment, family, serve_flags, wait_until
@@ -473,7 +473,7 @@ def test_a_system_prompt_is_warmed_for_the_named_model_which_is_loaded_for_it(
     subprocess.run([sys.executable, "-m", "diskprefix", "warm", *flags], check=True)
     messages = [{"role": "system", "content": file.read_text()}, {"role": "user", "content": "Name one."}]
     # `warm` and the agents of its user have the same tenant, behind a router too.
-    with httpx.Client(headers={"x-api-key": user_key()}) as agent:
+    with httpx.Client(headers={"x-api-key": key_for(daemon.url)}) as agent:
         reply = agent.post(daemon.url + CHAT, json=body("birch", messages=messages)).raise_for_status().json()
     assert reply["prefix_cache"]["restored"] >= reply["usage"]["prompt_tokens"] - 32
 
