@@ -10,9 +10,9 @@ Correctness does not depend on names, because token ids are stored and compared.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import xxhash
 
@@ -106,23 +106,33 @@ def beginning_hashes(secret: int, parent: bytes, token_ids: bytes, mark: bytes) 
     return digests
 
 
-def prompt_digest(secret: int, root: bytes, token_ids: TokenIds) -> bytes:
-    """Returns the digest (16 bytes) of a whole prompt under a root."""
-    return prompt_digests(secret, root, token_ids, [len(token_ids)])[0]
+class PromptDigest(NamedTuple):
+    """A prompt by its number of tokens and a digest (16 bytes) of them, which is equal for all models of a store: a
+    draft model reads the prompts of another one."""
+
+    num_tokens: int
+    digest: bytes
+
+    @classmethod
+    def of(cls, secret: int, token_ids: TokenIds) -> PromptDigest:
+        """Returns the digest of a whole prompt. `secret` is the secret of the store."""
+        return next(cls.of_beginnings(secret, token_ids, [len(token_ids)]))
+
+    @classmethod
+    def of_beginnings(cls, secret: int, token_ids: TokenIds, lengths: Iterable[int]) -> Iterator[PromptDigest]:
+        """Yields the digests of the beginnings of these lengths, in ascending order. Reads the tokens once."""
+        content, at, hashed = token_ids.tobytes(), 0, xxhash.xxh3_128(seed=secret)
+        for length in lengths:
+            end = ID_BYTES * length
+            hashed.update(content[at:end])
+            at = end
+            whole = hashed.copy()
+            whole.update(b"p")
+            yield cls(length, whole.digest())
 
 
-def prompt_digests(secret: int, root: bytes, token_ids: TokenIds, lengths: Sequence[int]) -> list[bytes]:
-    """Returns the `prompt_digest` of the beginnings of these lengths, in ascending order. Reads the tokens once."""
-    content, at, digests = token_ids.tobytes(), 0, []
-    hashed = xxhash.xxh3_128(root, secret)
-    for length in lengths:
-        end = ID_BYTES * length
-        hashed.update(content[at:end])
-        at = end
-        whole = hashed.copy()
-        whole.update(b"p")
-        digests.append(whole.digest())
-    return digests
+NO_PROMPT = PromptDigest(0, bytes(HASH_BYTES))
+"""The digest in a record that belongs to no prompt, or to several."""
 
 
 def root_hash(identity: str) -> bytes:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.choosing import marked_nodes, refused_tokens, selection_ahead, selection_of, sighting_of
-from diskprefix.cache.context import RequestContext
+from diskprefix.cache.context import SENT, Origin, RequestContext
 from diskprefix.cache.matching import RestoreResult
 from diskprefix.cache.misses import find_lost_prefix, lost_tokens, why_missed
 from diskprefix.cache.policy.seen import Sighting
@@ -30,7 +30,7 @@ from diskprefix.store.epochs import Epoch
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.schema import NodeKind
 from diskprefix.store.statistics.savings import Tally
-from diskprefix.tokens import LEAST_TOKENS, Logits, TokenIds, TokenPath
+from diskprefix.tokens import LEAST_TOKENS, Logits, PromptDigest, TokenIds, TokenPath
 from diskprefix.values import Break, CacheOptions, CacheReport, Lost, MissReason, Prompt, Saved, Selection, is_miss
 
 log = logging.getLogger("diskprefix")
@@ -46,13 +46,21 @@ class CachedRequest:
     the request ends, however it ends.
 
     For the engine's thread: making one does not wait. `goes_on`: the prompt ends at a grid point and is only a
-    beginning, so its next-token logits are neither needed nor saved.
+    beginning, so its next-token logits are neither needed nor saved. `origin`: what its entries say of it.
     """
 
-    def __init__(self, cache: PrefixCache, prompt: Prompt, options: CacheOptions, *, goes_on: bool = False) -> None:
+    def __init__(
+        self,
+        cache: PrefixCache,
+        prompt: Prompt,
+        options: CacheOptions,
+        *,
+        goes_on: bool = False,
+        origin: Origin = SENT,
+    ) -> None:
         self.cache, self.namespace = cache, cache.namespaces.get(options.tenant)
         self.prompt, self.options = prompt, options
-        self._context = context = RequestContext(cache, self.namespace, prompt, options, goes_on)
+        self._context = context = RequestContext(cache, self.namespace, prompt, options, goes_on, origin)
         num_tokens, reason = len(prompt.token_ids), self._bypass or "off"
         self._saver = Saver(context, Selection(scope=options.scope, prompt_tokens=num_tokens, reason=reason))
         self._pins = ExitStack()
@@ -509,7 +517,8 @@ def save_idle(
     nothing if the scope of its request limits what is saved."""
     is_long = len(token_ids) >= max(1, cache.settings.kv_cache_min_tokens)
     if is_long and options.save and options.scope.most is None:
-        request = CachedRequest(cache, Prompt(np.append(token_ids, token_ids[-1:])), options)
+        origin = Origin("partial", PromptDigest.of(cache.epoch(options.tenant).secret, token_ids))
+        request = CachedRequest(cache, Prompt(np.append(token_ids, token_ids[-1:])), options, origin=origin)
         # The request is new, its state is not.
         if not cache.is_gone(owner):
             request.save_idle(sequence)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
+
+from msgspec import Struct
 
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.choosing import ttl_at
@@ -14,10 +18,24 @@ from diskprefix.cache.cost_model import Use
 from diskprefix.cache.namespaces import TenantNamespace
 from diskprefix.errors import CacheError
 from diskprefix.kv.layout import is_out_of_memory
+from diskprefix.store.eviction import recorded_ttl
 from diskprefix.store.notes import TenantNotes
+from diskprefix.store.schema import OWN_KINDS, EntryKind, EntryRecord
+from diskprefix.tokens import PromptDigest
 from diskprefix.values import CacheOptions, Prompt
 
 log = logging.getLogger("diskprefix")
+
+
+class Origin(Struct, frozen=True):
+    """Where a prompt comes from: the `kind` of its entry, and the prompt that it was made of, None for itself."""
+
+    kind: EntryKind = "saved"
+    prompt: PromptDigest | None = None
+
+
+SENT = Origin()
+"""The origin of a prompt that somebody sent."""
 
 
 @dataclass(eq=False)
@@ -30,12 +48,35 @@ class RequestContext:
     prompt: Prompt
     options: CacheOptions
     goes_on: bool = False
+    origin: Origin = SENT
 
     def __post_init__(self) -> None:
         self.epoch = self.cache.epoch(self.options.tenant)
         """The tenant's epoch in which the request began."""
         self._let_through: dict[Use, bool] = {}
         """The cost model's answers for the uses that do not pay."""
+
+    @cached_property
+    def came_from(self) -> PromptDigest:
+        """The prompt that the stored state comes from."""
+        return self.origin.prompt or PromptDigest.of(self.epoch.secret, self.prompt.token_ids)
+
+    def entry(self, reason: str = "", num_tokens: int = 0) -> EntryRecord:
+        """Returns the prompt's entry if its first `num_tokens` tokens are all that is kept of it, else, without that
+        number, the entry of a part. What nobody has sent has its own kind from the beginning."""
+        is_part = not num_tokens and self.origin.kind in OWN_KINDS
+        return EntryRecord(
+            root=self.namespace.root,
+            num_tokens=num_tokens,
+            scope=str(self.options.scope),
+            preview=self.prompt.text,
+            created_at=time.time(),
+            reason=reason,
+            kind="partial" if is_part else self.origin.kind,
+            came_from=self.came_from,
+            ttl_s=recorded_ttl(self.options.ttl_s),
+            share=self.options.share,
+        )
 
     @property
     def bypass(self) -> Literal["unsupported", "off", "upgraded"] | None:

@@ -130,7 +130,8 @@ class EncodedPictures:
         """Returns the record of the root for a tenant's pictures, and the nodes of a picture below this root. The root
         of the tenant's prompts has other payloads."""
         record = self._cache.root_record(tenant)
-        record = replace(record, layout=self._text, identity=f"{ENCODED_PICTURES}{self._text} {record.identity}")
+        identity = f"{ENCODED_PICTURES}{self._text} {record.identity}"
+        record = replace(record, layout=self._text, identity=identity, has_prompts=False)
         ids, root = picture_ids(picture.name, picture.num_tokens), root_hash(record.identity)
         return record, PromptNodes(TokenPath(epoch.secret, root, ids, record.block_size), self._layout)
 

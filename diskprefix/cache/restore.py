@@ -162,10 +162,13 @@ class Restore:
         if (spending := cache.spending()) is not None and spending.is_spent:
             # Fetched nodes are written to the disk too.
             return Prefetched()
-        save, namespace = Save(context.epoch), context.namespace
+        save, namespace, continued = Save(context.epoch), context.namespace, None
 
         def save_nodes(new_nodes: tuple[NewNode, ...]) -> bool:
-            publication = Publication(context.epoch, namespace.root, namespace.record, new_nodes)
+            nonlocal continued
+            own = (context.epoch, namespace.root, namespace.record, new_nodes)
+            publication = Publication(*own, entry=context.entry(), continued=continued)
+            continued = new_nodes[-1].name
             if (room := cache.writer.reserve(publication.payload_bytes)) is not None:
                 cache.writer.queue_publication(save, publication, [room])
             return room is not None

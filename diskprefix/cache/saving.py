@@ -25,7 +25,7 @@ from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.store.changes import NewNode
 from diskprefix.store.pieces import Hold
 from diskprefix.store.save import Save
-from diskprefix.store.schema import EntryRecord, NodeKind
+from diskprefix.store.schema import NodeKind
 from diskprefix.store.store import Publication
 from diskprefix.tokens import Logits, TokenPath
 from diskprefix.values import Selection
@@ -169,6 +169,8 @@ class Saver:
         """The positions whose states are with the writer, or on their way."""
         self._anchors: tuple[int, ...] | None = None
         """See `Publication`."""
+        self._continued: bytes | None = None
+        """The node where the prompt's last entry ends, or the entry of what was restored."""
         self._began_at = 0.0
         self.token_s: float | None = None
         """Seconds that computing a token takes, by earlier prompts, and then by this one. None until that is known."""
@@ -178,6 +180,7 @@ class Saver:
         before the first step."""
         self._began_at, self.token_s = time.perf_counter(), self._context.cache.cost_model.prefill_s_per_token
         self.planner = dataclasses.replace(self.planner, restored=restored)
+        self._continued = restored.last_node
         if selection is not None:
             self.selection = selection
             self._anchors = selection.anchors if self._context.cache.layout.states else None
@@ -230,23 +233,18 @@ class Saver:
 
     def _publication(self, nodes: Sequence[NewNode], plan: Plan) -> Publication:
         last_node = None if self.save.has_failed else plan.last_node
-        context, root = self._context, self._context.namespace.root
+        context, root, continued = self._context, self._context.namespace.root, self._continued
         prompt, options = context.prompt, context.options
-        entry = EntryRecord(
-            root=root,
-            num_tokens=plan.num_tokens,
-            scope=str(options.scope),
-            preview=prompt.text,
-            created_at=time.time(),
-            reason=self.selection.reason,
-        )
+        is_end = last_node is not None and plan.has_entry
+        self._continued = nodes[-1].name if nodes else continued
         return Publication(
             epoch=context.epoch,
             root=root,
             root_record=context.namespace.record,
             nodes=tuple(nodes),
             last_node=last_node,
-            entry=entry if last_node is not None and plan.has_entry else None,
+            entry=context.entry(self.selection.reason, plan.num_tokens if is_end else 0) if nodes or is_end else None,
+            continued=continued,
             prompt=plan.prompt,
             prompt_group=options.group,
             prompt_ttl_s=context.ttl_at(len(prompt.token_ids)),

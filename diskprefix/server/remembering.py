@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from diskprefix.cache.context import Origin
 from diskprefix.chat.conversation_opening import encode_opening
 from diskprefix.chat.known_parts import OwnedParts
 from diskprefix.chat.messages import Conversation, Message
@@ -17,7 +18,7 @@ from diskprefix.chat.replay import RecordsUnread, Replayed, ReplyMemory
 from diskprefix.engine.idle.ahead_jobs import AheadJob
 from diskprefix.errors import DiskStalled
 from diskprefix.store.note_record import NoteKind
-from diskprefix.tokens import TokenIds, common_prefix_length
+from diskprefix.tokens import PromptDigest, TokenIds, common_prefix_length
 from diskprefix.values import CacheOptions, Prompt
 
 if TYPE_CHECKING:
@@ -104,7 +105,8 @@ def reply_memory(serving: Serving, cache: CacheOptions, asked: Conversation, rep
     if turns is None or replayed.origin is None:
         return None
 
-    owner = serving.engine.cache.owner(cache.tenant)
+    engine = serving.engine
+    owner, secret = engine.cache.owner(cache.tenant), engine.cache.epoch(cache.tenant).secret
 
     def compute_ahead(reply: Message) -> None:
         def make() -> Prompt | None:
@@ -115,8 +117,9 @@ def reply_memory(serving: Serving, cache: CacheOptions, asked: Conversation, rep
                 return prompt
             return replace(prompt, question_end=own.question_end)
 
-        expires_at = serving.engine.cache.expires_at(cache.ttl_s)
-        serving.engine.ahead.add_job(AheadJob(serving.engine, make, cache, owner, tuple(asked.messages), expires_at))
+        origin = Origin("ahead", PromptDigest.of(secret, replayed.prompt.token_ids))
+        expires_at = engine.cache.expires_at(cache.ttl_s)
+        engine.ahead.add_job(AheadJob(engine, make, cache, owner, tuple(asked.messages), expires_at, origin=origin))
 
     if replayed.origin.began is not None and cache.scope.most is None and serving.renderer.writes_today:
         _keep_opening(turns.notes, asked, replayed.prompt.token_ids)

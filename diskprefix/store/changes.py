@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from functools import cached_property
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,6 +21,7 @@ from diskprefix.store.eviction import after_use, limits_s, longer_ttl, recorded_
 from diskprefix.store.note_record import used_note
 from diskprefix.store.pieces import Payload
 from diskprefix.store.schema import (
+    PASSING_KINDS,
     PURGES,
     EntryRecord,
     ModelRecord,
@@ -157,6 +159,8 @@ class Changes(Snapshot):
         self._require_sound_runs = require_sound_runs
         self.num_bytes = 0
         """The size of the records that were stored, in whole pages."""
+        self.moved_entries: set[bytes] = set()
+        """The nodes that got the entry of a deleted one."""
 
     def put_meta(self, key: str, value: bytes) -> None:
         self._put_record("meta", key.encode(), value)
@@ -222,16 +226,20 @@ class Changes(Snapshot):
         self.put_usage(node.name, usage)
         return node.name
 
-    def remove_shorter(self, node: NewNode, secret: int) -> None:
+    @cached_property
+    def _secret(self) -> int:
+        return self.names().secret
+
+    def remove_shorter(self, node: NewNode) -> None:
         """Removes the nodes that a stored node replaces, with their entries, and adds their uses to its record. Keeps
-        nodes with a longer time to live. `secret` is the secret of the store."""
+        nodes with a longer time to live."""
         if node.position > 0:
             parent = self.usage(node.parent)
             if parent is None or parent.children < 2:
                 return
         usage = self.usage(node.name)
         assert usage is not None, "the node was stored in this transaction"
-        for name in shorter_names(secret, node.parent, node.token_ids.tobytes(), node.kind):
+        for name in shorter_names(self._secret, node.parent, node.token_ids.tobytes(), node.kind):
             shorter = self.usage(name)
             if shorter is None or shorter.children or longer_ttl(shorter.ttl_s, usage.ttl_s) != usage.ttl_s:
                 continue
@@ -242,7 +250,6 @@ class Changes(Snapshot):
     def remove_superseded(
         self,
         node: NewNode,
-        secret: int,
         anchors: Collection[int],
         *,
         ttl_s: float,
@@ -261,7 +268,7 @@ class Changes(Snapshot):
         while True:
             usage = self.usage(parent) if position else None
             if not position or (usage is not None and usage.children > 1):
-                for number, names in enumerate(checkpoint_names(secret, parent, behind)):
+                for number, names in enumerate(checkpoint_names(self._secret, parent, behind)):
                     for kind, name in names:
                         stored = self.usage(name)
                         if stored is not None and limits_s(stored.ttl_s, ttl_s) <= own_s:
@@ -280,11 +287,45 @@ class Changes(Snapshot):
                     self.delete_record("entries", name)
 
     def put_entry(self, name: bytes, entry: EntryRecord) -> None:
-        """Stores an entry: a saved prompt ends at this node. Raises `PrefixGone` if the node is not stored."""
+        """Stores an entry at its last node, unless one is there that it does not replace. Raises `PrefixGone` if the
+        node is not stored."""
         if not self.has_record("usage", name):
             raise PrefixGone("the prefix that it ends with was evicted meanwhile")
-        if not self.has_record("entries", name):
+        known = self._sound_entry(name)
+        if known is None or entry.replaces(known):
             self._put_record("entries", name, encode_record(name, entry))
+
+    def cover(self, nodes: Sequence[NewNode], entry: EntryRecord, continued: bytes | None = None) -> None:
+        """Stores an entry at each of the stored `nodes` that belongs to none: at the last one, and at checkpoints of
+        other prompts. An entry that passes, at the node `continued`, ends if it is not needed any more."""
+        for node in reversed(nodes):
+            if self.has_record("usage", node.name) and not self.is_covered(node.name):
+                self.put_entry(node.name, replace(entry, num_tokens=node.end))
+        before = None if continued is None else self._sound_entry(continued)
+        if continued is not None and before is not None and before.kind in PASSING_KINDS:
+            self.delete_record("entries", continued)
+            if not self.is_covered(continued):
+                self.put_entry(continued, before)
+
+    def _sound_entry(self, name: bytes) -> EntryRecord | None:
+        with suppress(StoreCorrupt):
+            return self.entry(name)
+        return None
+
+    def _move_entry(self, entry: EntryRecord, parent: bytes, token_ids: bytes) -> None:
+        """Stores the entry of a deleted node at the node before it if that belongs to no other entry. The deleted node
+        continued `parent` with these token ids (int32, little-endian)."""
+        above = self.usage(parent) if parent else None
+        name = parent
+        if above is None or above.children:
+            beside = (
+                name for names in reversed(checkpoint_names(self._secret, parent, token_ids)) for _, name in names
+            )
+            name = next((name for name in beside if self.has_record("usage", name)), b"")
+        node = self.node(name) if name else None
+        if node is not None and not self.is_covered(name):
+            self.put_entry(name, replace(entry, num_tokens=node.end))
+            self.moved_entries.add(name)
 
     def touch(self, name: bytes, use: Use) -> None:
         """Records the use of a node and of all its ancestors."""
@@ -293,9 +334,9 @@ class Changes(Snapshot):
             self._put_record("usage", node, record.tobytes())
 
     def delete_node(self, name: bytes, parent: bytes) -> bool:
-        """Removes a node with its payload and its entry. Returns whether it was stored. A node on the path of a seen
-        prompt becomes a ghost; a ghost is removed."""
-        is_stored, node = self.has_record("nodes", name), None
+        """Removes a node with its payload. Returns whether it was stored. Its entry moves to the node before it, unless
+        that belongs to another one. A node on the path of a seen prompt becomes a ghost; a ghost is removed."""
+        is_stored, node, entry = self.has_record("nodes", name), None, self._sound_entry(name)
         try:
             node = self.node_or_ghost(name)
         except StoreCorrupt as error:
@@ -314,6 +355,10 @@ class Changes(Snapshot):
         for database in ("usage", "entries"):
             self.delete_record(database, name)
         self._delete_payload(name)
+        if entry is not None:
+            # A damaged neighbour is a problem of its own.
+            with suppress(StoreCorrupt):
+                self._move_entry(entry, parent, b"" if node is None else node.token_ids.tobytes())
         return is_stored
 
     def forget_notes(self, keys: Iterable[bytes]) -> None:

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.codec.codec import compress, decompress
 from diskprefix.store.schema import CHECKSUM_BYTES, paged_bytes, verified, with_checksum
-from diskprefix.tokens import HASH_BYTES
+from diskprefix.tokens import HASH_BYTES, NO_PROMPT, PromptDigest
 
 MAX_NOTE_BYTES = 16 << 20
 """Limit for the content of one note."""
@@ -79,17 +79,6 @@ def kind_of(key: bytes) -> int | None:
     return key[HASH_BYTES] if len(key) > HASH_BYTES else None
 
 
-class NotePrompt(NamedTuple):
-    """The prompt that a note came from: its number of tokens, and its digest (`tokens.prompt_digest`)."""
-
-    num_tokens: int
-    digest: bytes
-
-
-NO_PROMPT = NotePrompt(0, bytes(HASH_BYTES))
-"""The prompt of a note that belongs to no prompt, or to several."""
-
-
 class NoteTimes(NamedTuple):
     """The times of a note's last use and of its creation (seconds since the epoch), and its time to live after the last
     use (seconds)."""
@@ -110,7 +99,7 @@ class NoteTimes(NamedTuple):
         return self._replace(last_used=max(self.last_used, when))
 
 
-def encode_note(key: bytes, content: bytes, times: NoteTimes, prompt: NotePrompt = NO_PROMPT) -> bytes:
+def encode_note(key: bytes, content: bytes, times: NoteTimes, prompt: PromptDigest = NO_PROMPT) -> bytes:
     return with_checksum(key, _TIMES.pack(*times) + _PROMPT.pack(*prompt) + compress(content))
 
 
@@ -129,11 +118,12 @@ def used_note(key: bytes, value: bytes | memoryview, when: float) -> bytes:
     return with_checksum(key, _TIMES.pack(*times) + packed[_TIMES.size :])
 
 
-def note_prompt(value: bytes | memoryview) -> NotePrompt:
-    """Returns the prompt that a note came from, without verifying the record."""
+def note_prompt(value: bytes | memoryview) -> PromptDigest:
+    """Returns the prompt that a note came from, without verifying the record; `NO_PROMPT` if it came from none, or from
+    several."""
     if len(value) < CHECKSUM_BYTES + _HEADER_BYTES:
         return NO_PROMPT
-    return NotePrompt(*_PROMPT.unpack_from(value, CHECKSUM_BYTES + _TIMES.size))
+    return PromptDigest(*_PROMPT.unpack_from(value, CHECKSUM_BYTES + _TIMES.size))
 
 
 class StoredNote(Struct, frozen=True):

@@ -24,10 +24,8 @@ from diskprefix.store.changes import RECORDS_AT_ONCE, Changes, SmallWrite, batch
 from diskprefix.store.epochs import Epoch, epochs_of
 from diskprefix.store.note_record import (
     MAX_NOTE_BYTES,
-    NO_PROMPT,
     SHORT_TTL_S,
     NoteKind,
-    NotePrompt,
     NoteTimes,
     StoredNote,
     decode_note,
@@ -46,7 +44,7 @@ from diskprefix.store.schema import ModelRecord, RootRecord
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.statistics.savings import keep_counts
 from diskprefix.store.store import Store
-from diskprefix.tokens import HASH_BYTES, TokenIds, prompt_digest, root_hash
+from diskprefix.tokens import HASH_BYTES, NO_PROMPT, PromptDigest, TokenIds, root_hash
 
 log = logging.getLogger("diskprefix")
 
@@ -114,9 +112,7 @@ class Notes:
         assert epoch.tenant == record.tenant, "the epoch is that of another tenant"
         key, now = note_key(root, kind, id_), self._store.clock()
         times = NoteTimes(now, now, max(1, min(round(ttl_s), 2**31 - 1)))
-        came_from = NO_PROMPT
-        if prompt is not None:
-            came_from = NotePrompt(len(prompt), prompt_digest(epoch.secret, root, prompt))
+        came_from = NO_PROMPT if prompt is None else PromptDigest.of(epoch.secret, prompt)
         value = encode_note(key, content, times, came_from) if len(content) <= MAX_NOTE_BYTES else b""
         fits = bool(value) and note_bytes(len(value)) <= note_limit(self._store.budget_bytes)
         self._store.evictor.may_have_own_ttls |= times.ttl_s < SHORT_TTL_S

@@ -26,10 +26,9 @@ from diskprefix.store.schema import NodeRecord
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.statistics.savings import forget_lines
 from diskprefix.store.store import Store
-from diskprefix.store.store_identity import names_of
 from diskprefix.store.tree import PrefixTree
 from diskprefix.tenant_ids import matches
-from diskprefix.tokens import HASH_BYTES, LEAST_TOKENS, TokenIds, common_prefix_length, num_common, prompt_digests
+from diskprefix.tokens import HASH_BYTES, LEAST_TOKENS, PromptDigest, TokenIds, common_prefix_length, num_common
 
 _ROUNDS = 5
 """A block stays if a daemon continues it during a round. The next round removes both."""
@@ -76,7 +75,7 @@ class GoneText(Struct, frozen=True, eq=False):
         a saved prompt shares: notes of other turns of that conversation may have come from them."""
         min_length = self.num_kept if self.key else 0
         wanted = sorted(length for length in lengths if min_length < length <= len(self.token_ids))
-        for length, digest in zip(wanted, prompt_digests(secret, self.root, self.token_ids, wanted), strict=True):
+        for length, digest in PromptDigest.of_beginnings(secret, self.token_ids, wanted):
             yield self.root, length, digest
 
 
@@ -339,7 +338,7 @@ class _Planner:
     def _notes_of(self, texts: Sequence[GoneText]) -> Iterator[bytes]:
         """Yields the keys of the notes that came from these texts or from prefixes of them, and of all encoded texts
         under their roots, because any of these may be a part of a deleted text."""
-        secret = names_of(self._snapshot).secret
+        secret = self._snapshot.names().secret
         lengths: dict[bytes, set[int]] = {text.root: set() for text in texts}
         notes = [
             (note, note_prompt(self._snapshot.get_record("notes", note.key) or b""))
@@ -389,10 +388,13 @@ def _carry_out(store: Store, plan: PurgePlan, purged: Purged, advance: Callable[
     for some in batches(sorted(plan.entries.difference(plan.nodes)), RECORDS_AT_ONCE):
         with store.changes() as changes:
             purged.entries += sum(changes.delete_record("entries", name) for name in some)
+    doomed = set(plan.entries)
     for some in batches(plan.nodes, NODES_AT_ONCE):
         before = purged.stored_bytes
         with store.changes() as changes:
-            _delete_nodes(changes, some, plan.entries, purged)
+            _delete_nodes(changes, some, doomed, purged)
+            # What is left of a prompt stays listed in case this process is killed.
+            doomed |= changes.moved_entries
         advance(purged.stored_bytes - before)
     with store.changes() as changes:
         purged.roots += changes.delete_bare_roots(set(plan.roots))
@@ -401,14 +403,19 @@ def _carry_out(store: Store, plan: PurgePlan, purged: Purged, advance: Callable[
     forget_lines(store, plan.roots)
 
 
-def _delete_nodes(changes: Changes, names: Sequence[bytes], entries: Collection[bytes], purged: Purged) -> None:
+def _delete_nodes(changes: Changes, names: Sequence[bytes], doomed: Collection[bytes], purged: Purged) -> None:
     """Deletes nodes, children first. Keeps nodes that were continued or saved as an entry since the plan was made, and
     nodes that have become ghosts."""
     for name in names:
-        usage, saved = changes.usage(name), changes.entry(name) is not None
-        if (usage is not None and usage.children) or (saved and name not in entries) or changes.is_ghost(name):
+        usage, has_entry, has_moved = (
+            changes.usage(name),
+            changes.has_record("entries", name),
+            name in changes.moved_entries,
+        )
+        is_new = has_entry and name not in doomed and not has_moved
+        if (usage is not None and usage.children) or is_new or changes.is_ghost(name):
             continue
         if changes.delete_node(name, changes.parent(name)):
             purged.blocks += 1
-            purged.entries += saved
+            purged.entries += has_entry and not has_moved
             purged.stored_bytes += usage.stored_bytes if usage is not None else 0

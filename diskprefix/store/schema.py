@@ -9,21 +9,31 @@ import json
 import struct
 from collections.abc import Iterator
 from enum import IntEnum
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 import msgspec
 import numpy as np
 from msgspec import Struct
 
 from diskprefix.errors import StoreCorrupt
-from diskprefix.tokens import HASH_BYTES, ID_BYTES, TokenIds, beginning_hashes, block_hash, checksum, root_hash
+from diskprefix.tokens import (
+    HASH_BYTES,
+    ID_BYTES,
+    NO_PROMPT,
+    PromptDigest,
+    TokenIds,
+    beginning_hashes,
+    block_hash,
+    checksum,
+    root_hash,
+)
 
 FORMAT, NAMES, PURGES = "format", "names", "purges"
 """Keys of the database `meta`."""
 MODEL_MARK = b"model "
 ENCODED_PICTURES = "pictures "
 """The beginning of the identity of a root that holds an encoder's output for pictures."""
-FORMAT_VERSION = 11
+FORMAT_VERSION = 12
 MAX_PREFILL_S = 1e6
 """Limit for the seconds that computing a node took. Greater values in a record are not trusted."""
 DATABASES = ("meta", "roots", "nodes", "children", "usage", "payloads", "entries", "seen", "notes")
@@ -135,7 +145,8 @@ class RootRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     `identity` is the text whose hash is the root (`tokens.root_hash`), and `tokenizer` the tokenizer's folder, for
     commands that show text; both are empty if unknown. `tenant` is the text of a `values.Tenant`, empty for the shared
-    tenant.
+    tenant. Without prompts (`has_prompts`), the nodes hold outputs of an encoder, or chunks that another engine names:
+    none ends in an entry.
     """
 
     model: str
@@ -145,6 +156,7 @@ class RootRecord(msgspec.Struct, frozen=True, kw_only=True):
     identity: str = ""
     tenant: str = ""
     tokenizer: str = ""
+    has_prompts: bool = True
 
     @property
     def has_pictures(self) -> bool:
@@ -183,9 +195,23 @@ class NamesRecord(msgspec.Struct, frozen=True, kw_only=True):
     namespace: bytes = b""
 
 
+EntryKind: TypeAlias = Literal["saved", "imported", "opening", "ahead", "partial"]
+"""How the state of an entry came to be: a request saved it as far as the policy wanted (`saved`); it came from a pack
+(`imported`); it was computed for the first request of a conversation (`opening`) or for the next question (`ahead`)
+before anybody sent it; a request has saved a part of its prompt so far, or had to leave it there (`partial`)."""
+OWN_KINDS: frozenset[EntryKind] = frozenset({"saved", "imported"})
+"""The kinds of entries that stay until they are deleted themselves. The others are deleted with the prompt that they
+came from."""
+PASSING_KINDS: frozenset[EntryKind] = frozenset({"ahead", "partial"})
+"""The kinds of entries that end once a request continues them."""
+_RANKS = {kind: -rank for rank, kind in enumerate(get_args(EntryKind))}
+
+
 class EntryRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One saved prompt. The key is the name of its last node. `preview` is a part of its text. `reason` is one word
-    that says why the policy saved this many tokens, empty if unknown."""
+    """The end of a chain of stored state. The key is the name of its last node. It came from the prompt `came_from`,
+    which may be longer, or differ: what is computed ahead came from an earlier prompt. `ttl_s` is the time to live that
+    the request asked for, as in a `UsageRecord`, and `share` says whose room it takes (`CacheOptions.share`). `preview`
+    is a part of the text. `reason` is one word that says why the policy saved this many tokens, empty if unknown."""
 
     root: bytes
     num_tokens: int
@@ -193,6 +219,14 @@ class EntryRecord(msgspec.Struct, frozen=True, kw_only=True):
     preview: str
     created_at: float
     reason: str = ""
+    kind: EntryKind = "saved"
+    came_from: PromptDigest = NO_PROMPT
+    ttl_s: int = 0
+    share: str = ""
+
+    def replaces(self, other: EntryRecord) -> bool:
+        """Returns whether this entry takes the place of another one at the same node."""
+        return _RANKS[self.kind] > _RANKS[other.kind]
 
 
 class PromptRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 import lmdb
@@ -19,9 +20,11 @@ from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import (
     DATABASES,
     MODEL_MARK,
+    NAMES,
     USAGE_DTYPE,
     EntryRecord,
     ModelRecord,
+    NamesRecord,
     NodeKind,
     NodeRecord,
     PromptRecord,
@@ -46,6 +49,8 @@ from diskprefix.tokens import HASH_BYTES, num_common, root_hash
 log = logging.getLogger("diskprefix")
 
 _PAST_THE_END = b"\xff" * (HASH_BYTES + 1)
+_TRIES = 8
+"""How many similar nodes are read in search of a longer one. Only damaged nodes can come before it."""
 
 
 class Snapshot:
@@ -233,6 +238,27 @@ class Snapshot:
                 yield bytes(before.key())[-HASH_BYTES:]
                 num_before = _common_at(before, before.prev(), beginning, some_ids)
 
+    def is_covered(self, name: bytes) -> bool:
+        """Returns whether a node with payload belongs to an entry, as far as its neighbours tell: it has one, it is
+        continued, or it is a checkpoint of a prompt that goes on. If that holds for each leaf, each node has an entry.
+        Raises `StoreCorrupt`."""
+        usage = self.usage(name)
+        if (usage is not None and usage.children) or self.has_record("entries", name):
+            return True
+        node = self.node(name)
+        if node is None or node.kind != NodeKind.CHECKPOINT:
+            return False
+        token_ids = node.token_ids.tobytes()
+        if not token_ids:
+            above = self.usage(node.parent)
+            return self.has_record("entries", node.parent) or (above is not None and above.children > 1)
+        for other in islice(self.similar_children(node.parent, token_ids), _TRIES):
+            with suppress(StoreCorrupt):
+                beside = self.node(other) if other != name else None
+                if beside is not None and beside.token_ids.tobytes().startswith(token_ids):
+                    return True
+        return False
+
     def ancestry(self, name: bytes) -> Iterator[bytes]:
         """Yields `name` and its ancestors. Stops after the first block, or before a ghost or a node without a whole
         record. Does not verify records; the walk always ends."""
@@ -263,6 +289,10 @@ class Snapshot:
         """Returns the entry of the saved prompt that ends at a node, or None. Raises `StoreCorrupt`."""
         value = self.get_record("entries", name)
         return None if value is None else decode_record(EntryRecord, name, value)
+
+    def names(self) -> NamesRecord:
+        """Returns the identity of the store, with the secret of its names. Raises `StoreCorrupt`."""
+        return decode_record(NamesRecord, NAMES.encode(), self.meta(NAMES) or b"")
 
     def meta(self, key: str) -> bytes | None:
         value = self.get_record("meta", key.encode())

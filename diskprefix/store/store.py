@@ -28,7 +28,7 @@ from diskprefix.store.evictor import Evictor
 from diskprefix.store.folder import OnWait
 from diskprefix.store.ghosts import see
 from diskprefix.store.pieces import Hold
-from diskprefix.store.schema import EntryRecord, NodeKind, RootRecord, encode_record
+from diskprefix.store.schema import OWN_KINDS, EntryRecord, NodeKind, RootRecord, encode_record
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.statistics.savings import keep_counts
 from diskprefix.store.store_file import OnCorruption, StoreFile
@@ -47,7 +47,7 @@ as many."""
 
 class Publication(Struct, frozen=True, eq=False):
     """The records that one transaction adds to the store: new nodes (parents first), an entry, a seen prompt. `epoch`
-    is that of the root's tenant when the request began."""
+    is that of the root's tenant when the request began. Nodes of prompts come with an entry."""
 
     epoch: Epoch
     root: bytes
@@ -56,6 +56,9 @@ class Publication(Struct, frozen=True, eq=False):
     last_node: bytes | None = None
     """The last node of the request's path, new or already stored."""
     entry: EntryRecord | None = None
+    """The entry of `last_node`, if it has a number of tokens. Nodes that belong to no other entry get it too."""
+    continued: bytes | None = None
+    """The node where an earlier entry ends that this publication continues; None: its `base`."""
     prompt: TokenPath | None = None
     prompt_group: bytes = b""
     """The prompt's group: 8 bytes, or empty."""
@@ -76,6 +79,7 @@ class Publication(Struct, frozen=True, eq=False):
 
     def __post_init__(self) -> None:
         assert self.epoch.tenant == self.root_record.tenant, "the epoch is that of another tenant"
+        assert self.entry or not (self.nodes and self.root_record.has_prompts), "state of a prompt ends in an entry"
 
     def without_nodes(self) -> Publication:
         """Returns the rest of the publication after its nodes are lost: the seen prompt."""
@@ -85,7 +89,7 @@ class Publication(Struct, frozen=True, eq=False):
     def base(self) -> bytes | None:
         """The stored node that this publication continues or ends with."""
         if not self.nodes:
-            return self.last_node if self.entry is not None else None
+            return None if self.entry is None else self.last_node
         return self.nodes[0].parent if self.nodes[0].position > 0 else None
 
     @property
@@ -105,7 +109,7 @@ class Publication(Struct, frozen=True, eq=False):
 
 
 class Subtrees(NamedTuple):
-    """The names of nodes, and the names of the nodes at which saved prompts end (`entries`)."""
+    """The names of nodes, and the names of the nodes at which entries end (`entries`)."""
 
     nodes: list[bytes]
     entries: list[bytes]
@@ -233,7 +237,7 @@ class Store(StoreFile):
     def remove_subtrees(self, tops: Mapping[bytes, bytes] | Iterable[bytes]) -> Subtrees:
         """Removes nodes and all their descendants, children first. A mapping gives the parent of each node; otherwise
         the nodes' own records do."""
-        removed, known = Subtrees([], []), set(tops)
+        removed, known, moved = Subtrees([], []), set(tops), set[bytes]()
         left = [(name, tops[name] if isinstance(tops, Mapping) else None) for name in tops]
         # Bound: no node is added twice, and each round removes one, or adds the nodes that continue it.
         while left:
@@ -253,8 +257,10 @@ class Store(StoreFile):
                         # Its payload was removed meanwhile. The ghost belongs to a seen prompt.
                         continue
                     parent = changes.parent(name) if parent is None else parent
-                    removed.entries.extend([name] if changes.has_record("entries", name) else [])
+                    has_own_entry = changes.has_record("entries", name) and name not in moved
+                    removed.entries.extend([name] if has_own_entry else [])
                     removed.nodes.extend([name] if changes.delete_node(name, parent) else [])
+                    moved |= changes.moved_entries
         return removed
 
     def counts(self) -> dict[str, int]:
@@ -355,25 +361,28 @@ class Store(StoreFile):
                     small_write.put(changes)
                 recorded = self._put_written(changes)
                 changes.put_root(publication.root, publication.root_record)
-                last_node = publication.last_node
+                last_node, entry = publication.last_node, publication.entry
                 for node in publication.nodes:
                     holder = changes.put_node(publication.root, node, self.codec)
                     if holder == node.name and node.replaces:
-                        changes.remove_shorter(node, self.secret)
+                        changes.remove_shorter(node)
                     elif node.name == last_node:
                         last_node = holder
                     if publication.anchors is not None and node.kind != NodeKind.BLOCK:
+                        is_end = entry is not None and entry.kind in OWN_KINDS and node.name == publication.last_node
                         changes.remove_superseded(
-                            *(node, self.secret, publication.anchors),
+                            *(node, publication.anchors),
                             ttl_s=publication.daemon_ttl_s,
                             pinned=self.evictor.pinned(),
-                            has_entry=publication.entry is not None and node.name == publication.last_node,
+                            has_entry=is_end,
                         )
                 if last_node is not None:
                     changes.touch(last_node, Use(self.clock(), 0, recorded_ttl(publication.ttl_s)))
                     # A prompt that is a prefix of a longer saved prompt has no entry of its own.
-                    if publication.entry is not None and last_node == publication.last_node:
-                        changes.put_entry(last_node, publication.entry)
+                    if entry is not None and entry.num_tokens and last_node == publication.last_node:
+                        changes.put_entry(last_node, entry)
+                if entry is not None:
+                    changes.cover(publication.nodes, entry, publication.continued or publication.base)
                 if publication.prompt is not None:
                     ttl_s = recorded_ttl(publication.prompt_ttl_s)
                     see(changes, publication.prompt, publication.prompt_group, ttl_s)

@@ -18,7 +18,6 @@ from diskprefix.store.schema import (
     FORMAT_VERSION,
     NAMES,
     NamesRecord,
-    decode_record,
     encode_record,
 )
 from diskprefix.store.snapshot import Snapshot
@@ -81,11 +80,6 @@ def _create(changes: Changes, now: float, namespace: NamespaceKey | None) -> Non
     changes.put_meta(NAMES, encode_record(NAMES.encode(), names))
 
 
-def names_of(snapshot: Snapshot) -> NamesRecord:
-    """Returns the identity of an open store, with the secret of its names. Raises `StoreCorrupt`."""
-    return decode_record(NamesRecord, NAMES.encode(), snapshot.meta(NAMES) or b"")
-
-
 def _read_identity(path: Path, env: Environment, txn: Any) -> NamesRecord:
     """Returns a store's identity."""
     snapshot = Snapshot(env.databases, txn)
@@ -99,7 +93,7 @@ def _read_identity(path: Path, env: Environment, txn: Any) -> NamesRecord:
                 f"{path / DATA} has format {number}, and this version of diskprefix reads format {FORMAT_VERSION}: "
                 "move the file away to start afresh, or choose another --kv-cache-dir"
             )
-        return names_of(snapshot)
+        return snapshot.names()
     except (struct.error, StoreCorrupt) as error:
         raise StoreCorrupt(
             f"{path / DATA}: the identity of the store is damaged; move the file away to start afresh"

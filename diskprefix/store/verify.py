@@ -265,7 +265,26 @@ class RecordCheck:
             return f"{_NO_ROOT} {node.root.hex()}"
         if (message := self._wrong_shape(node)) or node.kind == NodeKind.GHOST:
             return message
-        return self._wrong_parent(node) or self._wrong_pieces(name, node) or self._wrong_usage(name, node)
+        message = self._wrong_parent(node) or self._wrong_pieces(name, node) or self._wrong_usage(name, node)
+        return message or self._lacks_entry(name, node)
+
+    def _lacks_entry(self, name: bytes, node: NodeRecord) -> str | None:
+        """Returns the problem of a node that no entry needs. Of a chain of such nodes, it is the first one's."""
+        is_first = name in self._unneeded and node.parent not in self._unneeded
+        return "it belongs to no prompt" if is_first and self.roots[node.root].has_prompts else None
+
+    @cached_property
+    def _unneeded(self) -> set[bytes]:
+        """The names of the nodes that belong to no entry, and that only such nodes continue."""
+        unneeded = set[bytes]()
+        for name in reversed(list(self.tree.depth_first())):
+            children = self.tree.children.get(name, ())
+            # A damaged record is a problem of its own.
+            with suppress(StoreCorrupt):
+                has_entry = self._snapshot.has_record("entries", name) if children else self._snapshot.is_covered(name)
+                if not has_entry and all(child in unneeded for child in children):
+                    unneeded.add(name)
+        return unneeded
 
     def _wrong_pieces(self, name: bytes, node: NodeRecord) -> str | None:
         sizes = {index: len(stored) for index, stored in self._snapshot.pieces(name)}

@@ -31,7 +31,7 @@ from diskprefix.store.schema import NodeKind
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.writer import Writer
 from diskprefix.tokens import TokenPath
-from tests.store.building import BLOCK, ROOT, damage, layout_of, open_store, prompt, publication
+from tests.store.building import BLOCK, ROOT, damage, layout_of, open_store, part_of, prompt, publication
 
 PAYLOAD_BYTES = 20_000
 PROMPT = prompt(1, 3 * BLOCK + 5)
@@ -103,7 +103,7 @@ def test_nodes_that_continue_another_come_by_what_they_have_in_common(
 ) -> None:
     near, far = (np.concatenate([PROMPT[:common], prompt(9, 2 * BLOCK - common)]) for common in (12, 3))
     pubs = [publication(store, ids) for ids in (far, near, PROMPT)]
-    both = replace(pubs[0], nodes=tuple(node for pub in pubs for node in pub.nodes), last_node=None, entry=None)
+    both = part_of(replace(pubs[0], nodes=tuple(node for pub in pubs for node in pub.nodes)))
     with tier_of(both)() as view:
         found = [node.name for node, _ in view.similar(ROOT, near)]
         assert found == [pubs[index].nodes[0].name for index in (1, 2, 0)]

@@ -258,7 +258,7 @@ def test_pictures_are_counted_and_named(inspect: Inspect, made: SavedChats, tmp_
     store, words = made.store, made.renderer.tokenize(TIDE, add_special_tokens=False)
     ids, root = picture_ids(bytes(16), BLOCK + 4), root_hash("pictures of tiny")
     of_text = made.save(chat(BIRDS))
-    record = msgspec.structs.replace(of_text.root_record, identity="pictures of tiny")
+    record = msgspec.structs.replace(of_text.root_record, identity="pictures of tiny", has_prompts=False)
     pictured = publication(store, as_token_ids([*words, *ids, *words]), root=of_text.root, layout=LAYOUT)
     store.publish(replace(pictured, root_record=of_text.root_record))
     rows = publication(store, ids, root=root, layout=LAYOUT, end_kind=NodeKind.BLOCK)

@@ -161,6 +161,13 @@ def publication(
     )
 
 
+def part_of(pub: Publication, **changes: Any) -> Publication:
+    """Returns the publication of a part of a prompt, while the rest is computed: its entry is partial."""
+    assert pub.entry is not None
+    entry = replace(pub.entry, kind="partial", num_tokens=0)
+    return replace(pub, last_node=None, entry=entry, prompt=None, **changes)
+
+
 def of_root(pub: Publication, record: RootRecord, **changes: Any) -> Publication:
     """Returns a publication of the tenant of a root's record."""
     return replace(pub, epoch=pub.epoch._replace(tenant=record.tenant), root_record=record, **changes)

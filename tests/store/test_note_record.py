@@ -13,7 +13,6 @@ from diskprefix.store.codec.codec import compress
 from diskprefix.store.note_record import (
     MAX_NOTE_BYTES,
     NoteKind,
-    NotePrompt,
     NoteTimes,
     StoredNote,
     decode_note,
@@ -26,7 +25,7 @@ from diskprefix.store.note_record import (
     used_note,
 )
 from diskprefix.store.schema import with_checksum
-from diskprefix.tokens import checksum
+from diskprefix.tokens import PromptDigest, checksum
 
 ROOT = b"r" * 16
 KEY = note_key(ROOT, NoteKind.RESPONSE, "resp_1")
@@ -48,9 +47,9 @@ def test_a_note_has_the_documented_bytes() -> None:
     assert value[8:32] == (b"\0\0\0\0\0\0\x34\x40" + b"\0\0\0\0\0\0\x24\x40" + b"\x3c\0\0\0" + b"\0\0\0\0")
     assert value[32:48] == bytes(16)
     assert value[48:] == compress(b"content")
-    of_prompt = encode_note(KEY, b"content", TIMES, NotePrompt(258, b"d" * 16))
+    of_prompt = encode_note(KEY, b"content", TIMES, PromptDigest(258, b"d" * 16))
     assert of_prompt[28:48] == b"\2\1\0\0" + b"d" * 16
-    assert note_prompt(of_prompt) == NotePrompt(258, b"d" * 16)
+    assert note_prompt(of_prompt) == PromptDigest(258, b"d" * 16)
     assert decode_note(KEY, value) == (TIMES, b"content")
 
 

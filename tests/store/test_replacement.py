@@ -14,7 +14,7 @@ from diskprefix.store.schema import NodeKind
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.verify import verify_index
 from diskprefix.tokens import TokenIds
-from tests.store.building import BLOCK, Clock, is_whole, layout_of, prompt, publication
+from tests.store.building import BLOCK, Clock, is_whole, layout_of, part_of, prompt, publication
 
 TOKENS = prompt(1, 5 * BLOCK)
 
@@ -222,11 +222,11 @@ def test_a_prompt_that_was_not_saved_to_its_end_leaves_the_entries_of_earlier_tu
     """Its first batch is all that a kill, or a client that goes away, leaves of it."""
     for end in TURNS[:3]:
         store.publish(turn(store, end))
-    store.publish(replace(turn(store, TURNS[3]), last_node=None, entry=None))
+    store.publish(part_of(turn(store, TURNS[3])))
     assert checkpoints(store) == [SYSTEM, *TURNS[:4]]
     assert entries(store) == [TURNS[2]]
     for end in TURNS[4:]:
-        store.publish(replace(turn(store, end), last_node=None, entry=None))
+        store.publish(part_of(turn(store, end)))
     assert checkpoints(store) == [SYSTEM, *TURNS[-RECENT_CHECKPOINTS:]]
     assert entries(store) == [], "no entry is left whose node is gone"
 

@@ -14,7 +14,7 @@ from diskprefix.store.schema import NodeKind
 from diskprefix.store.store import Publication, Store
 from tests import forked
 from tests.store import other_process
-from tests.store.building import BLOCK, Clock, is_whole, layout_of, open_store, prompt, publication
+from tests.store.building import BLOCK, Clock, is_whole, layout_of, open_store, part_of, prompt, publication
 from tests.store.other_process import beside, fill, open_and_fill
 
 
@@ -185,7 +185,7 @@ def test_blocks_that_no_checkpoint_needs_make_room_first_whatever_else_is_stored
     store.publish(dense)
     clock.now += 3600
     bare = publication(store, prompt(2, 18 * BLOCK), layout=HYBRID, root=b"h" * 16, checkpoints=(4 * BLOCK,))
-    bare = replace(bare, nodes=bare.nodes[:-1], last_node=None, entry=None)
+    bare = part_of(replace(bare, nodes=bare.nodes[:-1]))
     store.publish(bare)
     clock.now += 60
     with store.changes() as changes:
@@ -204,7 +204,7 @@ def test_a_checkpoint_that_is_published_again_is_not_evicted_to_make_room_for_it
 ) -> None:
     token_ids = prompt(1, 30 * BLOCK)
     known = publication(store, token_ids[: 16 * BLOCK], layout=HYBRID, checkpoints=(4 * BLOCK,))
-    store.publish(replace(known, nodes=known.nodes[:-1], last_node=None, entry=None))
+    store.publish(part_of(replace(known, nodes=known.nodes[:-1])))
     clock.now += 3600
     whole = publication(store, token_ids, layout=HYBRID, checkpoints=(4 * BLOCK, 16 * BLOCK))
     old = publication(store, prompt(2, 4 * BLOCK), payload_bytes=400_000)

@@ -28,7 +28,7 @@ from diskprefix.store.statistics.savings import Tally, read_savings
 from diskprefix.store.store import OUTDATED, Publication, Store
 from diskprefix.store.verify import remove_problems, verify_index
 from diskprefix.store.writer import Writer
-from tests.store.building import BLOCK, Clock, is_whole, open_store, prompt, publication
+from tests.store.building import BLOCK, Clock, is_whole, open_store, part_of, prompt, publication
 from tests.store.other_process import fill
 from tests.waiting import wait_for
 
@@ -99,7 +99,7 @@ def test_releasing_a_reservation_returns_its_bytes_once(store: Store) -> None:
 def chained(store: Store, num_blocks: int) -> list[Publication]:
     """A prompt in one publication for each block; the last one brings the entry."""
     whole = publication(store, prompt(1, num_blocks * BLOCK))
-    beginning = [replace(whole, nodes=(node,), last_node=None, entry=None, prompt=None) for node in whole.nodes[:-1]]
+    beginning = [part_of(replace(whole, nodes=(node,))) for node in whole.nodes[:-1]]
     return [*beginning, replace(whole, nodes=whole.nodes[-1:])]
 
 
@@ -631,9 +631,7 @@ def test_prompt_larger_than_the_store_is_refused_once_with_the_reason(
     store = open_store(tmp_path, budget_bytes=16 << 20)
     writer = Writer(store, buffer_bytes=1 << 30)
     whole = publication(store, prompt(1, num_blocks * BLOCK), payload_bytes=(20 << 20) // num_blocks)
-    save = submit_all(
-        writer, [replace(whole, nodes=(node,), last_node=None, entry=None, prompt=None) for node in whole.nodes]
-    )
+    save = submit_all(writer, [part_of(replace(whole, nodes=(node,))) for node in whole.nodes])
     submit(writer, small := publication(store, prompt(2, BLOCK)))
     wait_for(lambda: not writer.num_pending)
     assert is_whole(store, small)

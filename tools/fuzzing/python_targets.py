@@ -32,7 +32,7 @@ from diskprefix.namespace_key import NamespaceKey
 from diskprefix.native import library
 from diskprefix.store.codec.codec import Codec, Element, Piece, decode_piece, encode_piece
 from diskprefix.store.codec.planes import BF16, FP16, FP32, join_with, join_with_numpy
-from diskprefix.store.note_record import NO_PROMPT, NoteKind, NoteTimes, StoredNote, decode_note, encode_note, note_key
+from diskprefix.store.note_record import NoteKind, NoteTimes, StoredNote, decode_note, encode_note, note_key
 from diskprefix.store.pieces import PayloadLayout, split_payload
 from diskprefix.store.schema import (
     EntryRecord,
@@ -47,7 +47,7 @@ from diskprefix.store.schema import (
     encode_node,
     encode_record,
 )
-from diskprefix.tokens import TokenPath, checksum
+from diskprefix.tokens import NO_PROMPT, TokenPath, checksum
 from tests.chat.output.replies import NAMES, REPLIES, format_named, read, tool
 from tests.extras.exchange import exported
 from tests.extras.exchange.exported import HYBRID, LAYOUT, entry_of, export

@@ -54,7 +54,7 @@ class Ahead:
             self._jobs.drop_job(job)
             return
         token_ids = prompt.token_ids
-        with self._idle.restoring(model, prompt, options, job.owner) as restored:
+        with self._idle.restoring(model, prompt, options, job.owner, job.origin) as restored:
             yield restored.reading
             sequence, cached, start = restored.sequence, restored.cached, restored.num_restored()
             # State of a request from before a purge is not stored after it.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from msgspec import Struct
 
+from diskprefix.cache.context import Origin
 from diskprefix.engine.idle.cpu_waits import CpuWaits
 from diskprefix.values import CacheOptions, Prompt
 
@@ -51,7 +52,7 @@ class AheadJob(Struct, eq=False):
     prompt. `owner` owns its state in memory. `content` is the conversation that the prompt continues: a later job that
     continues more of this conversation replaces this one. After `expires_at`, on the clock of `AheadJobs`, the job is
     no longer wanted. `label` is the name under which a client asked for it. Of its `num_tokens`, 0 until they are
-    known, `num_ready` are computed."""
+    known, `num_ready` are computed. `origin`: what the entry of its state says."""
 
     model: AheadModel
     make: Callable[[], Prompt | None]
@@ -62,6 +63,7 @@ class AheadJob(Struct, eq=False):
     label: str = ""
     num_tokens: int = 0
     num_ready: int = 0
+    origin: Origin = Origin("ahead")
 
 
 class AheadJobs:

@@ -15,6 +15,7 @@ import numpy as np
 from msgspec import Struct, field
 
 from diskprefix.cache.cached_request import CachedRequest
+from diskprefix.cache.context import SENT, Origin
 from diskprefix.cache.restore import Restore
 from diskprefix.engine.device import raise_if_lost
 from diskprefix.engine.fetches import ReadJob
@@ -140,10 +141,15 @@ class IdleWork:
 
     @contextmanager
     def restoring(
-        self, model: AheadModel, prompt: Prompt, options: CacheOptions, owner: Owner | None = None
+        self,
+        model: AheadModel,
+        prompt: Prompt,
+        options: CacheOptions,
+        owner: Owner | None = None,
+        origin: Origin = SENT,
     ) -> Iterator[RestoredSequence]:
         """Yields a sequence into which the stored state of a prompt is read. With an `owner`, the sequence begins with
-        the state that memory has, and its state stays in memory."""
+        the state that memory has, and its state stays in memory. `origin` is that of the prompt."""
         pages = model.pages
         sequence = pages.begin_sequence(owner, prompt.token_ids, expires_at=model.cache.expires_at(options.ttl_s))
         if not isinstance(sequence, KVSequence):
@@ -151,7 +157,7 @@ class IdleWork:
         have = sequence.num_tokens
         # The restore may take tokens back, so others must not share them.
         pages.set_ready(sequence, 0)
-        cached = CachedRequest(model.cache, prompt, options, goes_on=True)
+        cached = CachedRequest(model.cache, prompt, options, goes_on=True, origin=origin)
         job = ReadJob(lambda: not restored.is_over, lambda _: self._end_read(model, restored))
         restore = cached.begin_restore(sequence, prompt.token_ids, have, is_wanted=job.is_wanted)
         restored = RestoredSequence(sequence, cached, restore, job)

@@ -33,7 +33,6 @@ from diskprefix.printable import shown
 from diskprefix.store.changes import Changes, NewNode, SmallWrite, node_bytes
 from diskprefix.store.note_record import (
     NoteKind,
-    NotePrompt,
     NoteTimes,
     encode_note,
     note_bytes,
@@ -55,7 +54,7 @@ from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.tree import PrefixTree
 from diskprefix.store.verify import raw_payload
-from diskprefix.tokens import prompt_digest, root_hash
+from diskprefix.tokens import NO_PROMPT, PromptDigest, TokenIds, as_token_ids, root_hash
 from diskprefix.user_key import is_users
 from diskprefix.values import SHARED, Tenant
 
@@ -134,15 +133,17 @@ def _read_entries(
                 nodes.append(PackedNode(key, node, parent, usage.prefill_s if usage and is_known else 0.0))
                 packed[place] = len(packed)
             numbers[key] = packed[place]
-        prompts.append(PackPrompt(numbers[name], replace(entry, root=root_hash(identity))))
+        # The digests and shares of this machine mean nothing on another one.
+        described = replace(entry, root=root_hash(identity), kind="saved", came_from=NO_PROMPT, ttl_s=0, share="")
+        prompts.append(PackPrompt(numbers[name], described))
     assert root is not None, "no entry"
     assert first is not None
     created_at = max(prompt.entry.created_at for prompt in prompts)
     # The tokenizer's folder is on this machine only.
     root = structs.replace(root, created_at=created_at, tokenizer="")
-    described = [PackNode(node.record.kind, node.parent, node.record.num_tokens, node.prefill_s) for node in nodes]
+    packed_nodes = [PackNode(node.record.kind, node.parent, node.record.num_tokens, node.prefill_s) for node in nodes]
     ours = without_keys or is_own(first.tenant)
-    manifest = Manifest(root, tuple(prompts), tuple(described), is_own=ours)
+    manifest = Manifest(root, tuple(prompts), tuple(packed_nodes), is_own=ours)
     try:
         manifest.require_sound()
     except (StoreCorrupt, ValueError, TypeError, KeyError) as error:
@@ -223,9 +224,9 @@ def require_room(store: Store, reader: PackReader) -> None:
 
 
 def import_pack(store: Store, reader: PackReader, *, advance: Advance, is_unverified: bool) -> Imported:
-    """Stores the prompts of a file, to be used at once. Nodes that are stored already are not changed. An entry becomes
-    visible when all of it is there. `is_unverified`: responses that use them say so, and the previews, which need not
-    be of the same text, are left out.
+    """Stores the prompts of a file, to be used at once. Nodes that are stored already are not changed. The entry of a
+    prompt is a partial one until all of it is there. `is_unverified`: responses that use them say so, and the previews,
+    which need not be of the same text, are left out.
 
     Raises `StoreFull`, `StoreCorrupt`, `StoreUnavailable`, and `PrefixGone` if another process evicts the first nodes
     before the last ones are written.
@@ -236,10 +237,12 @@ def import_pack(store: Store, reader: PackReader, *, advance: Advance, is_unveri
     root_record = structs.replace(manifest.root, tokenizer="")
     num_new = new_bytes = evicted = waiting_bytes = 0
     epoch = store.epochs.of(root_record.tenant)
-    for prompt in manifest.prompts:
+    for place, prompt in enumerate(manifest.prompts):
+        came_from, continued = PromptDigest.of(store.secret, _token_ids(reader, place)), None
+        preview = "" if is_unverified else prompt.entry.preview
+        entry = replace(prompt.entry, kind="imported", came_from=came_from, ttl_s=0, share="", preview=preview)
         for number in reader.nodes_of(prompt, done):
             node, is_last = all_nodes[number], number == prompt.node
-            entry = structs.replace(prompt.entry, preview="") if is_unverified else prompt.entry
             with store.snapshot() as snapshot:
                 is_there = snapshot.has(node.name, node.parent, node.position, node.kind, node.token_ids.tobytes())
             if not is_there:
@@ -257,10 +260,11 @@ def import_pack(store: Store, reader: PackReader, *, advance: Advance, is_unveri
                         root_record=root_record,
                         nodes=tuple(waiting),
                         last_node=node.name,
-                        entry=entry if is_last else None,
+                        entry=entry if is_last else replace(entry, kind="partial", num_tokens=0),
+                        continued=continued,
                     )
                 )
-                waiting, waiting_bytes = [], 0
+                waiting, waiting_bytes, continued = [], 0, node.name
     return Imported([all_nodes[prompt.node].name.hex() for prompt in manifest.prompts], num_new, new_bytes, evicted)
 
 
@@ -286,7 +290,7 @@ def encoded_notes(store: Store, reader: PackReader) -> dict[bytes, bytes]:
     for number in range(len(reader.manifest.prompts)):
         imported = _to_compute(reader, number)
         key, token_ids = note_key(root, NoteKind.IMPORTED, imported.id), imported.token_ids
-        of_prompt = NotePrompt(len(token_ids), prompt_digest(store.secret, root, token_ids))
+        of_prompt = PromptDigest.of(store.secret, token_ids)
         value = encode_note(key, encode_imported(imported), NoteTimes(now, now, IMPORTED_TTL_S), of_prompt)
         num_bytes += note_bytes(len(value))
         if note_bytes(len(value)) > note_limit(store.budget_bytes):
@@ -302,9 +306,7 @@ def encoded_notes(store: Store, reader: PackReader) -> dict[bytes, bytes]:
 
 def _to_compute(reader: PackReader, number: int) -> ImportedPrompt:
     prompt = reader.manifest.prompts[number]
-    path, nodes = reader.nodes_of(prompt), reader.manifest.nodes
-    ends = [place for place in path if nodes[place].kind == NodeKind.BLOCK or place == prompt.node]
-    token_ids = np.concatenate([reader.token_ids(place) for place in ends])
+    path, nodes, token_ids = reader.nodes_of(prompt), reader.manifest.nodes, _token_ids(reader, number)
     if (token_ids < 0).any():
         raise SettingsError(f"{reader.path} has a prompt with pictures, which cannot be computed again; see --trust")
     described = [
@@ -318,6 +320,14 @@ def _to_compute(reader: PackReader, number: int) -> ImportedPrompt:
         ids=token_ids.astype("<i4").tobytes(),
         nodes=tuple(described),
     )
+
+
+def _token_ids(reader: PackReader, number: int) -> TokenIds:
+    """Returns the token ids of a prompt."""
+    prompt, nodes = reader.manifest.prompts[number], reader.manifest.nodes
+    path = reader.nodes_of(prompt)
+    ends = [place for place in path if nodes[place].kind == NodeKind.BLOCK or place == prompt.node]
+    return as_token_ids(np.concatenate([reader.token_ids(place) for place in ends]))
 
 
 def _new_nodes(secret: int, reader: PackReader, is_unverified: bool) -> list[NewNode]:

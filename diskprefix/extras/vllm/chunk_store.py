@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from diskprefix.cache.tiers.loading import READER_THREADS
 from diskprefix.cache.tiers.nodes import Node
@@ -93,7 +94,8 @@ class _Root:
     """The root of a group, and the form of its blocks."""
 
     def __init__(self, group: ChunkGroup) -> None:
-        self.name, self.record = group.identity.root(group.tenant), group.identity.record(group.tenant)
+        self.name = group.identity.root(group.tenant)
+        self.record = replace(group.identity.record(group.tenant), has_prompts=False)
         layout = PayloadLayout.parse(group.identity.layout)
         self.chunk_bytes, self.block_bytes = group.chunk_bytes, layout.payload_bytes(NUM_IDS, NodeKind.BLOCK)
         self.pieces: tuple[Piece, ...] = layout.pieces(NUM_IDS, NodeKind.BLOCK)

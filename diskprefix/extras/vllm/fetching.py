@@ -17,10 +17,12 @@ from diskprefix.extras.vllm.plans import RankIdentity
 from diskprefix.extras.vllm.processors import unbind
 from diskprefix.extras.vllm.shared_store import SharedStore
 from diskprefix.store.changes import NewNode
+from diskprefix.store.eviction import recorded_ttl
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.save import Save
+from diskprefix.store.schema import EntryRecord
 from diskprefix.store.store import Publication
-from diskprefix.tokens import TokenIds, TokenPath
+from diskprefix.tokens import PromptDigest, TokenIds, TokenPath
 
 log = logging.getLogger("diskprefix")
 
@@ -113,8 +115,19 @@ class PromptFetcher:
         store, writer, root, record = self._shared.store, self._shared.writer, rank.root(tenant), rank.record(tenant)
         save = Save(store.epochs.of(tenant))
 
+        entry = EntryRecord(
+            root=root,
+            num_tokens=0,
+            scope="",
+            preview="",
+            created_at=store.clock(),
+            kind="partial",
+            came_from=PromptDigest.of(save.epoch.secret, token_ids),
+            ttl_s=recorded_ttl(ttl_s),
+        )
+
         def publish(nodes: tuple[NewNode, ...]) -> bool:
-            publication = Publication(epoch=save.epoch, root=root, root_record=record, nodes=nodes)
+            publication = Publication(epoch=save.epoch, root=root, root_record=record, nodes=nodes, entry=entry)
             if (room := writer.reserve(publication.payload_bytes)) is not None:
                 writer.queue_publication(save, publication, [room])
             return room is not None

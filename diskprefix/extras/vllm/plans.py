@@ -13,7 +13,7 @@ from diskprefix.identity import differing, identity_fields, identity_text
 from diskprefix.printable import shown
 from diskprefix.store.schema import NodeKind, RootRecord
 from diskprefix.store.store import Store
-from diskprefix.tokens import root_hash
+from diskprefix.tokens import PromptDigest, root_hash
 
 NO_PAGE = 0
 """The number of vLLM's null block. It replaces blocks that a sliding window no longer needs."""
@@ -44,18 +44,20 @@ class Load(Struct, frozen=True):
 
 
 class BlocksToSave(Struct, frozen=True):
-    """Blocks that are complete at the end of this step. `ttls` are their times to live after the last use, in seconds;
-    None is the store's default."""
+    """Blocks of a prompt that are complete at the end of this step. `ttls` are their times to live after the last use,
+    in seconds; None is the store's default."""
 
     request_id: str
     tenant: str
     blocks: tuple[PlannedBlock, ...]
     ttls: tuple[float | None, ...]
+    scope: str
+    prompt: PromptDigest
 
 
 class EndOfRequest(Struct, frozen=True):
     """The end of a request. `names` is its last saved block by rank, which ends at token `num_tokens`; 0 if no block is
-    new."""
+    new. `prompt` is the request's."""
 
     request_id: str
     tenant: str
@@ -64,6 +66,7 @@ class EndOfRequest(Struct, frozen=True):
     scope: str
     reason: str
     ttl_s: float | None
+    prompt: PromptDigest
 
 
 class PlannedUpload(Struct, frozen=True):

@@ -36,7 +36,7 @@ from diskprefix.store.save import Save
 from diskprefix.store.schema import NodeKind, node_name
 from diskprefix.store.statistics.savings import Tally
 from diskprefix.store.store import Publication
-from diskprefix.tokens import ID_BYTES, TokenIds, TokenPath, as_token_ids
+from diskprefix.tokens import ID_BYTES, PromptDigest, TokenIds, TokenPath, as_token_ids
 from diskprefix.values import (
     MAX_VALUE,
     SHARED,
@@ -312,7 +312,13 @@ class SchedulerSide:
         ttl_s = ttl_at(position, tracked.marks, options.ttl_s)
         names = tuple(names[num_blocks] for names in tracked.names)
         request_id, tenant, scope = tracked.request.request_id, str(tracked.tenant), str(options.scope)
-        self._ended.append(EndOfRequest(request_id, tenant, names, position, scope, selection.reason, ttl_s))
+        ended = EndOfRequest(
+            request_id, tenant, names, position, scope, selection.reason, ttl_s, self._digest_of(tracked)
+        )
+        self._ended.append(ended)
+
+    def _digest_of(self, tracked: Tracked) -> PromptDigest:
+        return PromptDigest.of(self._shared.store.secret, tracked.prompt)
 
     def _plan_upload(self, tracked: Tracked, selection: Selection) -> None:
         """Plans what to write to the bucket, by `remote_write`."""
@@ -441,7 +447,8 @@ class SchedulerSide:
         tracked.has_saves = True
         stops = (block.position + self._block_size for block in planned)
         ttls = tuple(ttl_at(position, tracked.marks, tracked.options.ttl_s) for position in stops)
-        return BlocksToSave(tracked.request.request_id, str(tracked.tenant), tuple(planned), ttls)
+        scope, prompt = str(tracked.options.scope), self._digest_of(tracked)
+        return BlocksToSave(tracked.request.request_id, str(tracked.tenant), tuple(planned), ttls, scope, prompt)
 
     def _num_wanted(self, tracked: Tracked) -> int:
         """Returns the number of tokens of the request that the policy keeps."""

@@ -33,11 +33,12 @@ from diskprefix.extras.vllm.processors import unbind
 from diskprefix.extras.vllm.shared_store import SharedStore
 from diskprefix.extras.vllm.staging import Staging
 from diskprefix.store.changes import NewNode
+from diskprefix.store.eviction import recorded_ttl
 from diskprefix.store.pieces import Hold, PayloadLayout, split_payload
 from diskprefix.store.save import Save
 from diskprefix.store.schema import EntryRecord, NodeKind
 from diskprefix.store.store import Publication
-from diskprefix.tokens import TokenPath, as_token_ids
+from diskprefix.tokens import PromptDigest, TokenPath, as_token_ids
 
 log = logging.getLogger("diskprefix")
 
@@ -173,7 +174,8 @@ class WorkerSide:
                 log.exception("[disk-cache] %s: the rest is not saved", save.request_id)
                 break
         if nodes:
-            writer.queue_publication(saving, self._publication(save.tenant, saving, nodes), rooms)
+            entry = self._entry(save.tenant, save.scope, save.prompt, save.ttls[0])
+            writer.queue_publication(saving, self._publication(save.tenant, saving, nodes, entry), rooms)
         is_dropped = len(nodes) < len(save.blocks) and saving.lost is None
         if is_dropped:
             writer.fail(saving, "the write buffer has no room for it")
@@ -205,20 +207,10 @@ class WorkerSide:
         if saving.has_failed or not ended.num_tokens:
             self._shared.writer.finish(saving)
             return
-        entry = EntryRecord(
-            root=self._identity.root(ended.tenant),
-            num_tokens=ended.num_tokens,
-            scope=ended.scope,
-            preview="",
-            created_at=self._shared.store.clock(),
-            reason=ended.reason,
-        )
-        last = replace(
-            self._publication(ended.tenant, saving, ()),
-            last_node=ended.names[self._rank],
-            entry=entry,
-            ttl_s=ended.ttl_s,
-        )
+        part = self._entry(ended.tenant, ended.scope, ended.prompt, ended.ttl_s)
+        entry = replace(part, kind="saved", num_tokens=ended.num_tokens, reason=ended.reason)
+        publication = self._publication(ended.tenant, saving, (), entry)
+        last = replace(publication, last_node=ended.names[self._rank], ttl_s=ended.ttl_s)
         self._shared.writer.queue_publication(saving, last, is_last=True)
 
     def _upload(self, planned: PlannedUpload) -> None:
@@ -232,6 +224,19 @@ class WorkerSide:
         record = self._identity.record(tenant)
         self._shared.remote.upload(Upload(nodes, len(token_ids), record, self._shared.tiers, is_current))
 
-    def _publication(self, tenant: str, saving: Save, nodes: Sequence[NewNode]) -> Publication:
+    def _entry(self, tenant: str, scope: str, prompt: PromptDigest, ttl_s: float | None) -> EntryRecord:
+        """Returns the entry of a part of a prompt."""
+        return EntryRecord(
+            root=self._identity.root(tenant),
+            num_tokens=0,
+            scope=scope,
+            preview="",
+            created_at=self._shared.store.clock(),
+            kind="partial",
+            came_from=prompt,
+            ttl_s=recorded_ttl(ttl_s),
+        )
+
+    def _publication(self, tenant: str, saving: Save, nodes: Sequence[NewNode], entry: EntryRecord) -> Publication:
         root, record = self._identity.root(tenant), self._identity.record(tenant)
-        return Publication(epoch=saving.epoch, root=root, root_record=record, nodes=tuple(nodes))
+        return Publication(epoch=saving.epoch, root=root, root_record=record, nodes=tuple(nodes), entry=entry)

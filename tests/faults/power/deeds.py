@@ -36,7 +36,7 @@ from diskprefix.store.save import Save
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.writer import Writer
 from tests.faults.power import prompts
-from tests.store.building import Clock, names_of_every_run
+from tests.store.building import Clock, names_of_every_run, part_of
 
 ON_WRITE, ON_SYNC, ON_NAMES, ON_DSYNC = 1, 2, 4, 8
 KV, OTHER_KV, COPY = "data/kv", "other", "backups/today"
@@ -118,7 +118,7 @@ def publish_in_parts(store: Store, publication: Publication) -> int:
     evicted = 0
     *earlier, last = batches(publication.nodes, _NODES_IN_A_PART)
     for nodes in earlier:
-        evicted += store.publish(replace(publication, nodes=tuple(nodes), last_node=None, entry=None, prompt=None))
+        evicted += store.publish(part_of(replace(publication, nodes=tuple(nodes))))
         store.evictor.pin(nodes[-1].name)
     evicted += store.publish(replace(publication, nodes=tuple(last)))
     for nodes in earlier:
