@@ -231,3 +231,36 @@ def test_a_block_is_told_when_all_that_is_needed_of_it_is_there(
     # Two threads read: only the slow one is surely behind those after it.
     assert told[-1] == slow
     assert sorted(told) == [*range(slow + 3)]
+
+
+def test_a_load_that_fails_ends_once_no_thread_writes_to_its_pages(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system refuses the second reading thread, while the first one is about to write."""
+    runner, is_writing, has_ended = opened("token"), threading.Event(), threading.Event()
+    runner.run(PROMPT, "full")
+    runner.flush()
+    runner.new_sequence(len(PROMPT))
+    fill, submit, late = runner.sequence.fill, runner.cache.readers.submit, list[bool]()
+
+    def write(*args: Any) -> None:
+        is_writing.set()
+        late.append(has_ended.wait(0.2))
+        fill(*args)
+
+    def refuse(*args: Any) -> Any:
+        if not is_writing.is_set():
+            begun = submit(*args)
+            assert is_writing.wait(30)
+            return begun
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(runner.sequence, "fill", write)
+    monkeypatch.setattr(runner.cache.readers, "submit", refuse)
+    cached = CachedRequest(runner.cache, Prompt(PROMPT), READ_ONLY)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        cached.fetch(runner.sequence)
+    has_ended.set()
+    assert late
+    assert not any(late)
+    cached.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, wait
+from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -60,12 +60,17 @@ class Loader:
         """The number of pieces that are still to be loaded, by the index of the node."""
 
     def run(self, readers: Executor) -> tuple[Node, View, StoreCorrupt] | None:
-        """Loads everything. Returns the first damaged node, its view, and the error; None if all nodes are sound."""
-        threads = [readers.submit(self._load_pieces) for _ in range(READER_THREADS)]
-        # No thread may read from a view that is closed.
-        wait(threads)
-        for thread in threads:
-            thread.result()
+        """Loads everything. Returns the first damaged node, its view, and the error; None if all nodes are sound. When
+        this ends or raises, no thread reads or writes any more."""
+        reading: list[Future[None]] = []
+        try:
+            for _ in range(READER_THREADS):
+                reading.append(readers.submit(self._load_pieces))  # noqa: PERF401 (those that began are waited for)
+        finally:
+            # The caller closes the views, and others get the pages.
+            wait(reading)
+        for one in reading:
+            one.result()
         if not self._bad:
             return None
         index, error = min(self._bad.items(), key=itemgetter(0))
