@@ -204,18 +204,16 @@ class PrefixCache:
             self._model = record
 
     def warm_up(self, sequence: KVSequence) -> None:
-        """Starts the reading threads and runs their code once, so that the first restore is as fast as any other.
-        Overwrites the beginning of the sequence."""
+        """Runs the code of the reading threads once, so that the first restore is as fast as any other. Overwrites the
+        beginning of the sequence."""
         num_tokens = self.settings.block_size
         if not self.payload_layout.groups:
             return
         piece = self.payload_layout.pieces(num_tokens, NodeKind.BLOCK)[0]
         blank = memoryview(bytes(piece.num_bytes))
         stored = memoryview(encode_piece(blank, piece, self.store.codec, 0))
-        started = threading.Barrier(READER_THREADS)
 
         def read_rows(_: int) -> None:
-            started.wait()
             sequence.fill(0, num_tokens, piece.group, piece.rows, lambda out: decode_piece(stored, piece, 0, out))
 
         list(self.readers.map(read_rows, range(READER_THREADS)))

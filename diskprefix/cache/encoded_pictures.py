@@ -94,7 +94,12 @@ class EncodedPictures:
         elif (room := writer.reserve(num_bytes)) is not None:
             cache.spend(options.tenant, num_bytes)
             self._copied[options.tenant, picture.name] = rows
-            cache.run_aside(partial(self._submit, picture, rows, options, epoch, encode_s, room))
+            try:
+                cache.run_aside(partial(self._submit, picture, rows, options, epoch, encode_s, room))
+            except BaseException:
+                room.release()
+                self._copied.pop((options.tenant, picture.name), None)
+                raise
         else:
             writer.note_loss(Save(epoch, "a picture"), "the write buffer has no room for it")
 

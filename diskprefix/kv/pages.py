@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from diskprefix.kv.transfer import give_back, populate
 from diskprefix.store.codec.codec import Piece
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.units import format_size
+from diskprefix.workers import start_helper
 
 _READ_EVERY_S = 1.0
 """The seconds for which the free memory is not read again. A read takes about seventy system calls, and after each of
@@ -210,7 +212,7 @@ class PagePool:
             self.release_pages(taken)
             # The last page is taken first.
             made = [(page.address, page.num_bytes) for page in reversed(taken)], is_wanted
-            threading.Thread(target=populate, args=made, name="kv-memory", daemon=True).start()
+            start_helper(partial(populate, *made), "kv-memory")
 
     def check(self, users: Iterable[Page | None]) -> list[str]:
         """Checks the numbers of users, the free pages and the sums. Returns the errors. `users` are the pages of all

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from diskprefix.server.limits import Turns
 from diskprefix.server.log_context import log_context
 from diskprefix.thread_work import ThreadWork, doing
+from diskprefix.workers import Workers
 
 T = TypeVar("T")
 
@@ -61,6 +62,10 @@ def _lower_priority() -> None:
             os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + _NICE))
 
 
+def _keep_priority() -> None:
+    """Leaves this thread as it is."""
+
+
 class Overdue(NamedTuple):
     """Work that should have ended: how long it has run, and the step that it is in."""
 
@@ -75,10 +80,8 @@ class Threads:
         self, is_computing: Callable[[], bool] = lambda: False, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._of = {
-            kind: ThreadPoolExecutor(
-                number + NUM_BESIDE.get(kind, 0),
-                kind,
-                initializer=_lower_priority if kind in _LOW_PRIORITY else None,
+            kind: Workers(
+                number + NUM_BESIDE.get(kind, 0), kind, _lower_priority if kind in _LOW_PRIORITY else _keep_priority
             )
             for kind, number in _NUM_THREADS.items()
         }

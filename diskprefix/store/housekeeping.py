@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 from diskprefix.errors import CacheError, LargerThanStore, PrefixGone, StoreCorrupt
 from diskprefix.store.eviction import expiry_interval_s
@@ -15,6 +15,7 @@ from diskprefix.store.note_record import note_bytes
 from diskprefix.store.schema import ModelRecord
 from diskprefix.store.store import Store
 from diskprefix.store.verify import StoreProblem, remove_problems, verify_index
+from diskprefix.workers import start_helper
 
 log = logging.getLogger("diskprefix")
 
@@ -36,8 +37,8 @@ class Housekeeping:
         such records in memory must be dropped too."""
         self._epochs = store.epochs
         """The epochs at the last call of `on_forget`."""
-        self._check_thread: threading.Thread | None = None
-        """The thread that searches for damage while prompts are written: it reads the whole index or the whole file."""
+        self._is_checking = False
+        """A thread searches for damage while prompts are written: it reads the whole index or the whole file."""
         self._damaged: tuple[StoreProblem, ...] = ()
         """The problems that the check thread has found."""
         self.is_reading = False
@@ -187,12 +188,11 @@ class Housekeeping:
     def _start_check(self, *, with_records: bool) -> None:
         """Starts a search for damage: with `with_records` first in all records, then in the file. `maintain` moves a
         damaged file aside."""
-        if self._check_thread is None or not self._check_thread.is_alive():
-            self._check_thread = threading.Thread(
-                target=self._look_for_damage, args=(with_records,), name="kv-check", daemon=True
-            )
-            self.is_reading = with_records
-            self._check_thread.start()
+        if not self._is_checking:
+            self._is_checking, self.is_reading = True, with_records
+            if not start_helper(partial(self._look_for_damage, with_records), "kv-check"):
+                # The next damage tries again.
+                self._is_checking = self.is_reading = False
 
     def _look_for_damage(self, with_records: bool) -> None:
         try:
@@ -203,7 +203,7 @@ class Housekeeping:
         except (CacheError, OSError) as failure:
             log.debug("[disk-cache] not looked for damage: %s", failure)
         finally:
-            self.is_reading = False
+            self._is_checking = self.is_reading = False
 
     def _report(self, message: str) -> None:
         if self.error is None:

@@ -17,13 +17,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 from diskprefix.errors import DiskStalled
 from diskprefix.store.snapshot import Snapshot
+from diskprefix.workers import Workers
 
 log = logging.getLogger("diskprefix")
 
@@ -75,7 +76,7 @@ class Reads:
         self._path, self._open_snapshot = path, open_snapshot
         self._lock = threading.Lock()
         self._open: set[_Read] = set()
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="disk-reader")
+        self._threads = Workers(_THREADS, "disk-reader")
         self._is_stalled = False
         self.num_stalled = 0
         """The number of reads that have hung."""

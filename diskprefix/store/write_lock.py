@@ -17,11 +17,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from diskprefix.store.folder import OnWait
 from diskprefix.store.processes import described, is_suspended
+from diskprefix.workers import start_helper
 
 log = logging.getLogger("diskprefix")
 
@@ -139,8 +141,7 @@ class WriteLock:
     def _reported(self) -> Iterator[None]:
         """Reports the wait if the block takes long."""
         has_ended = threading.Event()
-        arguments = (has_ended, self.patience_s)
-        threading.Thread(target=self._report, args=arguments, name="write-wait", daemon=True).start()
+        start_helper(partial(self._report, has_ended, self.patience_s), "write-wait")
         try:
             yield
         finally:

@@ -26,6 +26,7 @@ from diskprefix.store.pieces import Hold
 from diskprefix.store.save import Save
 from diskprefix.store.schema import ModelRecord
 from diskprefix.store.store import OUTDATED, Publication, Store
+from diskprefix.workers import standing_thread
 
 log = logging.getLogger("diskprefix")
 
@@ -107,7 +108,7 @@ class Writer:
         self._num_waiting = 0
         """The number of callers that wait until something is written."""
         self._closing = self._has_ended = False
-        self._thread = threading.Thread(target=self._run, name="kv-writer", daemon=True)
+        self._thread = standing_thread(self._run, "kv-writer")
         self._thread.start()
 
     @property

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 from msgspec import Struct
+
+from diskprefix.workers import Workers
 
 _Result = TypeVar("_Result")
 
@@ -24,7 +26,7 @@ class Fetchers(Generic[_Result]):
     """Runs calls in threads. Requests for the same key share one call. For any thread."""
 
     def __init__(self, max_threads: int) -> None:
-        self._pool = ThreadPoolExecutor(max_threads, thread_name_prefix="remote-fetch")
+        self._pool = Workers(max_threads, "remote-fetch").start()
         self._waited_for: dict[Hashable, ObjectFetch[_Result]] = {}
         self._lock = threading.Lock()
 

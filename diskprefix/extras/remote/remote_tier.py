@@ -29,6 +29,7 @@ from diskprefix.settings import Settings
 from diskprefix.store.changes import NewNode
 from diskprefix.store.purge import GoneText
 from diskprefix.store.schema import NodeKind
+from diskprefix.workers import standing_thread
 
 log = logging.getLogger("diskprefix")
 
@@ -68,7 +69,7 @@ class RemoteTier:
         self._late_breaker = Breaker()
         """The breaker for whole prompts: a bucket that always answers too late would cost each prompt the whole
         deadline."""
-        self._writer = threading.Thread(target=self._write_uploads, name="remote-write", daemon=True)
+        self._writer = standing_thread(self._write_uploads, "remote-write")
         self._writer.start()
 
     def prefetch(self, request: PrefetchRequest) -> Prefetched:

@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -23,6 +22,7 @@ from diskprefix.model.load.gguf_file import forget_headers
 from diskprefix.printable import first_line, shown
 from diskprefix.settings import Settings
 from diskprefix.units import format_size
+from diskprefix.workers import Workers
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class Listing:
         self.facts: defaultdict[str, dict[str, Any]] = defaultdict(lambda: facts_of(None))
         """What Ollama's API says about the files of each model."""
         self._learning = asyncio.Lock()
-        self._reader = ThreadPoolExecutor(1, "models")
+        self._reader = Workers(1, "models")
         """A thread of its own, because the event loop waits for its own threads at its end."""
 
     @property

@@ -6,7 +6,6 @@ import hashlib
 import logging
 import queue
 import secrets
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -24,6 +23,7 @@ from diskprefix.printable import first_line
 from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds
 from diskprefix.values import CacheOptions, CacheReport, Prompt
+from diskprefix.workers import standing_thread
 
 log = logging.getLogger("diskprefix")
 
@@ -56,7 +56,7 @@ class RequestRecorder:
         append(path, b"")
         self._waiting: queue.Queue[Callable[[], None] | None] = queue.Queue(_MOST_WAITING)
         """The work of the thread. None ends it."""
-        self._thread = threading.Thread(target=self._write_all, name="record", daemon=True)
+        self._thread = standing_thread(self._write_all, "record")
         self._thread.start()
 
     def describe(

@@ -35,6 +35,7 @@ from diskprefix.server.process.token_file import dashboard_line, published_token
 from diskprefix.settings import Settings
 from diskprefix.store.folder import crash_file, make_folder
 from diskprefix.units import counted, format_size
+from diskprefix.workers import start_helper
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -281,7 +282,7 @@ class _Server(SignalledServer):
     def _check_memory(self) -> None:
         if (serving := self._daemon.serving) is not None:
             # On a thread of its own: it waits for a lock.
-            threading.Thread(target=serving.engine.check_memory, name="kv-check", daemon=True).start()
+            start_helper(serving.engine.check_memory, "kv-check")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         num_running = self._daemon.in_flight.num
@@ -369,9 +370,12 @@ def _has_working_thread() -> bool:
 
 
 def _exit_after(seconds: float, code: int) -> None:
-    timer = threading.Timer(seconds, os._exit, (code,))
-    timer.daemon = True
-    timer.start()
+    def end() -> None:
+        time.sleep(seconds)
+        os._exit(code)
+
+    # Without this thread, the process ends in order or is ended by its supervisor.
+    start_helper(end, "exit")
 
 
 def _announce(serving: Serving, stats: dict[str, Any], settings: Settings, address: str) -> None:
