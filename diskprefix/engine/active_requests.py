@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from heapq import heapify, heappop, heappush
 from itertools import chain
 
 import numpy as np
@@ -43,13 +45,11 @@ _WRITE_S = 0.25
 
 
 class ActiveRequests:
-    """The requests that the engine's thread has accepted. The replies in `waiting` have no memory: the other replies of
-    a request before its prompt is computed, and preempted replies. Every reply begins in the same way: with the state
-    of its tokens that is in memory or on the disk."""
+    """The requests that the engine's thread has accepted. Every reply begins in the same way: with the state of its
+    tokens that is in memory or on the disk. Every request ends in the same way: with `end`."""
 
     def __init__(self, served: ServedModel, inbox: Inbox, scheduler: Scheduler[Reply]) -> None:
         self.requests: list[RunningRequest] = []
-        self.waiting: list[Reply] = []
         self._served, self._inbox, self._scheduler = served, inbox, scheduler
         self._cache, self._pages = served.cache, served.pages
         self._num_arrived = 0
@@ -66,6 +66,12 @@ class ActiveRequests:
         """The replies of all requests."""
         return [reply for running in self.requests for reply in running.replies]
 
+    @property
+    def waiting(self) -> list[Reply]:
+        """The replies without memory, by age: the other replies of a request before its prompt is computed, and
+        preempted replies."""
+        return sorted((reply for reply in self.replies if reply.stage == "waiting"), key=lambda reply: reply.arrived)
+
     def activities(self) -> list[Activity]:
         """Returns the activities of the requests. For any thread."""
         return [running.activity() for running in list(self.requests)]
@@ -76,10 +82,10 @@ class ActiveRequests:
         """Yields the replies that get memory: first accepted replies, by age, then the first replies of waiting
         requests, whose callers take turns. Nothing overtakes a reply or request that waits for memory, unless it gives
         way."""
-        waiting: list[Ticket | Reply] = [*sorted(self.waiting, key=lambda reply: reply.arrived)]
-        for waiter in chain(waiting, self._turns(tickets)):
+        waiters: Iterator[Ticket | Reply] = chain(self.waiting, self._turns(tickets))
+        for waiter in waiters:
             if isinstance(waiter, Reply):
-                if waiter not in self.waiting or not (waiter.has_begun or waiter.running.cached.is_published):
+                if waiter.stage != "waiting" or not (waiter.has_begun or waiter.running.cached.is_published):
                     continue
                 # A preempted reply keeps its place. The other replies of a request need a place.
                 if not waiter.has_begun and not self.has_place:
@@ -97,8 +103,7 @@ class ActiveRequests:
             except Exception as error:  # noqa: BLE001 (the client gets it, and the thread must outlive any request)
                 self._refuse(waiter, error) if isinstance(waiter, Ticket) else self._fail(waiter.running, error)
                 continue
-            self.waiting.remove(reply)
-            reply.state, reply.has_begun = memory, True
+            reply.begin(memory)
             yield reply
 
     def _bring_forward(self, waiter: Ticket | Reply, wait: PrefixWait | MemoryWait | None = None) -> None:
@@ -115,18 +120,27 @@ class ActiveRequests:
         A caller with nothing running may start one request even when all places are taken: the replies of others may
         take minutes, and one more row per step costs them little.
         """
-        numbered = list(enumerate(tickets))
-        while numbered:
-            callers = [running.request.caller for running in self.requests]
-            item = min(numbered, key=lambda item: (callers.count(item[1].request.caller), item[0]))
-            numbered.remove(item)
-            is_first = item[1].request.caller not in callers
-            has_place = is_first and len(set(callers)) < _CALLERS_PER_SEQUENCE * self._served.max_sequences
+        waiting, seen = defaultdict[Hashable, deque[tuple[int, Ticket]]](deque), None
+        for number, ticket in enumerate(tickets):
+            waiting[ticket.request.caller].append((number, ticket))
+        while waiting:
+            if seen != self.requests:
+                seen = list(self.requests)
+                num_of = Counter[Hashable](running.request.caller for running in seen)
+                turns = [(num_of[caller], queue[0][0], caller) for caller, queue in waiting.items()]
+                heapify(turns)
+            _, _, caller = heappop(turns)
+            has_place = not num_of[caller] and len(num_of) < _CALLERS_PER_SEQUENCE * self._served.max_sequences
             if not has_place and not self.has_place:
-                for _, ticket in (item, *numbered):
+                for _, ticket in chain.from_iterable(waiting.values()):
                     self._bring_forward(ticket)
                 return
-            yield item[1]
+            _, ticket = waiting[caller].popleft()
+            if waiting[caller]:
+                heappush(turns, (num_of[caller], waiting[caller][0][0], caller))
+            else:
+                del waiting[caller]
+            yield ticket
 
     def _memory_for(self, waiter: Ticket | Reply) -> State | PrefixWait | MemoryWait | None:
         """Returns memory that begins with the longest prefix in memory. Returns a `MemoryWait` if others must end
@@ -178,7 +192,7 @@ class ActiveRequests:
         return memory
 
     def _accept_request(self, ticket: Ticket, memory: State) -> Reply:
-        """Accepts a request. Adds all its replies to `waiting`, and returns the first one."""
+        """Accepts a request, and returns its first reply."""
         try:
             running = self._make_running(ticket)
         except Exception:
@@ -186,9 +200,16 @@ class ActiveRequests:
                 self._pages.end_sequence(memory, keep=False)
             raise
         self._num_arrived += len(running.replies)
+        # What is entered first is left last.
+        exits = running.exits
         self._inbox.begin_request(ticket)
+        exits.callback(self._inbox.end_request, ticket)
+        exits.callback(self._tell_end, running)
+        exits.callback(self._pages.forget_private, ticket.private)
         self.requests.append(running)
-        self.waiting += running.replies
+        exits.callback(self.requests.remove, running)
+        for reply in reversed(running.replies):
+            exits.callback(self._leave, reply)
         return running.replies[0]
 
     def _make_running(self, ticket: Ticket) -> RunningRequest:
@@ -243,7 +264,7 @@ class ActiveRequests:
             if self._free_written_pages(write_until):
                 continue
             younger = [it for it in self.replies if isinstance(it.state, KVSequence) and it.arrived > reply.arrived]
-            ready = [it for it in younger if not it.is_fetching]
+            ready = [it for it in younger if it.stage == "computing"]
             if younger and not ready:
                 return False
             youngest = max(ready, key=lambda it: it.arrived, default=reply)
@@ -252,9 +273,6 @@ class ActiveRequests:
                     # The reply would lack the same memory when it begins again.
                     raise memory_held()
                 self.preempt(youngest)
-            if youngest.state is not None:
-                # The request failed, and another of its replies is being fetched.
-                return False
         return reply.state is not None
 
     def _free_written_pages(self, write_until: float) -> bool:
@@ -276,73 +294,74 @@ class ActiveRequests:
         reply.drop_held()
         if is_sound and reply.index == 0 and reply.num_computed:
             running.cached.save_partial(sequence, reply.computed_ids())
-        self._end_sequence(reply, keep=is_sound, is_sound=is_sound)
+        self.leave_memory(reply, keep=is_sound, is_sound=is_sound)
         reply.num_computed = 0
-        self.waiting.append(reply)
 
-    def abandon_memory(self, reply: Reply) -> None:
-        """Leaves the pages of a reply to a thread that may still write to them. The reply begins again with other
-        pages."""
-        running, sequence = reply.running, reply.state
-        assert isinstance(sequence, KVSequence)
-        log.info("[engine] %s is computed: the disk does not answer", running.request.id)
-        self._pages.abandon(sequence)
-        reply.state = None
-        self.waiting.append(reply)
-        with self.failing(running):
-            if running.error is not None:
-                raise running.error
-
-    # A request ends.
+    # A reply or a request ends.
 
     def end_reply(self, reply: Reply, *, keep: bool) -> None:
-        """Gives the memory of a reply back. `keep`: the next turn may begin with its state."""
-        self._served.speculation.drop_reply(reply, keep=keep)
+        """Ends a reply, and gives its memory back. `keep`: the next turn may begin with its state. A second call does
+        nothing."""
+        if reply.is_over:
+            return
+        reply.is_over = True
         self._scheduler.remove_sequence(reply)
-        if keep:
-            reply.drop_held()
-        self._end_sequence(reply, keep=keep, is_sound=keep or reply.is_finished)
+        with ExitStack() as leaving:
+            leaving.callback(self.leave_memory, reply, keep=keep, is_sound=keep or reply.is_finished)
+            self._served.speculation.drop_reply(reply, keep=keep)
+            if keep:
+                reply.drop_held()
 
-    def _end_sequence(self, reply: Reply, *, keep: bool, is_sound: bool) -> None:
-        sequence, reply.state = reply.state, None
+    def leave_memory(self, reply: Reply, *, keep: bool = False, is_sound: bool = True) -> None:
+        """Takes the memory of a reply, which waits for other memory unless it has ended."""
+        stay, reply.stay, reply.state = reply.stay, None, None
         # A request that waits for memory or a place may begin now. If no request runs, nothing else wakes the loop.
         self._inbox.wake()
-        if not isinstance(sequence, KVSequence):
-            return
-        if not is_sound:
-            self._pages.forget_names(sequence)
-        options = reply.running.request.cache
-        expires_at, saved = self._cache.expires_at(options.ttl_s), options if reply.index == 0 else None
-        self._pages.end_sequence(
-            sequence, keep=keep, token_ids=reply.computed_ids(), expires_at=expires_at, options=saved
-        )
+        if stay is not None:
+            options, token_ids = reply.running.request.cache, reply.computed_ids()
+            expires_at, saved = self._cache.expires_at(options.ttl_s), options if reply.index == 0 else None
+            stay.end(is_sound=is_sound, keep=keep, token_ids=token_ids, expires_at=expires_at, options=saved)
 
-    def end_request(self, running: RunningRequest, last: Callable[[CacheReport], Event | None]) -> None:
-        """Ends a request, even if saving or recording fails. `last` makes the last event of the request."""
-        running.is_over = True
+    def end(self, running: RunningRequest, last: Callable[[CacheReport], Event | None], *, keep: bool = False) -> None:
+        """Ends a request in any state: it leaves all lists, and its client gets the event that `last` makes. This is
+        the only way out. A second call does nothing. With `keep`, the next turn may begin with the state of the first
+        reply. Raises `DeviceLost`."""
+        if running.is_over:
+            return
+        running.is_over, running.last_event, running.is_kept = True, last, keep
         if running.pictures is not None:
             running.pictures.is_over = True
-        self.requests.remove(running)
-        self._pages.forget_private(running.ticket.private)
+        try:
+            running.exits.close()
+        except DeviceLost:
+            raise
+        except Exception as error:
+            raise_if_lost(error)
+            log.exception("[engine] %s: its end failed in part", running.request.id)
+
+    def _leave(self, reply: Reply) -> None:
+        self.end_reply(reply, keep=reply.running.is_kept and reply.index == 0)
+
+    def _tell_end(self, running: RunningRequest) -> None:
+        """Reports a request that has ended."""
         try:
             report = running.cached.close()
             self._served.record_request(running, report)
-            event = last(report)
+            event = running.last_event(report)
         except Exception as error:  # noqa: BLE001 (as above)
             raise_if_lost(error)
             event = error_event(error, running.request)
         if event is not None:
             _send_last(running.ticket, event)
-        self._inbox.end_request(running.ticket)
 
     def cancel(self, running: RunningRequest) -> None:
         """Ends a request whose client has gone. The computed state is kept, because the client may ask again."""
         log.info("[engine] %s cancelled", running.request.id)
         first = running.replies[0]
-        if isinstance(first.state, KVSequence) and first.num_computed and not running.cached.is_published:
-            running.cached.save_partial(first.state, first.computed_ids())
-        self._release_all(running, keep=True)
-        self.end_request(running, lambda _: None)
+        with self.failing(running):
+            if isinstance(first.state, KVSequence) and first.num_computed and not running.cached.is_published:
+                running.cached.save_partial(first.state, first.computed_ids())
+        self.end(running, lambda _: None, keep=True)
 
     @contextmanager
     def failing(self, running: RunningRequest) -> Iterator[None]:
@@ -357,22 +376,7 @@ class ActiveRequests:
 
     def _fail(self, running: RunningRequest, error: Exception) -> None:
         raise_if_lost(error)
-        if running.is_fetching:
-            running.error = error
-            self._stop_waiting(running)
-            for reply in running.replies:
-                self._scheduler.remove_sequence(reply)
-            return
-        self._release_all(running, keep=False)
-        self.end_request(running, lambda _: error_event(error, running.request))
-
-    def _stop_waiting(self, running: RunningRequest) -> None:
-        self.waiting = [reply for reply in self.waiting if reply.running is not running]
-
-    def _release_all(self, running: RunningRequest, *, keep: bool) -> None:
-        self._stop_waiting(running)
-        for reply in running.replies:
-            self.end_reply(reply, keep=keep and reply.index == 0)
+        self.end(running, lambda _: error_event(error, running.request))
 
     def _refuse(self, ticket: Ticket, error: Exception) -> None:
         """Fails a request that was not accepted."""

@@ -14,22 +14,19 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from diskprefix.cache.cache import PrefixCache
-from diskprefix.cache.restore import Step
-from diskprefix.cache.tiers.loading import MAX_LOADS
+from diskprefix.engine.pools import StepKind
 from diskprefix.kv.page_cache import PageCache
 from diskprefix.store import reads
 from diskprefix.store.reads import Patience
 
 log = logging.getLogger("diskprefix")
 
-StepKind: TypeAlias = Step | Literal["draft", "picture"]
-"""The kind of a step: one step of a restore, a whole restore for the draft model, or the rows of a picture."""
 _CHECK_S = 1.0
 """Seconds between two checks for jobs that do not move."""
 _SLOW_S = 1.0
@@ -41,7 +38,7 @@ _END_S = 5.0
 @dataclass(eq=False)
 class ReadJob:
     """A job that reads: its steps run one after the other. The steps of a restore are those of `cache.restore.Restore`.
-    For the engine's thread, except `is_wanted`."""
+    For the engine's thread, except `is_wanted` and `begin_step`."""
 
     is_needed: Callable[[], bool]
     """Returns whether the result is still needed. Called on any thread."""
@@ -76,6 +73,27 @@ class ReadJob:
     error: Exception | None = None
     future: Future[None] | None = None
 
+    def __post_init__(self) -> None:
+        self._deciding = threading.Lock()
+        """Held while the job begins to load, or while the engine decides to continue without the job."""
+
+    @property
+    def may_write(self) -> bool:
+        """True if a thread may write to the pages of a sequence now."""
+        return self.has_begun_to_load and not self.is_over
+
+    def begin_step(self) -> bool:
+        """Returns whether the next step is to run. For any thread."""
+        with self._deciding:
+            self.is_running = is_wanted = self.is_wanted()
+            self.has_begun_to_load = is_wanted and self.step in ("load", "draft")
+            return is_wanted
+
+    def give_up(self, *, unless_loading: bool = False) -> None:
+        """Gives the job up: no further step begins. With `unless_loading`, does nothing once the job may write."""
+        with self._deciding:
+            self.is_given_up |= not (unless_loading and self.has_begun_to_load)
+
     def is_wanted(self) -> bool:
         """Returns whether to go on. A step that calls this also shows that it moves. For any thread."""
         self.moved_at = time.monotonic()
@@ -91,29 +109,25 @@ class ReadJob:
 class Fetches:
     """Runs jobs. For the engine's thread. `wake` is called, on any thread, when `ended_reads` has jobs to return."""
 
-    def __init__(self, cache: PrefixCache, pages: PageCache, wake: Callable[[], None]) -> None:
-        self._cache, self._pages, self._wake = cache, pages, wake
-        self._pools: dict[StepKind, Executor] = {
-            "prefetch": ThreadPoolExecutor(cache.settings.max_sequences, thread_name_prefix="kv-prefetch"),
-            "seen": ThreadPoolExecutor(1, thread_name_prefix="kv-seen"),
-            "match": ThreadPoolExecutor(1, thread_name_prefix="kv-match"),
-            "load": ThreadPoolExecutor(MAX_LOADS, thread_name_prefix="kv-load"),
-            "draft": ThreadPoolExecutor(1, thread_name_prefix="draft-fetch"),
-            "picture": ThreadPoolExecutor(1, thread_name_prefix="picture-load"),
-        }
+    def __init__(
+        self,
+        cache: PrefixCache,
+        pages: PageCache,
+        pools: Mapping[StepKind, Executor],
+        wake: Callable[[], None],
+    ) -> None:
+        self._cache, self._pages, self._pools, self._wake = cache, pages, pools, wake
         self._open: list[ReadJob] = []
         """Jobs that `ended_reads` has not returned as ended."""
         self._ended: deque[ReadJob] = deque()
-        self._giving_up = threading.Lock()
-        """Held while a job begins to load, or while the engine decides to continue without the job."""
         self._counted_at = time.monotonic()
         """The time, on the clock of `time.monotonic`, when `ended_reads` last counted the waits of requests."""
         self.prefetch_hangs = False
         """The shared tier does not answer. It is not asked until it does."""
 
     def begin_read(self, job: ReadJob) -> None:
-        """Begins to run the steps of a job. Runs none of them while the disk does not answer, or if the request has
-        waited for the disk too long."""
+        """Begins to run the steps of a job, which ends whatever fails. Runs none of them while the disk does not
+        answer, or if the request has waited for the disk too long."""
         if self._cache.store.reads.stalled is not None or not job.patience.left_s:
             job.steps = iter(())
         self._open.append(job)
@@ -137,9 +151,10 @@ class Fetches:
         for job in [job for job in self._open if not job.is_given_up]:
             is_slow = job.step in hanging or now - job.waits_since > job.patience_s
             is_in_vain = is_stalled or is_slow or not job.is_needed()
-            with self._giving_up:
-                hangs = job.hangs or not job.patience.left_s
-                job.is_given_up = hangs or (is_in_vain and not job.has_begun_to_load)
+            if job.hangs or not job.patience.left_s:
+                job.give_up()
+            elif is_in_vain:
+                job.give_up(unless_loading=True)
             if job.is_given_up:
                 returned.append(job)
         return returned
@@ -164,9 +179,7 @@ class Fetches:
     def close(self) -> None:
         """Ends all jobs. Waits at most five seconds for threads that hang: the process ends without them."""
         for job in self._open:
-            job.is_given_up = True
-        for pool in self._pools.values():
-            pool.shutdown(wait=False)
+            job.give_up()
         wait([job.future for job in self._open if job.future is not None and not job.is_over], _END_S)
         for job in self.ended_reads():
             job.on_end(job)
@@ -189,25 +202,25 @@ class Fetches:
 
     def _advance(self, job: ReadJob) -> None:
         """Submits the next step of a job to its thread, or ends the job."""
-        following = next(job.steps, None) if job.error is None and job.is_wanted() else None
-        if following is not None:
-            job.step, run = following
-            if job.step != "prefetch":
-                job.waits_since = min(job.waits_since, time.monotonic())
-            job.future = self._pools[job.step].submit(self._run, job, run)
-        else:
-            self._end_read(job)
+        try:
+            following = next(job.steps, None) if job.error is None and job.is_wanted() else None
+            if following is not None:
+                job.step, run = following
+                if job.step != "prefetch":
+                    job.waits_since = min(job.waits_since, time.monotonic())
+                job.future = self._pools[job.step].submit(self._run, job, run)
+                return
+        except Exception as error:  # noqa: BLE001 (`on_end` gets it)
+            job.error = error
+        self._end_read(job)
 
     def _run(self, job: ReadJob, run: Callable[[], object]) -> None:
-        with self._giving_up:
-            job.is_running = is_wanted = job.is_wanted()
-            job.has_begun_to_load = is_wanted and job.step in ("load", "draft")
-        if is_wanted:
-            try:
+        try:
+            if job.begin_step():
                 job.result = run()
-            except Exception as error:  # noqa: BLE001 (`on_end` gets it)
-                job.error = error
-            job.is_running = False
+        except Exception as error:  # noqa: BLE001 (`on_end` gets it)
+            job.error = error
+        job.is_running = False
         self._advance(job)
 
     def _end_read(self, job: ReadJob) -> None:

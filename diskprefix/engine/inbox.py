@@ -16,7 +16,6 @@ from msgspec.structs import replace
 from diskprefix.engine.gauges import Activity, Heartbeat
 from diskprefix.engine.request import ErrorEvent, Event, GenerateRequest
 from diskprefix.errors import DeviceLost, DiskPrefixError, NotReady, QueueFull
-from diskprefix.model.load.memory import trim_heap
 from diskprefix.printable import first_line
 
 if TYPE_CHECKING:
@@ -82,6 +81,8 @@ class Inbox:
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self.running_activities: Callable[[], list[Activity]] = list
         """Returns the activities of the running requests. Set by the engine. For any thread."""
+        self.on_idle: Callable[[], object] = lambda: None
+        """Called on the engine's thread after ten seconds without a request. Set by the engine. It does not wait."""
 
     @property
     def queue_depth(self) -> int:
@@ -159,9 +160,7 @@ class Inbox:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits until something has changed since the last call of `waiting`, for at most `timeout_s`. Returns False
-        once the inbox is stopped and no request runs.
-
-        After ten idle seconds, free heap memory is returned to the system."""
+        once the inbox is stopped and no request runs. Calls `on_idle` once if it has waited for ten seconds."""
 
         def has_changed() -> bool:
             return self._has_news or self.is_over
@@ -171,8 +170,7 @@ class Inbox:
             first_s = _IDLE_S if timeout_s is None else min(_IDLE_S, timeout_s)
             is_idle = not self._changed.wait_for(has_changed, first_s) and not self._running
         if is_idle and first_s == _IDLE_S:
-            # On its own thread, so that a request that comes meanwhile does not wait.
-            threading.Thread(target=trim_heap, name="trim-heap", daemon=True).start()
+            self.on_idle()
         with self._changed:
             self._changed.wait_for(has_changed, None if timeout_s is None else timeout_s - first_s)
             return self._has_news or bool(self._running) or not self._stopping

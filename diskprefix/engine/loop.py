@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from functools import partial
 
 from diskprefix.cache.matching import RestoreResult
-from diskprefix.cache.restore import Restore
 from diskprefix.engine.active_requests import ActiveRequests
 from diskprefix.engine.fetches import Fetches, ReadJob
 from diskprefix.engine.forward import StateLost, forward
@@ -19,12 +19,16 @@ from diskprefix.engine.pictures.picture_rows import PictureRowsSource
 from diskprefix.engine.running_request import Reply, ReplyState
 from diskprefix.engine.scheduler import MAX_ROWS, NO_LIMIT, Chunk, Scheduler
 from diskprefix.engine.served_model import ServedModel
+from diskprefix.engine.stay import Stay
 from diskprefix.kv.page_cache import MemoryWait
 from diskprefix.kv.sequence import KVSequence
+from diskprefix.model.load.memory import trim_heap
 from diskprefix.tokens import Logits, TokenIds, floor_to_grid
 
 _REST_BESIDE = 7
 """Beside requests, idle work rests for this multiple of the time of its last step."""
+log = logging.getLogger("diskprefix")
+
 _MIN_WAIT_S = 1.0
 """The minimum time that a request waits for the disk. It waits longer if computing the missing tokens takes longer."""
 
@@ -45,7 +49,7 @@ class Loop:
         self._inbox = inbox
         self._scheduler: Scheduler[Reply] = Scheduler(served.max_rows)
         self._active = ActiveRequests(served, inbox, self._scheduler)
-        self._fetches = Fetches(served.cache, served.pages, inbox.wake)
+        self._fetches = Fetches(served.cache, served.pages, served.pools.steps, inbox.wake)
         self._early_logits: deque[tuple[Reply, Logits]] = deque()
         """The final logits of fully stored prompts. They are loaded before the state. Filled on any thread."""
         self._idle = IdleWork(served, self._fetches.begin_read, inbox.wake)
@@ -58,6 +62,7 @@ class Loop:
         self._rows: PictureRowsSource | None = None
         """Gets the rows of pictures; None before the first picture comes."""
         served.cache.on_forget.append(inbox.wake)
+        inbox.on_idle = partial(served.pools.idle.submit, trim_heap)
         served.constraints.on_ready = served.pages.pool.on_free = inbox.wake
         if not served.in_memory.done():
             served.in_memory.add_done_callback(lambda _: inbox.wake())
@@ -117,13 +122,13 @@ class Loop:
             self._idle.stop()
         active = self._active
         self._served.drop_gone()
-        for running in [request for request in active.requests if request.ticket.cancelled and not request.is_fetching]:
-            with active.failing(running):
-                active.cancel(running)
+        for running in [request for request in active.requests if request.ticket.cancelled]:
+            active.cancel(running)
         # Bound: each fetched prompt adds at most one.
         while self._early_logits:
             reply, logits = self._early_logits.popleft()
-            reply.sample_early(logits)
+            with active.failing(reply.running):
+                reply.sample_early(logits)
         for job in self._fetches.ended_reads():
             job.on_end(job)
         self._take_rows()
@@ -151,18 +156,15 @@ class Loop:
         if running.request.cache.scope.kind == "off" or (running.cached.is_chosen and is_whole):
             self._begin_reply(reply, RestoreResult(num_tokens=have, logits=logits))
             return
-        self._fetches.begin_read(self._restore_job(reply, sequence, token_ids, logits))
-        reply.is_fetching = True
+        self._read(reply, sequence, token_ids, logits)
         if logits is not None:
             reply.sample_early(logits)
 
-    def _restore_job(self, reply: Reply, sequence: KVSequence, token_ids: TokenIds, logits: Logits | None) -> ReadJob:
-        running, cache, pages = reply.running, self._served.cache, self._served.pages
-
-        def is_needed() -> bool:
-            return not running.ticket.cancelled and running.error is None
-
-        job = ReadJob(is_needed, patience=running.request.patience)
+    def _read(self, reply: Reply, sequence: KVSequence, token_ids: TokenIds, logits: Logits | None) -> None:
+        """Begins to read the stored state of `token_ids`."""
+        running, cache, pages, stay = reply.running, self._served.cache, self._served.pages, reply.stay
+        assert stay is not None
+        job = ReadJob(lambda: not running.ticket.cancelled, patience=running.request.patience)
 
         def on_block(number: int) -> None:
             pages.name_restored(sequence, number)
@@ -174,44 +176,31 @@ class Loop:
             self._inbox.wake()
 
         have = sequence.num_tokens
-        # The restore may take tokens back, so others must not share them.
-        pages.set_ready(sequence, 0)
         restore = running.cached.begin_restore(sequence, token_ids, have, logits, on_logits, on_block, job.is_wanted)
         if (token_s := cache.cost_model.prefill_s_per_token) is not None:
             job.patience_s = max(_MIN_WAIT_S, token_s * (len(token_ids) - have))
         is_shared = cache.remote is not None and not running.cached.is_chosen
         job.steps = restore.steps(prefetches=is_shared and not self._fetches.prefetch_hangs)
-        job.on_end, job.close = partial(self._end_restore, reply, restore), restore.close
-        return job
+        on_end = partial(self._end_read, reply, stay, job)
+        stay.read(self._fetches.begin_read, job, running.cached, restore, on_end)
 
-    def _end_restore(self, reply: Reply, restore: Restore, job: ReadJob) -> None:
-        """Begins a reply with the restored state, or, if the restore was given up, with the state in memory. If a
-        thread may still write to the reply's pages, the reply gets other pages, and the first ones are released when
-        the thread returns."""
-        running = reply.running
-        if job.is_late:
-            restore.close()
-            if job.has_begun_to_load:
-                self._served.pages.end_sequence(restore.sequence, keep=False)
-            return
-        reply.is_fetching = False
-        running.error = running.error or job.error
-        if job.is_given_up and job.has_begun_to_load:
-            self._active.abandon_memory(reply)
-            return
-        if job.is_given_up and job.step == "prefetch" and job.is_needed():
-            # Only the shared tier failed. The disk may have the state.
-            self._start(reply)
-            return
-        with self._active.failing(running):
-            self._begin_reply(reply, running.cached.adopt_restore(restore, gave_up=job.is_given_up))
+    def _end_read(self, reply: Reply, stay: Stay, job: ReadJob) -> None:
+        """Begins a reply with the restored state, or, if the read was given up, with the state in memory. If a thread
+        may still write to the reply's pages, the reply waits for other pages."""
+        with self._active.failing(reply.running):
+            if job.is_given_up and job.has_begun_to_load:
+                log.info("[engine] %s is computed: the disk does not answer", reply.running.request.id)
+                self._active.leave_memory(reply)
+            elif job.is_given_up and job.step == "prefetch":
+                # Only the shared tier failed. The disk may have the state.
+                self._start(reply)
+            else:
+                self._begin_reply(reply, stay.take_restored())
 
     def _begin_reply(self, reply: Reply, restored: RestoreResult) -> None:
         """Begins to compute the tokens of a reply that were not restored."""
         running, state = reply.running, reply.state
         with self._active.failing(running):
-            if running.error is not None:
-                raise running.error
             if not running.cached.is_chosen:
                 running.cached.choose(state if isinstance(state, KVSequence) else None)
                 reply.stops = running.cached.selection.checkpoints
@@ -219,10 +208,7 @@ class Loop:
             reply.num_computed = restored.num_tokens
             reply.count_ready()
             is_at_end = restored.num_tokens == reply.prompt_tokens and not reply.token_ids
-            if running.ticket.cancelled:
-                if not running.is_fetching:
-                    self._active.cancel(running)
-            elif is_at_end and restored.logits is not None:
+            if is_at_end and restored.logits is not None:
                 self._apply(reply, reply.end_prompt(restored.logits))
             else:
                 self._served.speculation.begin_reply(reply)
@@ -249,7 +235,7 @@ class Loop:
     def _new_rows(self) -> PictureRowsSource:
         served, inbox = self._served, self._inbox
         return PictureRowsSource(
-            served.encoder, served.encoded, self._fetches.begin_read, inbox.wake, inbox.heartbeat.beat
+            served.encoder, served.encoded, self._fetches.begin_read, inbox.wake, inbox.heartbeat.beat, served.pools
         )
 
     def _take_rows(self) -> None:
@@ -260,7 +246,7 @@ class Loop:
                     if error is not None:
                         raise error
                     for reply in running.replies:
-                        if reply.state is not None and not reply.is_fetching and reply.num_computed < reply.num_known:
+                        if reply.stage == "computing" and reply.num_computed < reply.num_known:
                             self._schedule(reply)
 
     # One step.
@@ -312,5 +298,5 @@ class Loop:
             self._scheduler.remove_sequence(reply)
         else:
             self._active.end_reply(reply, keep=reply.index == 0)
-            if all(each.is_finished for each in running.replies) and not running.is_over:
-                self._active.end_request(running, running.done_event)
+            if all(each.is_finished for each in running.replies):
+                self._active.end(running, running.done_event)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -22,6 +24,7 @@ from diskprefix.engine.pictures.prompt_pictures import PromptPictures
 from diskprefix.engine.request import (
     DoneEvent,
     EchoEvent,
+    Event,
     FinishEvent,
     FinishReason,
     GenerateRequest,
@@ -34,6 +37,7 @@ from diskprefix.engine.request import (
 from diskprefix.engine.sampler import Sampler, log_probability
 from diskprefix.engine.scheduler import Chunk, ScheduledReply
 from diskprefix.engine.speculation.guesser import Guesser
+from diskprefix.engine.stay import Stay
 from diskprefix.engine.thought_limit import ThoughtLimit
 from diskprefix.errors import NonFiniteLogits
 from diskprefix.kv.page_cache import MemoryWait, PageCache, PrefixWait
@@ -53,6 +57,11 @@ before."""
 ReplyState: TypeAlias = Literal["computing", "waiting", "finished"]
 """The state of a reply after a step. `computing`: the next step computes it. `waiting`: no step computes it until the
 mask of its constraint is ready."""
+
+
+Stage: TypeAlias = Literal["waiting", "reading", "computing", "over"]
+"""Where a reply is: it waits for memory, stored state is read into its memory, it has memory and may be computed, or it
+has left. Before, while no engine has accepted its request, there is only a `Ticket`."""
 
 
 class HeldLogits(Struct, eq=False):
@@ -88,9 +97,25 @@ class Reply(ScheduledReply, eq=False, kw_only=True):
     """The reason why the reply waits while it has no memory; see `Ticket.wait`."""
     has_begun: bool = False
     """True if the reply has or had memory."""
-    is_fetching: bool = False
-    """True while a fetch may write to the reply's memory."""
+    stay: Stay | None = None
+    """The stay of the reply's sequence, while it has one."""
     is_finished: bool = False
+    """The reply is whole."""
+    is_over: bool = False
+
+    @property
+    def stage(self) -> Stage:
+        """Where the reply is on its way. A preempted reply waits again."""
+        if self.is_over:
+            return "over"
+        if self.state is None:
+            return "waiting"
+        return "reading" if self.stay is not None and self.stay.is_reading else "computing"
+
+    def begin(self, state: State) -> None:
+        """Gives the reply its memory."""
+        self.state, self.has_begun = state, True
+        self.stay = Stay(self.running.pages, state) if isinstance(state, KVSequence) else None
 
     def ids(self, start: int, end: int) -> npt.NDArray[np.int64]:
         """Returns the tokens between two positions. Guesses follow the last known token."""
@@ -208,19 +233,15 @@ class Reply(ScheduledReply, eq=False, kw_only=True):
 
     def sample_early(self, logits: Logits) -> None:
         """Samples and sends the first token while the prompt is being restored. `logits` are the next-token logits at
-        the end of the prompt, shape [vocab]. An error fails the request only when the fetch ends, because the fetch
-        writes to the reply's memory until then."""
+        the end of the prompt, shape [vocab]."""
         running = self.running
         # Progress is reported before the first token.
-        is_possible = self.is_fetching and not running.request.reports_progress and running.reply_limit > 0
+        is_possible = self.stage == "reading" and not running.request.reports_progress and running.reply_limit > 0
         # After a preemption, this may be a second fetch.
         is_possible = is_possible and self.sampled_early is None and not self.token_ids
         if not is_possible or not self.sampler.is_ready:
             return
-        try:
-            self.sampled_early = self._send_next(logits)
-        except Exception as error:  # noqa: BLE001 (the loop raises it)
-            running.error = error
+        self.sampled_early = self._send_next(logits)
 
     def _extend(self, logits: Logits) -> ReplyState:
         """Samples and sends the next tokens. The row after a guess counts only if the guess equals the token that was
@@ -343,10 +364,14 @@ class RunningRequest(Struct, eq=False):
     started: float = field(default_factory=time.perf_counter)
     replies: list[Reply] = field(default_factory=list)
     """All replies. The others begin once the first one has computed the prompt."""
+    exits: ExitStack = field(default_factory=ExitStack)
+    """Leaves all lists that have the request or its replies, and gives their memory back. Filled where the request
+    enters them; closed by `ActiveRequests.end`, once."""
     is_over: bool = False
-    error: Exception | None = None
-    """An error of a fetch, or another error during a fetch. It ends the request once no fetch writes to the request's
-    memory."""
+    last_event: Callable[[CacheReport], Event | None] = lambda _: None
+    """Makes the last event of the request, None for a client that has gone. Set at the end."""
+    is_kept: bool = False
+    """At the end, the state of the first reply is kept. Set at the end."""
     prefill_s: float = 0.0
     first_token_at: float = 0.0
     last_token_at: float = 0.0
@@ -383,10 +408,6 @@ class RunningRequest(Struct, eq=False):
         reading = self.request.reading
         return None if reading is None else reading.pooling
 
-    @property
-    def is_fetching(self) -> bool:
-        return any(reply.is_fetching for reply in list(self.replies))
-
     def activity(self) -> Activity:
         """Returns the activity of the request. For any thread."""
         now, replies, num_generated = time.perf_counter(), list(self.replies), self.num_generated
@@ -420,9 +441,10 @@ class RunningRequest(Struct, eq=False):
         return computed / seconds, max(0.0, left_s - (now - self.prefilled_at))
 
     def _state(self, replies: list[Reply], *, has_reply: bool) -> ActivityState:
-        if self.is_fetching:
+        stages = {reply.stage for reply in replies}
+        if "reading" in stages:
             return "restoring"
-        if all(reply.state is None for reply in replies):
+        if stages <= {"waiting", "over"}:
             return "waiting"
         if has_reply:
             return "decoding"

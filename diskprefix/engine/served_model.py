@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import wait
 from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from diskprefix.engine.detokenize import TextStream, special_tokens
 from diskprefix.engine.gauges import EngineFigures
 from diskprefix.engine.idle.ahead_jobs import AheadJobs
 from diskprefix.engine.pictures.prompt_pictures import PromptPictures
+from diskprefix.engine.pools import EnginePools
 from diskprefix.engine.request import GenerateRequest
 from diskprefix.engine.running_request import Reply, RunningRequest
 from diskprefix.engine.scheduler import MAX_ROWS, Chunk, Pace
@@ -33,6 +34,7 @@ from diskprefix.engine.speculation.layer_proposer import LayerProposer
 from diskprefix.engine.speculation.model_proposer import ModelProposer
 from diskprefix.engine.speculation.ngram import NgramProposer
 from diskprefix.engine.speculation.step_times import StepTimes
+from diskprefix.engine.stay import Stay
 from diskprefix.errors import CacheError, ContextTooLong, InvalidRequest, ModelError, SettingsError
 from diskprefix.hooks import Recorder
 from diskprefix.kv.kept_blocks import KeptBlock
@@ -126,6 +128,7 @@ class ServedModel:
         """The tokens that end a reply."""
         self._special_tokens = special_tokens(self.tokenizer)
         self.constraints = ConstraintCompiler(self.tokenizer, self.end_ids, runtime.vocab_size)
+        self.pools = EnginePools(self.max_sequences)
         self._log_limit()
         if cache.layout.unsupported:
             self._require_uncached()
@@ -145,13 +148,12 @@ class ServedModel:
         try:
             sequence = self.pages.begin_sequence(None, np.zeros(self.cache.settings.block_size, np.int32))
             assert isinstance(sequence, KVSequence), "no other sequence has memory yet"
-            for group in range(len(self.cache.layout.groups)):
-                sequence.prepare_restore(group, 0, self.cache.settings.block_size)
+            with Stay(self.pages, sequence):
+                for group in range(len(self.cache.layout.groups)):
+                    sequence.prepare_restore(group, 0, self.cache.settings.block_size)
+                self.cache.warm_up(sequence)
         except (ContextTooLong, MemoryError) as error:
             log.warning("[engine] there is no memory for any request: %s", error)
-            return
-        self.cache.warm_up(sequence)
-        self.pages.end_sequence(sequence, keep=False)
 
     def finish_load(self) -> None:
         """Waits until all weights are in memory. Raises the errors of `begin_load`."""
@@ -180,9 +182,9 @@ class ServedModel:
         `timeout_s` seconds. Leaves out state that has expired or was purged. The engine's thread must have ended. Does
         not wait for a disk that does not answer."""
         if self.cache.store.reads.stalled is None:
-            saving = threading.Thread(target=self._save_all_idle, args=(timeout_s,), name="save-idle", daemon=True)
-            saving.start()
-            saving.join(timeout_s + _LAST_SAVE_S)
+            saving = self.pools.idle.submit(self._save_all_idle, timeout_s)
+            if wait([saving], timeout_s + _LAST_SAVE_S).not_done and not saving.cancel():
+                log.warning("[disk-cache] the disk does not answer: not all conversations in memory were saved")
 
     def _save_all_idle(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -208,6 +210,7 @@ class ServedModel:
     def close(self, timeout_s: float = _FLUSH_TIMEOUT_S) -> bool:
         """Flushes and closes the cache. Returns False if unsaved state was lost to the time limit."""
         self.constraints.close()
+        self.pools.close()
         if self.recorder is not None:
             self.recorder.close()
         return self.cache.close(timeout_s)

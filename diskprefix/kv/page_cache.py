@@ -189,10 +189,10 @@ class PageCache:
     def _wait_or_fail(self, num_tokens: int) -> MemoryWait:
         """Returns a wait for the memory that a prompt of `num_tokens` lacks. Raises `ContextTooLong` if nobody will
         give it back, and `NotReady` if a read or write that hangs has it."""
-        is_held = any(hold.pages for hold in self.pool.holds)
+        is_held = bool(self._abandoned) or any(hold.pages for hold in self.pool.holds)
         if self.running or (is_held and not self.disk_hangs):
             return self._memory_wait()
-        raise memory_held() if self._abandoned or is_held else self.pool.too_long(num_tokens)
+        raise memory_held() if is_held else self.pool.too_long(num_tokens)
 
     def _memory_wait(self) -> MemoryWait:
         pool = self.pool
@@ -277,28 +277,41 @@ class PageCache:
         with self.pool.lock:
             shares = self.running.pop(sequence, None)
             self._abandoned.discard(sequence)
-            if keep and shares is not None and shares.owner is not None:
-                if expires_at is not None:
-                    shares.expires_at = expires_at
-                if token_ids is not None:
-                    stop = len(token_ids) if self.layout.exact_at == "token" else len(shares.path.token_ids)
-                    shares.path, shares.num_ready = shares.path.extended(token_ids[:stop]), len(token_ids)
-                path = shares.path.extended(shares.path.token_ids[: shares.num_ready])
-                self._name(sequence, shares, shares.num_named, path.num_blocks)
-                shares.num_named = max(shares.num_named, path.num_blocks)
-                self._keep_end(sequence, shares, path, options)
-            if shares is not None:
-                self._mark_used(shares)
-            sequence.close()
-            if not self._keeps:
-                self.forget_idle()
+            try:
+                if keep and shares is not None and shares.owner is not None:
+                    self._keep(sequence, shares, token_ids, expires_at, options)
+                if shares is not None:
+                    self._mark_used(shares)
+            finally:
+                sequence.close()
+                if not self._keeps:
+                    self.forget_idle()
+
+    def _keep(
+        self,
+        sequence: KVSequence,
+        shares: SharedPrefix,
+        token_ids: TokenIds | None,
+        expires_at: float | None,
+        options: CacheOptions | None,
+    ) -> None:
+        """Keeps the state of a sequence that ends; see `end_sequence`."""
+        if expires_at is not None:
+            shares.expires_at = expires_at
+        if token_ids is not None:
+            stop = len(token_ids) if self.layout.exact_at == "token" else len(shares.path.token_ids)
+            shares.path, shares.num_ready = shares.path.extended(token_ids[:stop]), len(token_ids)
+        path = shares.path.extended(shares.path.token_ids[: shares.num_ready])
+        self._name(sequence, shares, shares.num_named, path.num_blocks)
+        shares.num_named = max(shares.num_named, path.num_blocks)
+        self._keep_end(sequence, shares, path, options)
 
     def abandon(self, sequence: KVSequence) -> None:
         """Removes a sequence from the running ones, so that no prompt waits for it. Its pages stay until
         `end_sequence`."""
         with self.pool.lock:
-            self._mark_used(self.running.pop(sequence))
             self._abandoned.add(sequence)
+            self._mark_used(self.running.pop(sequence))
 
     def forget_names(self, sequence: KVSequence) -> None:
         """Forgets the names of a sequence that failed, because its state may be the reason."""

@@ -250,7 +250,7 @@ def test_idle_work_whose_read_hangs_is_given_up_and_begins_nothing_until_the_dis
 
 def test_the_wait_for_the_shared_tier_is_no_wait_for_the_disk(engine: Engine) -> None:
     waits, ended, may_go = list[float](), threading.Event(), threading.Event()
-    pools = Fetches(engine.cache, engine.pages, ended.set)
+    pools = Fetches(engine.cache, engine.pages, engine.pools.steps, ended.set)
     job = ReadJob(lambda: True)
 
     def prefetch() -> None:

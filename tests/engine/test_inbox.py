@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from diskprefix.engine.loop import Engine
 from diskprefix.engine.request import ErrorEvent, Event, FinishEvent, GenerateRequest
 from diskprefix.errors import ContextTooLong, DeviceLost, NonFiniteLogits, NotReady, QueueFull
 from diskprefix.values import Picture, Prompt
+from diskprefix.workers import Workers
 from tests.engine import driving
 from tests.engine.driving import Cancelled, Client, after_steps, load, serve_one_at_a_time, tokens, wait_until_idle
 
@@ -221,20 +223,21 @@ def test_memory_is_given_back_once_when_no_request_has_come_for_a_while_and_none
         may_end.wait(60)
 
     monkeypatch.setattr(inbox_module, "_IDLE_S", 0.0)
-    monkeypatch.setattr(inbox_module, "trim_heap", trim)
 
     def serve(inbox: Inbox) -> None:
+        inbox.on_idle = partial(aside.submit, trim)
         inbox.waiting()
         if inbox.wait():
             came.set()
 
-    inbox = Inbox(serve)
+    aside, inbox = Workers(1, "aside").start(), Inbox(serve)
     inbox.start()
     assert trimmed.acquire(timeout=30)
     inbox.wake()
     assert came.wait(30)
     may_end.set()
     assert inbox.stop(30)
+    aside.shutdown()
     assert not trimmed.acquire(blocking=False)
 
 

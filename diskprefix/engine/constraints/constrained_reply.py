@@ -8,8 +8,9 @@ logits that the mask applies to. If the mask takes longer, the engine computes o
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from copy import copy
 from functools import cached_property, lru_cache, partial
 from types import MappingProxyType
@@ -25,6 +26,7 @@ from diskprefix.engine.constraints.trial import TokenizerText, Trials
 from diskprefix.engine.request import Constraint, FreeText
 from diskprefix.errors import DiskPrefixError, InvalidRequest
 from diskprefix.printable import first_line
+from diskprefix.workers import Workers, complete
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _MERGES = '"merges":['
 _MAX_COMPILED = 8
+_MAX_THREADS = 1024
+"""More than the requests of an engine that run at a time: a grammar delays no other request."""
 _MAX_BEGINNING = 1024
 """The maximum number of characters of a text that begins a call."""
 Forbidden: TypeAlias = npt.NDArray[np.bool_]
@@ -51,6 +55,8 @@ class ConstraintCompiler:
         self.on_ready: Callable[[], None] = lambda: None
         """A function that is called on another thread when a mask is ready."""
         self._trials = Trials(self._tokenizer_text)
+        self.threads = Workers(_MAX_THREADS, "masks").start()
+        """The threads that compile constraints and compute masks, one at a time for each request."""
         # An agent sends its tools again and again.
         self._compiled = lru_cache(_MAX_COMPILED)(lambda _owner, grammar: matcher_of(self.tokenizer, grammar))
 
@@ -101,6 +107,7 @@ class ConstraintCompiler:
 
     def close(self) -> None:
         self._trials.close()
+        self.threads.shutdown(wait=False, cancel_futures=True)
 
     def begin_reply(self, constraint: Constraint) -> ConstrainedReply | ConstrainedCalls:
         """Returns the first reply to a request, at its beginning. Another thread compiles the constraint."""
@@ -126,27 +133,41 @@ class ConstraintCompiler:
 
 
 class _Beginning:
-    """The thread and the compiled constraint that the replies to one request share. No other request uses the thread,
-    so a grammar delays no other request. The thread ends with the last reference to this object."""
+    """The compiled constraint that the replies to one request share, and their work, which is done in order by one
+    thread at a time."""
 
     def __init__(self, compiler: ConstraintCompiler, constraint: Constraint) -> None:
         self._compiler, self._constraint = compiler, constraint
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        self._lock = threading.Lock()
+        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        """The work that has not ended. The first one runs."""
 
     @cached_property
     def matcher(self) -> LLMatcher:
-        """The compiled constraint, for the thread."""
+        """The compiled constraint, for submitted work."""
         constraint = self._constraint
         if constraint.make_source is not None:
             constraint = replace(constraint, source=constraint.make_source())
         return self._compiler.matcher(constraint)
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Runs `work` on the thread, after all work submitted before."""
-        future = self._thread.submit(work)
-        on_ready = self._compiler.on_ready
+        """Runs `work` on another thread, after all work submitted before."""
+        future, on_ready = Future[T](), self._compiler.on_ready
         future.add_done_callback(lambda _: on_ready())
+        with self._lock:
+            self._waiting.append((future, work))
+            if len(self._waiting) == 1:
+                self._compiler.threads.submit(self._work)
         return future
+
+    def _work(self) -> None:
+        has_more = True
+        # Bound: each round completes a piece of work. A reply submits its next piece when it has used the last one.
+        while has_more:
+            complete(*self._waiting[0])
+            with self._lock:
+                self._waiting.popleft()
+                has_more = bool(self._waiting)
 
 
 class ConstrainedReply:

@@ -6,8 +6,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -19,8 +20,10 @@ from diskprefix.cache.encoded_pictures import EncodedPictures, are_saved
 from diskprefix.engine.device import raise_if_lost
 from diskprefix.engine.fetches import ReadJob
 from diskprefix.engine.pictures.prompt_pictures import PromptPictures
+from diskprefix.engine.pools import EnginePools
 from diskprefix.kv.numbers import Array
 from diskprefix.store.epochs import Epoch
+from diskprefix.store.reads import Patience
 from diskprefix.values import CacheOptions, Picture
 
 if TYPE_CHECKING:
@@ -34,18 +37,23 @@ class _Closed(BaseException):
 
 
 class SlicedCall:
-    """A call on its own thread. The thread runs only while `run_slice` waits, up to the next of the `modules`."""
+    """A call on a thread of `threads`. The thread runs only while `run_slice` waits, up to the next of the
+    `modules`."""
 
-    def __init__(self, call: Callable[[], Array], modules: Iterable[nn.Module]) -> None:
+    def __init__(self, call: Callable[[], Array], modules: Iterable[nn.Module], threads: Executor) -> None:
         self._call = call
         self._may_go, self._has_paused = threading.Semaphore(0), threading.Semaphore(0)
         self._is_closed = self.is_over = False
         self.result: Array | None = None
         self.error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="encoder", daemon=True)
-        self._thread.start()
-        # After the start of the thread, which may fail. The thread waits for the first slice.
+        self._thread = 0
+        """The id of the thread, once it runs the call."""
         self._hooks = [module.register_forward_pre_hook(lambda *_: self._pause()) for module in modules]
+        try:
+            threads.submit(self._run)
+        except BaseException:
+            self._remove_hooks()
+            raise
 
     def run_slice(self) -> None:
         """Runs the call up to the next module. At the end of the call, sets `is_over` and `result` or `error`."""
@@ -59,7 +67,7 @@ class SlicedCall:
             self.run_slice()
 
     def _pause(self) -> None:
-        if threading.current_thread() is self._thread:
+        if threading.get_ident() == self._thread:
             self._has_paused.release()
             self._wait()
 
@@ -70,6 +78,7 @@ class SlicedCall:
 
     def _run(self) -> None:
         try:
+            self._thread = threading.get_ident()
             self._wait()
             self.result = self._call()
         except _Closed:
@@ -77,10 +86,14 @@ class SlicedCall:
         except Exception as error:  # noqa: BLE001 (the engine raises it)
             self.error = error
         finally:
-            for hook in self._hooks:
-                hook.remove()
+            self._thread = 0
+            self._remove_hooks()
             self.is_over = True
             self._has_paused.release()
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
 
 _PREPARED = 2
@@ -111,7 +124,7 @@ class _Job(Struct, eq=False):
 class PictureRowsSource:
     """Loads the rows of pictures from the store, or encodes the pictures. For the engine's thread. `begin` begins a
     read. `wake` is called when a picture is prepared, on any thread. `beat` is called with the number of the picture's
-    tokens before each slice of the encoder."""
+    tokens before each slice of the encoder. An error fails the prompts that want the picture, and no others."""
 
     def __init__(
         self,
@@ -120,6 +133,7 @@ class PictureRowsSource:
         begin: Callable[[ReadJob], None],
         wake: Callable[[], None],
         beat: Callable[[int], None],
+        pools: EnginePools,
     ) -> None:
         self._encoder, self._stored, self._begin, self._wake, self._beat = encoder, stored, begin, wake, beat
         self._jobs: dict[_Key, _Job] = {}
@@ -128,7 +142,7 @@ class PictureRowsSource:
         self._encoding: deque[_Job] = deque()
         """Pictures to encode, because they are not stored. The first ones are prepared."""
         self._ended: list[tuple[PromptPictures, Exception | None]] = []
-        self._preparer = ThreadPoolExecutor(1, thread_name_prefix="picture-prepare")
+        self._pools = pools
 
     def want(self, pictures: PromptPictures, number: int, options: CacheOptions) -> bool:
         """Returns True if another prompt has the rows of this picture; the prompt then gets them. Otherwise begins to
@@ -138,17 +152,20 @@ class PictureRowsSource:
         if (rows := self._recent.get(key)) is not None:
             pictures.encoded[number] = rows
             return True
-        is_new = key not in self._jobs
-        job = self._jobs.setdefault(key, _Job(picture, options, self._stored.epoch(options.tenant)))
+        if (job := self._jobs.get(key)) is None:
+            job = _Job(picture, options, self._stored.epoch(options.tenant), [(pictures, number)])
+            self._begin_load(job, pictures.patience)
+            self._jobs[key] = job
         if are_saved(options) and not are_saved(job.options):
             job.options = options
         if (pictures, number) not in job.wanted_by:
             job.wanted_by.append((pictures, number))
-        if is_new:
-            read = ReadJob(lambda: not job.is_over, partial(self._end_load, job), patience=pictures.patience)
-            read.steps = iter([("picture", lambda: self._stored.load(picture, job.options, read.is_wanted))])
-            self._begin(read)
         return False
+
+    def _begin_load(self, job: _Job, patience: Patience) -> None:
+        read = ReadJob(lambda: not job.is_over, partial(self._end_load, job), patience=patience)
+        read.steps = iter([("picture", lambda: self._stored.load(job.picture, job.options, read.is_wanted))])
+        self._begin(read)
 
     def ready_prompts(self) -> list[tuple[PromptPictures, Exception | None]]:
         """Returns the prompts that got rows since the last call (with None), and the prompts that get none because of
@@ -170,35 +187,56 @@ class PictureRowsSource:
         for job in [*islice(self._encoding, _PREPARED)]:
             if not job.is_preparing:
                 job.is_preparing = True
-                self._preparer.submit(self._prepare, job)
+                with self._failing(job):
+                    self._pools.preparer.submit(self._prepare, job)
         if not self._encoding or (self._encoding[0].call is None and self._encoding[0].inputs is None):
             # True if prompts got their rows, or an error, and wait for `ready_prompts`.
             return bool(self._ended)
-        job, started = self._encoding[0], time.perf_counter()
+        job = self._encoding[0]
+        with self._failing(job):
+            self._encode(job)
+        if job.call is None:
+            self._encoding.popleft()
+            self._end_job(job)
+        return True
+
+    def _encode(self, job: _Job) -> None:
+        """Runs a slice of the encoder for a picture. After the last one, the job has its rows and no call."""
+        started = time.perf_counter()
         if job.call is None:
             inputs, job.inputs = job.inputs or {}, None
-            job.call = SlicedCall(lambda: self._encoder.encode(job.picture, inputs), self._encoder.slices())
+            encode = partial(self._encoder.encode, job.picture, inputs)
+            job.call = SlicedCall(encode, self._encoder.slices(), self._pools.encoder)
         self._beat(job.picture.num_tokens)
         job.call.run_slice()
         job.encode_s += time.perf_counter() - started
         if job.call.is_over:
-            self._encoding.popleft()
-            job.rows, job.error = job.call.result, job.call.error
-            if job.error is not None:
-                # The encoder's error names the picture. The cause of that error is the error of the device.
-                raise_if_lost(job.error.__cause__ or job.error)
-            # The call and the job refer to each other, and the call holds the rows.
-            job.call, job.is_encoded = None, job.rows is not None
+            # The call holds the rows.
+            call, job.call = job.call, None
+            if call.error is not None:
+                raise call.error
+            job.rows, job.is_encoded = call.result, call.result is not None
             if job.rows is not None:
                 self._stored.save(job.picture, job.rows, job.options, job.epoch, job.encode_s)
-            self._end_job(job)
-        return True
+
+    @contextmanager
+    def _failing(self, job: _Job) -> Iterator[None]:
+        """Fails a job, and so the prompts that want its picture, with an error that is raised in the block. Raises
+        `DeviceLost`."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 (the prompts get it)
+            # The encoder's error names the picture. The cause of that error is the error of the device.
+            raise_if_lost(error.__cause__ or error)
+            job.error = error
+            call, job.call = job.call, None
+            if call is not None:
+                call.close()
 
     def close(self) -> None:
         for job in self._encoding:
             if job.call is not None:
                 job.call.close()
-        self._preparer.shutdown(wait=False, cancel_futures=True)
 
     def _end_load(self, job: _Job, read: ReadJob) -> None:
         if read.is_late:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -19,11 +18,11 @@ from msgspec import Struct, field
 
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.cached_request import CachedRequest
-from diskprefix.cache.restore import Restore
 from diskprefix.engine.device import raise_if_lost
 from diskprefix.engine.fetches import ReadJob
 from diskprefix.engine.idle.ahead_jobs import AheadJob, AheadJobs
 from diskprefix.engine.running_request import Reply, RunningRequest
+from diskprefix.engine.stay import Stay
 from diskprefix.errors import ContextTooLong, StoreUnavailable
 from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.sequence import KVSequence
@@ -54,17 +53,19 @@ class DraftSequence(Struct, eq=False):
 
     prompt: Prompt
     options: CacheOptions
-    state: KVSequence
+    stay: Stay
     cached: CachedRequest | None = None
-    restore: Restore | None = None
-    """The restore of stored state, if the sequence has one."""
-    job: ReadJob | None = None
-    """The job of the restore. None once its result is used."""
+    is_restored: bool = True
+    """False until stored state was read and is used."""
     prefill_s: float = 0.0
     num_known: int = 0
     """The number of known tokens of the reply when it was last guessed for."""
     drafted: list[int] = field(default_factory=list)
     """The guesses after these tokens. The state of the last guess is not computed."""
+
+    @property
+    def state(self) -> KVSequence:
+        return self.stay.sequence
 
 
 class DraftModel:
@@ -80,8 +81,6 @@ class DraftModel:
         self._ahead = ahead
         self.begin_read: Callable[[ReadJob], None]
         """Begins a restore. Set by the engine's loop."""
-        self._left: set[DraftSequence] = set()
-        """Sequences that ended before their restore did."""
 
     def ready_sequence(self, reply: Reply) -> DraftSequence | None:
         """Returns the sequence of a reply; None while its state is restored, or if there is no memory for it."""
@@ -100,31 +99,19 @@ class DraftModel:
     def _is_restored(self, sequence: DraftSequence) -> bool:
         """Returns True if the restore has ended. When it ends, adopts the restored state. Raises the error of the
         restore."""
-        if (job := sequence.job) is None:
+        job, cached = sequence.stay.job, sequence.cached
+        if sequence.is_restored or job is None or cached is None:
             return True
         if not job.is_over:
             return False
-        sequence.job = None
-        assert sequence.cached is not None
-        assert sequence.restore is not None
-        sequence.cached.adopt_restore(sequence.restore, gave_up=job.is_given_up)
-        if job.error is not None or (job.is_given_up and job.has_begun_to_load):
-            raise job.error or StoreUnavailable("the disk did not answer in time")
-        sequence.cached.choose(sequence.state)
+        if job.is_given_up and job.has_begun_to_load:
+            raise StoreUnavailable("the disk did not answer in time")
+        sequence.stay.take_restored()
+        sequence.is_restored = True
+        cached.choose(sequence.state)
         self._count_ready(sequence)
         _publish_if_complete(sequence)
         return True
-
-    def _end_restore(self, sequence: DraftSequence, job: ReadJob) -> None:
-        """Ends a sequence in `_left` once no thread writes to it any more."""
-        if job.is_late:
-            job.close()
-        if job.is_over and sequence in self._left:
-            self._left.remove(sequence)
-            job.close()
-            if sequence.cached is not None:
-                sequence.cached.close()
-            self.pages.end_sequence(sequence.state, keep=False)
 
     def take_back_guesses(self, reply: Reply) -> None:
         """Forgets the state of wrong guesses."""
@@ -164,7 +151,7 @@ class DraftModel:
         request, sequence = reply.running.request, self.sequences.get(reply)
         token_ids = np.concatenate([request.prompt.token_ids, as_token_ids(reply.token_ids)])
         if keep and pays and reply.index == 0 and reply.guesser.rates:
-            num_computed = 0 if sequence is None or sequence.job is not None else sequence.state.num_tokens
+            num_computed = sequence.state.num_tokens if sequence is not None and sequence.is_restored else 0
             self._compute_ahead(reply.running, token_ids, num_computed)
         if sequence is None:
             return
@@ -188,26 +175,16 @@ class DraftModel:
     def _end_sequence(
         self, sequence: DraftSequence, token_ids: TokenIds, *, keep: bool, is_finished: bool, name: str
     ) -> None:
-        """Ends a sequence, which has the first of `token_ids`. If it is being restored, ends it after the restore."""
-        if sequence.job is not None:
-            self._left.add(sequence)
-            self._end_restore(sequence, sequence.job)
-            return
-        token_ids, state, options = token_ids[: sequence.state.num_tokens], sequence.state, sequence.options
+        """Ends a sequence, which has the first of `token_ids`, once its stored state was read."""
+        token_ids, options = token_ids[: sequence.state.num_tokens], sequence.options
+        keep = keep and sequence.is_restored
         try:
             self._save(sequence, token_ids, keep=keep, is_finished=is_finished)
         except Exception as error:  # noqa: BLE001 (a draft model that fails fails no request)
             _log_lost(name, error)
             keep = False
         expires_at = self.cache.expires_at(options.ttl_s)
-        self.pages.end_sequence(state, keep=keep, token_ids=token_ids, expires_at=expires_at, options=options)
-
-    def _drop_sequence(self, sequence: DraftSequence) -> None:
-        """Ends a sequence that failed or is no longer wanted."""
-        if sequence.job is None:
-            self.pages.forget_names(sequence.state)
-            sequence.state.truncate(0)
-        self._end_sequence(sequence, sequence.prompt.token_ids, keep=False, is_finished=False, name="a conversation")
+        sequence.stay.end(keep=keep, token_ids=token_ids, expires_at=expires_at, options=options)
 
     def _count_ready(self, sequence: DraftSequence) -> None:
         self.pages.set_ready(sequence.state, sequence.state.num_tokens)
@@ -225,9 +202,14 @@ class DraftModel:
             sequence.cached.close()
 
     def drop_reply(self, reply: Reply) -> None:
-        """Drops the sequence of a reply."""
-        if (sequence := self.sequences.pop(reply, None)) is not None:
-            self._drop_sequence(sequence)
+        """Drops the sequence of a reply, which failed or is no longer wanted."""
+        if (sequence := self.sequences.pop(reply, None)) is None:
+            return
+        try:
+            if sequence.cached is not None:
+                sequence.cached.close()
+        finally:
+            sequence.stay.end(is_sound=not sequence.is_restored)
 
     def _start_sequence(
         self, prompt: Prompt, options: CacheOptions, epoch: Epoch, *, is_first: bool
@@ -247,20 +229,17 @@ class DraftModel:
             return None
         if not isinstance(state, KVSequence):
             return None
-        sequence = DraftSequence(prompt, options, state)
-        if not is_first:
-            return sequence
-        have = state.num_tokens
-        self.pages.set_ready(state, 0)
-        try:
-            sequence.cached = cached
-            job = sequence.job = ReadJob(lambda: sequence not in self._left, partial(self._end_restore, sequence))
-            restore = sequence.restore = cached.begin_restore(state, prompt.token_ids, have, is_wanted=job.is_wanted)
-            job.steps, job.close = iter([("draft", restore.run)]), restore.close
-            self.begin_read(job)
-        except BaseException:
-            self.pages.end_sequence(state, keep=False)
-            raise
+        sequence = DraftSequence(prompt, options, Stay(self.pages, state))
+        if is_first:
+            try:
+                job = ReadJob(lambda: True)
+                restore = cached.begin_restore(state, prompt.token_ids, state.num_tokens, is_wanted=job.is_wanted)
+                job.steps = iter([("draft", restore.run)])
+                sequence.cached, sequence.is_restored = cached, False
+                sequence.stay.read(self.begin_read, job, cached, restore)
+            except BaseException:
+                sequence.stay.end()
+                raise
         return sequence
 
 

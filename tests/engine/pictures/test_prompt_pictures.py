@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ from torch import nn
 from diskprefix.engine.fetches import Fetches
 from diskprefix.engine.pictures.picture_rows import PictureRowsSource, SlicedCall
 from diskprefix.engine.pictures.prompt_pictures import PromptPictures
+from diskprefix.engine.pools import EnginePools
 from diskprefix.engine.scheduler import NO_LIMIT
 from diskprefix.errors import DeviceLost, InvalidRequest
 from diskprefix.kv.numbers import Array
@@ -25,6 +26,7 @@ from diskprefix.store import reads
 from diskprefix.store.epochs import Epoch
 from diskprefix.tokens import as_token_ids, picture_ids
 from diskprefix.values import CacheOptions, Picture, Prompt, Scope, Tenant
+from diskprefix.workers import Workers
 from tests.examples import examples
 from tests.waiting import wait_for
 
@@ -132,24 +134,26 @@ def test_a_call_is_run_in_slices_and_ends_with_its_result_or_its_error_or_where_
             passed.append(number)
         return rows
 
-    sliced = SlicedCall(call, layers)
+    threads = Workers(1, "encoder").start()
+    sliced = SlicedCall(call, layers, threads)
     for slices in range(3):
         assert (len(passed), sliced.is_over) == (max(0, slices - 1), False)
         sliced.run_slice()
     assert sliced.is_over
     assert sliced.result is not None
     assert not layers[0]._forward_pre_hooks
-    failing = SlicedCall(lambda: np.ones(2) @ np.ones(3), layers)
+    failing = SlicedCall(lambda: np.ones(2) @ np.ones(3), layers, threads)
     failing.run_slice()
     assert isinstance(failing.error, ValueError)
     passed.clear()
-    closed = SlicedCall(call, layers)
+    closed = SlicedCall(call, layers, threads)
     closed.run_slice()
     closed.close()
     assert closed.is_over
     assert not passed
     # Others may call the modules meanwhile.
     layers[0](np.ones(1))
+    threads.shutdown()
 
 
 class Stored:
@@ -174,14 +178,19 @@ class Stored:
 
 
 @pytest.fixture
-def parts() -> SimpleNamespace:
+def parts() -> Iterator[SimpleNamespace]:
     woken, encoder, stored, beats = threading.Event(), Encoder(), Stored(), list[int]()
     store = SimpleNamespace(reads=SimpleNamespace(stalled=None), write_s=0.0)
     cache: Any = SimpleNamespace(store=store, count=str, settings=SimpleNamespace(max_sequences=1))
     pages: Any = SimpleNamespace()
-    fetches = Fetches(cache, pages, woken.set)
-    source = PictureRowsSource(encoder, stored, fetches.begin_read, woken.set, beats.append)  # type: ignore[arg-type]
-    return SimpleNamespace(source=source, fetches=fetches, encoder=encoder, stored=stored, woken=woken, beats=beats)
+    pools = EnginePools(1)
+    fetches = Fetches(cache, pages, pools.steps, woken.set)
+    begin = fetches.begin_read
+    source = PictureRowsSource(encoder, stored, begin, woken.set, beats.append, pools)  # type: ignore[arg-type]
+    yield SimpleNamespace(
+        source=source, fetches=fetches, pools=pools, encoder=encoder, stored=stored, woken=woken, beats=beats
+    )
+    pools.close()
 
 
 def taken(parts: SimpleNamespace) -> list[tuple[PromptPictures, Exception | None]]:
@@ -304,7 +313,7 @@ def test_pixels_of_requests_that_have_ended_are_not_kept_nor_made(parts: SimpleN
         taken(parts)
     assert not parts.source.run_slice(), "its pixels are not there yet"
     may_go.set()
-    parts.source._preparer.submit(lambda: None).result()
+    parts.pools.preparer.submit(lambda: None).result()
     assert parts.source.run_slice()
     second.is_over = True
     assert parts.source.run_slice()
@@ -371,7 +380,7 @@ def test_the_pixels_of_two_pictures_at_most_are_in_memory(parts: SimpleNamespace
     wait_for_loads(parts)
     taken(parts)
     parts.source.run_slice()
-    parts.source._preparer.submit(lambda: None).result()
+    parts.pools.preparer.submit(lambda: None).result()
     assert prepared == [5, 6]
     assert [one for one, _ in drain(parts)] == wanting
     assert prepared == [5, 6, 7, 8]

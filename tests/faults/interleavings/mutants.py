@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import traceback
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial, wraps
 from types import FunctionType, SimpleNamespace
@@ -19,9 +18,7 @@ from diskprefix.cache.matching import Matcher
 from diskprefix.cache.tiers.nodes import Node
 from diskprefix.engine.active_requests import ActiveRequests
 from diskprefix.engine.fetches import Fetches, ReadJob
-from diskprefix.engine.idle.idle_work import IdleWork
 from diskprefix.engine.loop import Loop
-from diskprefix.engine.running_request import RunningRequest
 from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.page_table import PageTable
 from diskprefix.kv.pages import Captured, Page, PagePool
@@ -43,6 +40,7 @@ from diskprefix.store.writer import Room, Writer
 from diskprefix.store.written import WriteMeter, WrittenBytes
 from diskprefix.tokens import root_hash
 from diskprefix.values import SHARED
+from diskprefix.workers import Workers
 from tests.faults.interleavings.threads import scheduler
 
 _owner: Any = PrefixCache.owner
@@ -108,7 +106,7 @@ def _full_unsaid(self: Housekeeping, told: str) -> None:
 
 def _one_thread(self: Fetches, *args: Any) -> None:
     _make_fetches(self, *args)
-    self._pools = dict.fromkeys(self._pools, ThreadPoolExecutor(1))
+    self._pools = dict.fromkeys(self._pools, Workers(1, "pool").start())
 
 
 def _wanted_by_nobody(self: ReadJob) -> bool:
@@ -239,16 +237,15 @@ MUTANTS: dict[str, Mutant] = {
         "a stranger's whole reply", ((ActiveRequests, "_bring_forward", lambda _self, _waiter, _wait=None: None),)
     ),
     "the end of idle work for a question": Mutant(
-        "waits for idle work", ((IdleWork, "_abandon", lambda _self, _model, _restored: None),)
+        "waits for idle work", ((PageCache, "abandon", lambda _self, _sequence: None),)
     ),
     "the word of a suspended writer": Mutant("suspended writer, and health says ok", ((WriteLock, "stalled", None),)),
     "the stop beside a suspended writer": Mutant("a stop takes", ((StoreFile, "write_waited_s", 0.0),)),
     "the root of a build with other bits": Mutant(
         _WRONG_REPLY, ((BuildBits, "note_other", lambda self: self.note_same()),)
     ),
-    "the wait for a fetch of a request that is cancelled": Mutant(
-        "the engine ended: ",
-        ((RunningRequest, "is_fetching", property(lambda _self: False)),),
+    "the pages of a thread that may still write": Mutant(
+        _WRONG_REPLY, ((ReadJob, "may_write", property(lambda _self: False)),)
     ),
 }
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 import os
 import shutil
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +19,7 @@ import lmdb
 from msgspec.structs import replace
 
 from diskprefix import settings as settings_module
+from diskprefix import workers
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.tiered_store import open_store
 from diskprefix.cache.tiers.local import DiskView
@@ -45,6 +47,7 @@ from diskprefix.store.store import Store
 from diskprefix.store.writer import Writer
 from diskprefix.store.written import WriteMeter
 from diskprefix.values import Tenant
+from diskprefix.workers import Workers
 from tests.faults.interleavings import hash_model, shared_file, threads
 from tests.faults.interleavings.bucket import SimulatedBucket
 from tests.faults.interleavings.task_scheduler import Killed, Task
@@ -90,10 +93,10 @@ _disks: list[Disk] = []
 _buckets: list[SimulatedBucket] = []
 _transaction, _init_environment, _init_lock = Environment.transaction, Environment.__init__, FolderLock.__init__
 _init_meter, _hold, _check_file = WriteMeter.__init__, Writer._pause_for, Environment.require_survivable
-_quarantine, _restoring = Store.quarantine, IdleWork.restoring
+_quarantine, _restoring, _report_failure = Store.quarantine, IdleWork.restoring, workers.report_failure
 READERS = (
     *("kv-writer", "kv-seen", "kv-match", "kv-load", "kv-prefetch", "picture-load", "draft-fetch", "kv-check"),
-    *("disk-reader", "idle", "save-idle", "remote-fetch", "remote-write"),
+    *("disk-reader", "idle", "remote-fetch", "remote-write"),
 )
 """The threads of a daemon that may hang, because all who wait for them have limits: they alone read the disk."""
 observers: list[Task | None] = []
@@ -250,6 +253,15 @@ def _checked_slowly(self: Environment) -> None:
     _check_file(self)
 
 
+def _noted_failure(name: str, error: Exception) -> None:
+    """In the place of `workers.report_failure`: a thread that begins again is a fault too."""
+    if threads.is_simulated():
+        lines = "".join(traceback.format_exception(error))
+        scheduler().errors.append(f"{name} ended with {error!r}\n{lines}")
+    else:
+        _report_failure(name, error)
+
+
 def _listed_meter(self: WriteMeter) -> None:
     """In the place of `WriteMeter.__init__`."""
     _init_meter(self)
@@ -266,6 +278,7 @@ def patched() -> Iterator[None]:
         (FolderLock, "__init__", _listed(_init_lock)),
         (folder, "_write_mark", _living(folder._write_mark)),
         (WriteMeter, "__init__", _listed_meter),
+        (workers, "report_failure", _noted_failure),
         (Writer, "_pause_for", _noted_hold),
         (DiskView, "has", _waiting(DiskView.has, "all")),
         (DiskView, "similar", _waiting(DiskView.similar, "all")),
@@ -351,9 +364,7 @@ class Daemon:
         self, settings: Settings, layout: Layout, num_sequences: float, process: object, build: int = 0
     ) -> None:
         self.process, self.build = process, build
-        self.rendering, self.reading = (
-            ThreadPoolExecutor(_NUM_THREADS[kind], thread_name_prefix=kind) for kind in ("rendering", "reading")
-        )
+        self.rendering, self.reading = (Workers(_NUM_THREADS[kind], kind) for kind in ("rendering", "reading"))
         self.store = open_store(settings)
         pool = PagePool(layout, block_size=BLOCK)
         identity = partial(identity_text, {"model": "hash"}, BLOCK, 1, layout.describe())
