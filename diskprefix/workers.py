@@ -120,10 +120,12 @@ def complete(future: Future[T], call: Callable[[], T]) -> None:
         future.set_result(result)
 
 
-def standing_thread(work: Callable[[], None], name: str) -> threading.Thread:
-    """Returns a thread, to be started, that runs `work` until it returns. After an error it begins again, on the same
-    thread: nobody watches it, and others wait for what it does. `work` must be able to begin in any state of its
-    values."""
+def standing_thread(
+    work: Callable[[], None], name: str, on_error: Callable[[Exception], object] = lambda _: None
+) -> threading.Thread:
+    """Returns a thread, to be started, that runs `work` until it returns. After an error it calls `on_error` and begins
+    again, on the same thread: nobody watches it, and others wait for what it does. `work` must be able to begin in any
+    state of its values."""
 
     def run() -> None:
         # Bound: ends once `work` returns.
@@ -133,6 +135,7 @@ def standing_thread(work: Callable[[], None], name: str) -> threading.Thread:
             except Exception as error:  # noqa: BLE001 (the thread must outlive any error)
                 with suppress(Exception):
                     report_failure(name, error)
+                    on_error(error)
                 time.sleep(_AGAIN_S)
             else:
                 return

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import wait
@@ -91,7 +92,7 @@ class ServedModel:
         self.tokenizer: Any = loaded.tokenizer
         self.processor = loaded.processor
         """The processor of images; None for a text-only model."""
-        self._read_encoder = loaded.encoder
+        self._read_encoder, self._reading_encoder = loaded.encoder, threading.Lock()
         self.model_name = loaded.name
         self.origin = loaded.origin
         """The folder or the `.gguf` file of the model. Extras read its small files."""
@@ -342,13 +343,19 @@ class ServedModel:
 
     @cached_property
     def encoder(self) -> VisionEncoder:
-        """The encoder of a model that takes pictures. It is read when the first picture comes."""
+        """The encoder of a model that takes pictures."""
         from diskprefix.model.vision_encoder import VisionEncoder
 
         processor, read = self.processor, self._read_encoder
         assert processor is not None, "a model of text gets no pictures"
         assert read is not None, "its processor has no problem"
         return VisionEncoder(read(), processor.token_id, is_exact=self.cache.layout.exact_at == "token")
+
+    def read_encoder(self) -> None:
+        """Reads the encoder, once. This may take seconds, and starts threads: call it before a request with pictures
+        comes to the engine's thread. For any thread."""
+        with self._reading_encoder:
+            _ = self.encoder
 
     @cached_property
     def encoded(self) -> EncodedPictures:

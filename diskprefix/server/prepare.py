@@ -128,7 +128,10 @@ def render(arrival: Arrival, wanted: Conversation | str | list[int] | FillIn) ->
     serving, cache = arrival.serving, arrival.cache
     renderer, known = serving.renderer, known_parts(serving, cache)
     if isinstance(wanted, Conversation):
-        return renderer.replay(wanted, arrival.turns, known, cache.tenant)
+        replayed = renderer.replay(wanted, arrival.turns, known, cache.tenant)
+        if replayed.prompt.pictures:
+            serving.engine.read_encoder()
+        return replayed
     return Replayed(renderer.completion(wanted, known))
 
 

@@ -72,9 +72,13 @@ class Housekeeping:
             return error
         except Exception as error:
             log.exception("[disk-cache] the writer failed")
-            self.error = f"internal error: {error!r}"
+            self.note_bug(error)
             return error
         return None
+
+    def note_bug(self, error: Exception) -> None:
+        """Reports an error that is no failure of the store, until a prompt is saved again."""
+        self.error = f"internal error: {error!r}"
 
     def report_problem(self) -> None:
         """Reports the reason why the store cannot be written, if there is one."""

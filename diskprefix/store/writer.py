@@ -108,7 +108,7 @@ class Writer:
         self._num_waiting = 0
         """The number of callers that wait until something is written."""
         self._closing = self._has_ended = False
-        self._thread = standing_thread(self._run, "kv-writer")
+        self._thread = standing_thread(self._run, "kv-writer", self.housekeeping.note_bug)
         self._thread.start()
 
     @property

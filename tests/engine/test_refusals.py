@@ -1,0 +1,224 @@
+"""What a system may refuse, it refuses once: a thread, a place in a pool, memory for an array. At most one request
+fails. All others get their bits, the engine goes on, and nothing is left behind."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from diskprefix.engine.idle import ahead_jobs
+from diskprefix.engine.idle.ahead_jobs import AheadJob
+from diskprefix.engine.idle.cpu_waits import CpuWaits
+from diskprefix.engine.inbox import Inbox
+from diskprefix.engine.loop import Engine
+from diskprefix.engine.request import DoneEvent, ErrorEvent, GenerateRequest
+from diskprefix.errors import DeviceLost
+from diskprefix.tokens import as_token_ids, picture_ids
+from diskprefix.values import SHARED, Prompt
+from diskprefix.workers import Workers
+from tests.engine.driving import WORDS, Client, load, request, said, tokens, wait_until_idle
+from tests.examples import examples
+from tests.server.picture_models import image_bytes, write_llava
+from tests.waiting import wait_for
+
+MANY = 1 << 60
+
+
+class Refusal:
+    """Counts calls of one kind, and refuses the one with the number `at`, from 0."""
+
+    def __init__(self, error: Callable[[], Exception]) -> None:
+        self._error, self._lock = error, threading.Lock()
+        self.at, self.num_calls = MANY, 0
+        self.callers: set[str] = set()
+        """The names of the threads that made the calls."""
+
+    def begin(self, at: int = MANY) -> None:
+        self.at, self.num_calls = at, 0
+        self.callers.clear()
+
+    def __call__(self) -> None:
+        with self._lock:
+            number, self.num_calls = self.num_calls, self.num_calls + 1
+            self.callers.add(threading.current_thread().name)
+        if number == self.at:
+            raise self._error()
+
+
+class Arrays(ModuleType):
+    """In the place of numpy: memory for an array may be refused."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__("numpy")
+        for name in ("empty", "zeros", "full", "array", "arange", "append", "concatenate"):
+            setattr(self, name, _asking(refusal, getattr(np, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+
+def _asking(refusal: Refusal, call: Callable[..., Any]) -> Callable[..., Any]:
+    def asking(*args: Any, **kwargs: Any) -> Any:
+        refusal()
+        return call(*args, **kwargs)
+
+    return asking
+
+
+@contextmanager
+def refusing(kind: str) -> Iterator[Refusal]:
+    """Yields what refuses calls of a kind."""
+    with pytest.MonkeyPatch.context() as patch:
+        refusal = Refusal(MemoryError if kind == "array" else lambda: RuntimeError("can't start new thread"))
+        if kind == "thread":
+            patch.setattr(threading.Thread, "start", _asking(refusal, threading.Thread.start))
+        elif kind == "place":
+            patch.setattr(Workers, "submit", _asking(refusal, Workers.submit))
+        else:
+            names = tuple(f"diskprefix.{name}." for name in ("engine", "cache", "kv", "store", "model"))
+            modules = [module for name, module in sys.modules.items() if name.startswith(names)]
+            for module in modules:
+                if getattr(module, "np", None) is np:
+                    patch.setattr(module, "np", Arrays(refusal))
+        yield refusal
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model that takes pictures."""
+    return write_llava(tmp_path_factory.mktemp("llava") / "model")
+
+
+class Life:
+    """An engine with stored prompts, and the requests that come to it: each kind of read, of reply and of work."""
+
+    def __init__(self, model: Path, kv: Path) -> None:
+        self._open = partial(load, model, kv, max_sequences=8)
+        self.engine: Engine = self._open()
+        self.engine.read_encoder()
+        stored, new = tokens(300), tokens(200, 1)
+        self.ahead = np.concatenate([stored, tokens(90, 2)])
+        self.asked = [
+            request(stored, n=2, logprobs=0),
+            request(np.concatenate([stored, tokens(70, 3)]), logprobs=0),
+            request(new, logprobs=0, constraint=WORDS),
+            request(tokens(150, 4), logprobs=0, scope="off"),
+            self._with_picture(tokens(80, 5)),
+        ]
+        self.later = [request(self.ahead, logprobs=0), request(stored, logprobs=0)]
+        self.expected: dict[int, list[Any]] = {}
+        self._num_calls: dict[str, int] = {}
+
+    def open_again(self) -> None:
+        assert self.engine.close()
+        self.engine = self._open()
+        self.engine.read_encoder()
+
+    def _with_picture(self, token_ids: Any) -> GenerateRequest:
+        processor: Any = self.engine.processor
+        picture = processor.read_image(image_bytes((200, 30, 30)), detail="auto", param="")
+        part = as_token_ids(self.engine.tokenizer.encode(picture.text, add_special_tokens=False))
+        part[part == self.engine.config.image_token_id] = picture_ids(picture.name, picture.num_tokens)
+        prompt = Prompt(np.concatenate([token_ids[:40], part, token_ids[40:]]), pictures=(picture,))
+        return replace(request(token_ids, logprobs=0), prompt=prompt)
+
+    def live(self, begin: Callable[[], None] = lambda: None) -> list[Client]:
+        """Has all requests served, the last ones after idle work, and returns them. Calls `begin` before the first."""
+        engine, fatal = self.engine, list[DeviceLost]()
+        engine.pages.forget_idle()
+        inbox = Inbox(engine.serve, fatal.append)
+        inbox.start()
+        begin()
+        clients = [Client(inbox, one) for one in self.asked]
+        wait_until_idle(inbox)
+        options = request(self.ahead).cache
+        engine.ahead.add_job(AheadJob(engine, lambda: Prompt(self.ahead), options, engine.cache.owner(SHARED)))
+        wait_for(lambda: not engine.ahead._jobs or fatal)
+        clients += [Client(inbox, one) for one in self.later]
+        wait_until_idle(inbox)
+        inbox.stop(30)
+        assert not fatal
+        return clients
+
+    def num_calls(self, kind: str, refusal: Refusal) -> int:
+        """Returns how many calls of a kind a life makes in which nothing is refused."""
+        if kind not in self._num_calls:
+            assert not self.require_bits(self.live(refusal.begin))
+            self._num_calls[kind] = refusal.num_calls
+        return self._num_calls[kind]
+
+    def require_bits(self, clients: list[Client]) -> int:
+        """Returns the number of requests that failed. All others must have their bits."""
+        num_failed = 0
+        for number, client in enumerate(clients):
+            if isinstance(client.events[-1], ErrorEvent):
+                num_failed += 1
+                continue
+            assert isinstance(client.events[-1], DoneEvent)
+            assert said(client) == self.expected.setdefault(number, said(client))
+        return num_failed
+
+    def require_nothing_left(self) -> None:
+        engine, cache = self.engine, self.engine.cache
+        wait_for(lambda: not engine.pages._sequences)
+        assert engine.pages.check() == []
+        cache.finish_aside()
+        assert cache.writer.flush(30)
+        wait_for(lambda: not engine.pages.pool.holds)
+        assert not cache.store.evictor.pinned()
+        assert not cache.writer._reserved_bytes
+
+
+def begin_idle_work_at_once(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ahead_jobs, "_QUIET_S", 0.0)
+    patch.setattr(ahead_jobs, "runs_on_battery", lambda: False)
+    patch.setattr(CpuWaits, "are_long", lambda _: False)
+
+
+@pytest.fixture(autouse=True)
+def closes_engines() -> None:
+    """The life closes its engines, which outlive a test."""
+
+
+@pytest.fixture(scope="module")
+def life(llava: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Life]:
+    life = Life(llava, tmp_path_factory.mktemp("kv") / "kv")
+    with pytest.MonkeyPatch.context() as patch:
+        begin_idle_work_at_once(patch)
+        # The second life finds what the first one has saved.
+        for _ in range(2):
+            assert not life.require_bits(life.live())
+            life.require_nothing_left()
+        yield life
+    assert life.engine.close()
+
+
+@pytest.mark.cases(5)
+@pytest.mark.parametrize("number", range(examples(20)))
+@pytest.mark.parametrize("kind", ["thread", "place", "array"])
+def test_what_is_refused_once_fails_one_request_and_leaves_nothing_behind(kind: str, number: int, life: Life) -> None:
+    with refusing(kind) as refusal:
+        if kind == "thread":
+            # Its pools have no more than their first threads.
+            life.open_again()
+        at = random.Random(f"{kind} {number}").randrange(life.num_calls(kind, refusal))
+        if kind == "thread":
+            assert "engine" not in refusal.callers
+            life.open_again()
+        clients = life.live(partial(refusal.begin, at))
+        print(kind, at, "of", refusal.num_calls)
+        assert life.require_bits(clients) <= 1
+        refusal.begin()
+        life.require_nothing_left()
+        assert not life.require_bits(life.live())
