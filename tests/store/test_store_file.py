@@ -30,7 +30,7 @@ from diskprefix.store.housekeeping import Housekeeping
 from diskprefix.store.lmdb_engine import open_lmdb
 from diskprefix.store.opening import DAMAGED
 from diskprefix.store.schema import FORMAT_VERSION
-from diskprefix.store.store import Store
+from diskprefix.store.store import Publication, Store
 from diskprefix.store.store_file import OnCorruption
 from tests.faults.file_damage import DataFile
 from tests.faults.isolated import run_isolated
@@ -459,6 +459,37 @@ def test_pages_whose_header_is_damaged_are_not_deleted_by_lmdb_before_it_is_writ
     assert is_whole(store, publication(store, prompt(1, 3 * BLOCK)))
     assert store.quarantine(node.name, node.parent) == len(pub.nodes)
     assert is_clean(store)
+
+
+def test_a_page_of_a_payload_that_lies_over_that_of_another_does_not_make_lmdb_free_the_other(folder: Path) -> None:
+    """As a misdirected write leaves it: the header names another page, which is there and has the same bytes."""
+    store = daemon(folder)
+    pubs = [publication(store, prompt(seed, BLOCK), payload_bytes=100_000, root=b"q" * 16) for seed in (3, 4)]
+    for pub in pubs:
+        store.publish(pub)
+    store.close()
+    file = DataFile(bytearray((folder / DATA).read_bytes()))
+    first, second = (at // PAGE * PAGE for at, size in file.databases[b"payloads"] if size > 50_000)
+    file.data[second : second + PAGE] = file.data[first : first + PAGE]
+    (folder / DATA).write_bytes(file.data)
+    store = daemon(folder)
+    (damaged,) = [pub for pub in pubs if not is_sound(store, pub)]
+    node = damaged.nodes[0]
+    with pytest.raises(StoreCorrupt, match="header of a piece"):
+        store.quarantine(node.name, node.parent)
+    assert store.maintain()
+    assert store.quarantine(node.name, node.parent) == len(damaged.nodes)
+    store.publish(damaged)
+    store.environment.require_survivable()
+    assert all(is_sound(store, pub) for pub in pubs)
+    assert is_clean(store)
+
+
+def is_sound(store: Store, pub: Publication) -> bool:
+    try:
+        return is_whole(store, pub)
+    except StoreCorrupt:
+        return False
 
 
 def test_damage_that_is_found_while_a_daemon_runs_moves_the_file_aside(folder: Path) -> None:
