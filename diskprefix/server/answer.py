@@ -28,7 +28,7 @@ from diskprefix.api.parsed_request import ParsedRequest
 from diskprefix.api.reply import ReplyReader
 from diskprefix.chat.messages import Conversation
 from diskprefix.engine.request import DoneEvent, GenerateRequest, SamplingParams
-from diskprefix.server.ask_ahead import ask_ahead
+from diskprefix.server.ask_ahead import ask_ahead, render_opening
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.engine_request import engine_request, reply_id
 from diskprefix.server.generation import Generation, Generations, together
@@ -146,8 +146,8 @@ async def _response(request: Request, dialect: Dialect[B], body: B, held: AsyncE
                 return JSONResponse(said)
         if body.ahead is not None:
             arrival.context.wants_reply = False
-            rendered, _ = await prepare(arrival, lambda rendered: rendered)
-            return JSONResponse(await arrival.daemon.threads.run("reading", ask_ahead, rendered, body.ahead))
+            _, asked = await prepare(arrival, partial(render_opening, label=body.ahead))
+            return JSONResponse(await arrival.daemon.threads.run("reading", ask_ahead, asked))
         arrival.serving.engine.on_request()
         rendered, made = await prepare(arrival, engine_request)
         reply, is_stream = await submit(rendered, made), bool(body.stream)

@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
 from diskprefix.chat.conversation_opening import encode_opening
 from diskprefix.chat.messages import Conversation
 from diskprefix.engine.idle.ahead import prompt_to_compute
+from diskprefix.engine.idle.ahead_jobs import AheadJob
 from diskprefix.errors import InvalidRequest
 from diskprefix.server.openings import job_of
-from diskprefix.server.prepare import Rendered
+from diskprefix.server.prepare import Arrival, Rendered
 from diskprefix.store.note_record import NoteKind
+from diskprefix.values import Prompt
 
 _LASTS_S = 7 * 86400.0
 """How long the prompt is kept after the last request that asks for it, in seconds."""
 
 
-def ask_ahead(rendered: Rendered, label: str) -> dict[str, Any]:
-    """Keeps the opening of a conversation under a client's name for it, and adds it to the work ahead. Returns how much
-    of it is computed. Waits for the disk. Raises `InvalidRequest` for other requests."""
+class AskedOpening(NamedTuple):
+    """The opening of a conversation that a client asks for: its note, and its job, which has `prompt`."""
+
+    arrival: Arrival
+    id: str
+    content: bytes
+    prompt: Prompt
+    job: AheadJob
+
+
+def render_opening(rendered: Rendered, label: str) -> AskedOpening:
+    """Renders the opening of a conversation, under a client's name for it. May take long. Raises `InvalidRequest` for
+    other requests."""
     arrival, asked = rendered.arrival, rendered.parsed.prompt
-    serving, options = arrival.serving, arrival.cache
+    options = arrival.cache
     opening = encode_opening(asked) if isinstance(asked, Conversation) else None
     if options.scope.most is not None or not options.save:
         raise InvalidRequest.at("prefix_cache.ahead", "needs the scope full or auto, and not save: false")
@@ -31,15 +43,23 @@ def ask_ahead(rendered: Rendered, label: str) -> dict[str, Any]:
         raise InvalidRequest.at("prefix_cache.ahead", problem)
     assert isinstance(asked, Conversation)
     id_, content = opening
-    job = job_of(serving, options, asked, content, label)
+    job = job_of(arrival.serving, options, asked, content, label)
     if (prompt := job.make()) is None:
         raise InvalidRequest.at("prefix_cache.ahead", "needs a system message or tools: nothing else comes again")
     job.make = lambda: prompt
+    return AskedOpening(arrival, id_, content, prompt, job)
+
+
+def ask_ahead(asked: AskedOpening) -> dict[str, Any]:
+    """Keeps an opening, and adds it to the work ahead. Returns how much of it is computed. Waits for the disk."""
+    arrival, job, prompt = asked.arrival, asked.job, asked.prompt
+    serving, options = arrival.serving, arrival.cache
     if prompt_to_compute(job, arrival.patience) is not None:
         serving.engine.ahead.add_job(job)
     lasts_s = min(serving.engine.cache.lasts_s(options.ttl_s), _LASTS_S)
     notes = replace(arrival.notes(), ttl_s=lasts_s)
-    notes.put(NoteKind.ASKED_OPENING, id_, b"%b\n%b" % (label.encode(), content), prompt.token_ids)
+    content = b"%b\n%b" % (job.label.encode(), asked.content)
+    notes.put(NoteKind.ASKED_OPENING, asked.id, content, prompt.token_ids)
     return {
         "object": "prefix_cache.ahead",
         "model": serving.model_name,

@@ -3,7 +3,8 @@ restart, and computes it while no request waits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from datetime import date
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.engine.idle import ahead_jobs
 from diskprefix.errors import DiskStalled
 from diskprefix.server import openings
@@ -99,6 +101,24 @@ def test_the_answer_says_how_much_is_ready_and_the_rest_is_computed_later(server
     assert num_tokens - 2 <= again["ready_tokens"] <= num_tokens == again["prompt_tokens"]
     assert server.engine.ahead.wait_s is None, "there is nothing left to compute"
     assert server.daemon.inbox.queue_depth == 0
+
+
+@pytest.mark.parametrize("route", BODIES)
+def test_a_prompt_asked_ahead_is_rendered_in_a_turn_and_not_where_others_wait_for_stored_turns(
+    server: AppServer, route: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendered_on = list[str]()
+    for name in ("opening", "replay"):
+        render = getattr(PromptRenderer, name)
+
+        def note(*args: Any, render: Callable[..., Any] = render) -> Any:
+            rendered_on.append(threading.current_thread().name)
+            return render(*args)
+
+        monkeypatch.setattr(PromptRenderer, name, note)
+    assert ask_ahead(server, route).status_code == 200
+    # The template may still be examined on the thread that loads the model.
+    assert {name.partition("_")[0] for name in rendered_on} - {"load"} == {"rendering"}
 
 
 def test_the_first_question_is_a_next_turn(server: AppServer) -> None:
