@@ -11,6 +11,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from diskprefix.server.process.peer_user import is_client_open
 from diskprefix.server.process.places import Places
 
 log = logging.getLogger("diskprefix")
@@ -18,6 +19,8 @@ log = logging.getLogger("diskprefix")
 HEADERS_S = 30.0
 """Seconds for the head of a request to arrive, from the connection or from the first byte after another request."""
 _LINGER_S = 10.0
+_CLIENT_CHECK_S = 1.0
+"""Seconds between two looks whether a client that sends nothing more still has its socket."""
 OTHER_CONNECTIONS = 448
 """The most connections without a request in flight. They are idle, or show pages and figures."""
 
@@ -26,6 +29,9 @@ class LimitedConnection(H11Protocol):
     """uvicorn's connection. One without a request is closed after a while.
 
     A connection above the limit replaces one that is in no request. Without such a connection, it is closed.
+
+    A client that ends its sending side usually has gone. It gets its answer if the kernel says that it still has its
+    socket, which is known of clients on this machine.
     """
 
     def __init__(
@@ -43,6 +49,8 @@ class LimitedConnection(H11Protocol):
         self.conn = _StrictParser(h11.SERVER)
         self._places = places
         self._headers_timer: asyncio.TimerHandle | None = None
+        self._is_half_closed = False
+        """The client sends nothing more, and waits for its answer."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         peer = transport.get_extra_info("peername")
@@ -72,6 +80,29 @@ class LimitedConnection(H11Protocol):
         # The next request has begun already if the client has sent it.
         if not self._is_in_request:
             self._places.end_request(self)
+            if self._is_half_closed:
+                self.transport.close()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Returns whether the connection stays open although the client sends nothing more."""
+        if not self._is_in_request or self.cycle.more_body or not self._is_client_open():
+            return False
+        if not self._is_half_closed:
+            self._is_half_closed = True
+            self.loop.call_later(_CLIENT_CHECK_S, self._check_client)
+        return True
+
+    def _check_client(self) -> None:
+        """Ends the connection if the client has closed its socket since: nothing arrives that would tell."""
+        if self.transport.is_closing():
+            return
+        if self._is_client_open():
+            self.loop.call_later(_CLIENT_CHECK_S, self._check_client)
+        else:
+            self.transport.abort()
+
+    def _is_client_open(self) -> bool:
+        return is_client_open(self.transport.get_extra_info("socket"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._places.release(self)

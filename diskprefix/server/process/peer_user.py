@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import socket
 import struct
 import sys
@@ -57,6 +58,21 @@ def user_of(connected: socket.socket, *, takes_root: bool) -> int | None:
     with suppress(OSError, ValueError, struct.error):
         user = _user_at_path(connected) if connected.family == socket.AF_UNIX else _user_at_port(connected)
     return None if user == _NOBODY or (user == 0 and not takes_root) else user
+
+
+def is_client_open(connected: socket.socket) -> bool:
+    """Returns whether a process of this machine still has the other end of an accepted connection, although it will
+    send nothing more. Returns False where the kernel does not say so, as for another machine. Never waits."""
+    if connected.family == socket.AF_UNIX:
+        if not hasattr(select, "poll"):
+            return False
+        # A client that ended only its sending side has not hung up.
+        poll = select.poll()
+        poll.register(connected, 0)
+        return not poll.poll(0)
+    with suppress(OSError, ValueError, struct.error):
+        return _user_at_port(connected) is not None
+    return False
 
 
 def _user_at_path(connected: socket.socket) -> int | None:

@@ -15,7 +15,7 @@ from tempfile import mkdtemp
 import pytest
 
 from diskprefix.server.process import peer_user
-from diskprefix.server.process.peer_user import user_of
+from diskprefix.server.process.peer_user import is_client_open, user_of
 from tests.server.other_user import NOBODY, OTHER_USER, python_for_all
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems are not asked")
@@ -130,6 +130,21 @@ def may_make_namespaces() -> bool:
     command = ["unshare", "--user", "--map-root-user", "true"]
     tried = subprocess.run(command, user=OTHER_USER, group=OTHER_USER, cwd="/", capture_output=True, check=False)
     return tried.returncode == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_client_that_sends_nothing_more_is_open_until_it_closes(kind: str, tmp_path: Path) -> None:
+    listener, (family, *address) = listening(kind, tmp_path)
+    with listener, socket.socket(int(family), socket.SOCK_STREAM) as client:
+        client.connect((address[0], int(address[1])) if kind != "path" else address[0])
+        accepted, _ = listener.accept()
+        with accepted:
+            assert is_client_open(accepted)
+            client.shutdown(socket.SHUT_WR)
+            assert accepted.recv(1) == b""
+            assert is_client_open(accepted)
+            client.close()
+            assert not is_client_open(accepted)
 
 
 def test_a_closed_client_has_no_user() -> None:
