@@ -123,6 +123,7 @@ class ActiveRequests:
         waiting, seen = defaultdict[Hashable, deque[tuple[int, Ticket]]](deque), None
         for number, ticket in enumerate(tickets):
             waiting[ticket.request.caller].append((number, ticket))
+        # Bound: each round takes a request.
         while waiting:
             if seen != self.requests:
                 seen = list(self.requests)

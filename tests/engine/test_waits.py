@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import numpy as np
 import pytest
 
 from diskprefix.engine import active_requests
-from diskprefix.engine.inbox import Inbox
+from diskprefix.engine.active_requests import ActiveRequests
+from diskprefix.engine.inbox import Inbox, Ticket
 from diskprefix.engine.loop import Engine
 from diskprefix.engine.request import DoneEvent, FinishEvent, GenerateRequest, TextEvent
+from diskprefix.engine.scheduler import Scheduler
 from diskprefix.values import Tenant
 from tests.engine.driving import Client, bound_memory, load, request, running, tokens, wait_until_idle
 from tests.waiting import wait_for
@@ -137,3 +140,34 @@ def test_a_request_waits_once_for_all_saves_whose_pages_it_needs(
         wait_for(lambda: has_ended(second))
     assert len(waits) > 2
     assert sum(waits) <= active_requests._WRITE_S
+
+
+def num_python_calls(work: Callable[[], object]) -> int:
+    counted = [0]
+
+    def count(_frame: object, event: str, _value: object) -> None:
+        counted[0] += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+    return counted[0]
+
+
+def test_the_turns_of_waiting_requests_cost_as_much_for_each_however_many_wait(engine: Engine) -> None:
+    inbox = Inbox(engine.serve)
+    active = ActiveRequests(engine, inbox, Scheduler())
+    callers = [Tenant.of_key(str(number)) for number in range(5)]
+
+    def cost(num_waiting: int) -> int:
+        asked = (request(tokens(10), tenant=callers[number % 5]) for number in range(num_waiting))
+        tickets = [Ticket(one, lambda _: None) for one in asked]
+        found = list[Ticket]()
+        num_calls = num_python_calls(lambda: found.extend(active._turns(tickets)))
+        assert found == tickets
+        return num_calls
+
+    assert cost(800) < 1.5 * 8 * cost(100)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from diskprefix import workers
 from diskprefix.errors import StoreCorrupt, StoreFull, StoreUnavailable
 from diskprefix.store import environment
 from diskprefix.store import writer as writer_module
@@ -744,3 +745,54 @@ def test_quarantine_reads_only_the_index_of_the_descendants(store: Store, monkey
         assert store.quarantine(long.nodes[1].name, long.nodes[1].parent) == len(long.nodes)
     assert not verify_index(store).problems
     assert is_whole(store, other)
+
+
+def test_a_search_for_damage_that_gets_no_thread_is_left_out_and_the_writer_goes_on(
+    store: Store, writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, start = threading.Event(), threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "kv-check":
+            asked.set()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def damaged(*_: bytes) -> int:
+        raise StoreCorrupt("a record is damaged")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        patch.setattr(store, "quarantine", damaged)
+        writer.quarantine(b"n" * 16, b"p" * 16)
+        assert asked.wait(30)
+        pub = publication(store, prompt(1, 2 * BLOCK))
+        submit(writer, pub)
+        assert writer.flush(30)
+        assert not writer.housekeeping.is_reading
+    assert is_whole(store, pub)
+    assert writer.close(30)
+
+
+@pytest.mark.parametrize("step", ["_next", "_write_all", "_end_writing"])
+def test_a_writer_whose_own_step_fails_says_so_and_begins_again(
+    step: str, store: Store, writer: Writer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody watches its thread."""
+    monkeypatch.setattr(workers, "_AGAIN_S", 0.0)
+    own, failing = getattr(writer, step), [True]
+
+    def fail_once(*args: Any, **kwargs: Any) -> Any:
+        if threading.current_thread().name == "kv-writer" and failing:
+            failing.clear()
+            raise MemoryError
+        return own(*args, **kwargs)
+
+    monkeypatch.setattr(writer, step, fail_once)
+    pub = publication(store, prompt(1, 2 * BLOCK))
+    submit(writer, pub)
+    assert writer.flush(30)
+    assert "the thread kv-writer failed" in caplog.text
+    assert is_whole(store, pub)
+    assert writer.close(30)
+    assert not writer.pending_bytes
