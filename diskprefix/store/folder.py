@@ -62,13 +62,15 @@ need it open for writing, and a process that may create names in a folder may no
 
 class FolderUnavailable(StoreUnavailable):
     """The file system refuses an operation that the store needs. `passing`: the problem may end by itself, as for a
-    full or read-only file system. `is_full`: the disk has no room, or only the `min_free_bytes` that must stay free."""
+    full or read-only file system. `is_full`: the disk has no room, or only the `min_free_bytes` that must stay free.
+    `is_for_room`: it is full, or a quota is used up."""
 
     def __init__(self, path: Path, error: OSError, min_free_bytes: int = 0) -> None:
         self.passing = error.errno in PASSING
         # LMDB reports EIO for a write that a full disk cut short.
         is_cut_short = error.errno == errno.EIO and 0 <= free_bytes(path) < FULL_BELOW_BYTES
         self.is_full = error.errno == errno.ENOSPC or is_cut_short
+        self.is_for_room = self.is_full or error.errno == errno.EDQUOT
         todo = "make room, or choose" if error.errno == errno.EDQUOT else "repair it or choose"
         why = f"--kv-cache-dir {path}: {error.strerror or error}; {todo} another folder"
         super().__init__(disk_full(path, min_free_bytes) if self.is_full else why)

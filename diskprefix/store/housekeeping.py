@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
-from diskprefix.errors import CacheError, LargerThanStore, PrefixGone, StoreCorrupt
+from diskprefix.errors import CacheError, LargerThanStore, PrefixGone, StoreCorrupt, StoreFull
 from diskprefix.store.eviction import expiry_interval_s
+from diskprefix.store.folder import FolderUnavailable
 from diskprefix.store.note_record import note_bytes
 from diskprefix.store.schema import ModelRecord
 from diskprefix.store.store import Store
@@ -45,11 +46,14 @@ class Housekeeping:
         """The check thread is reading records of the store."""
         self.expired = self.quarantined = 0
         self.error: str | None = None
-        """The store's last failure; None once a prompt is saved again."""
+        """The store's last failure; None once something is saved again, or the disk has room again. See `recover`."""
+        self._is_for_room = False
+        """The last failure was a lack of room."""
         self.least_bytes = 0
         """The bytes that every saved prompt takes at least, 0 if unknown. Without room for them, nothing can be
         saved."""
         self._lacks_room = False
+        """The last failure was a lack of room, and the free space of the disk shows it."""
         self.report_problem()
 
     @property
@@ -66,7 +70,9 @@ class Housekeeping:
             # This is a problem of one prompt, not a failure of the store.
             return error
         except CacheError as error:
-            self._report(self._store.error_text(error))
+            is_for_room = error.is_for_room if isinstance(error, FolderUnavailable) else isinstance(error, StoreFull)
+            self._report(self._store.error_text(error), is_for_room=is_for_room)
+            self._lacks_room = is_for_room and self._store.evictor.full_disk() is not None
             if isinstance(error, StoreCorrupt):
                 self._start_check(with_records=True)
             return error
@@ -83,6 +89,7 @@ class Housekeeping:
     def report_problem(self) -> None:
         """Reports the reason why the store cannot be written, if there is one."""
         if self._store.problem is not None:
+            self._lacks_room = False
             self._report(self._store.problem)
 
     def check_room(self) -> None:
@@ -94,15 +101,16 @@ class Housekeeping:
         # Near the limit, a few pages more or less would change the report again and again. So the report ends only when
         # the disk is no longer full.
         if full_disk is not None and not self._lacks_room and self._store.evictor.lacks_room(self.least_bytes):
+            self._report(full_disk, is_for_room=True)
             self._lacks_room = True
-            self._report(full_disk)
         elif full_disk is None and self._lacks_room:
             self._lacks_room = False
             self.recover()
 
-    def recover(self) -> None:
-        """Ends the last failure, because a prompt was saved."""
-        if self.error is not None:
+    def recover(self, *, is_whole: bool = True) -> None:
+        """Ends the last failure, because state was saved, `is_whole` if it is that of a whole prompt. Less does not end
+        a lack of room: a small write may find some, again and again."""
+        if self.error is not None and (is_whole or not self._is_for_room):
             # The line comes first, as in `_report`: who sees the new state finds it in the log.
             log.info("[disk-cache] saving again")
             self.error = None
@@ -209,7 +217,7 @@ class Housekeeping:
         finally:
             self._is_checking = self.is_reading = False
 
-    def _report(self, message: str) -> None:
+    def _report(self, message: str, *, is_for_room: bool = False) -> None:
         if self.error is None:
             log.warning("[disk-cache] serving without saving until this is repaired: %s", message)
-        self.error = message
+        self.error, self._is_for_room = message, is_for_room

@@ -497,9 +497,8 @@ class Writer:
             for source in sources:
                 self.housekeeping.attempt(partial(self._store.write_from, source))
             return save is None or left is None or self._publish_alone(save, left)
-        if save is not None and left is not None and left.last_node is not None and save.has_written_nodes:
-            # Nodes of a saved prompt were written. On a full disk, a small write alone may still fit.
-            self.housekeeping.recover()
+        if save is not None and left is not None and save.has_written_nodes:
+            self.housekeeping.recover(is_whole=left.last_node is not None)
         return True
 
     def _left_of(self, save: Save) -> Publication | None:

@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from diskprefix import workers
-from diskprefix.errors import StoreCorrupt, StoreFull, StoreUnavailable
+from diskprefix.errors import CacheError, StoreCorrupt, StoreFull, StoreUnavailable
 from diskprefix.store import environment
 from diskprefix.store import writer as writer_module
 from diskprefix.store.changes import Changes, NewNode, SmallWrite
@@ -278,10 +278,18 @@ def test_use_recorded_during_a_write_is_counted_once(
     assert (found.last_used, found.restores) == (6000.0, 2)
 
 
-def test_saving_recovers_when_a_whole_prompt_is_saved(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+NO_ROOM, NO_QUOTA, BROKEN = (FolderUnavailable(Path(), OSError(n, "")) for n in (errno.ENOSPC, errno.EDQUOT, errno.EIO))
+
+
+@pytest.mark.parametrize(
+    ("failure", "needs_whole"), [(NO_ROOM, True), (NO_QUOTA, True), (StoreFull(""), True), (BROKEN, False)]
+)
+def test_a_lack_of_room_ends_with_a_whole_prompt_and_another_failure_with_any_state(
+    store: Store, monkeypatch: pytest.MonkeyPatch, failure: CacheError, needs_whole: bool
+) -> None:
     """A small publication may find room on a full disk, again and again."""
     gate = Gate(store, monkeypatch)
-    gate.failure = StoreUnavailable("no space left")
+    gate.failure = failure
     gate.open.set()
     writer = Writer(store, buffer_bytes=1 << 30)
     submit(writer, publication(store, prompt(2, BLOCK)))
@@ -289,14 +297,39 @@ def test_saving_recovers_when_a_whole_prompt_is_saved(store: Store, monkeypatch:
     gate.failure = None
     *beginning, last = chained(store, 3)
     save = Save(store.epochs.of(""))
-    for pub in beginning:
-        writer.queue_publication(save, pub)
     submit(writer, replace(last, nodes=(), last_node=None, entry=None))
     assert writer.flush(30)
     assert writer.error is not None
+    for pub in beginning:
+        writer.queue_publication(save, pub)
+    assert writer.flush(30)
+    assert (writer.error is not None) == needs_whole
     writer.queue_publication(save, last, is_last=True)
     assert writer.flush(30)
     assert not writer.error
+    assert writer.close(30)
+
+
+@pytest.mark.parametrize(("free", "ends"), [(0, True), (1 << 40, False)])
+def test_a_full_disk_is_reported_until_its_free_space_is_back(
+    store: Store, monkeypatch: pytest.MonkeyPatch, free: int, ends: bool
+) -> None:
+    """Also while no prompt is saved. A disk that fails for want of room, and shows free space, ends nothing."""
+    gate, found = Gate(store, monkeypatch), [free]
+    # After evicting everything else, a short prompt would fit.
+    monkeypatch.setattr(store.evictor, "lacks_room", lambda _need_bytes: False)
+    monkeypatch.setattr("diskprefix.store.evictor.free_bytes", lambda _path: found[0])
+    gate.failure = NO_ROOM
+    gate.open.set()
+    writer = Writer(store, buffer_bytes=1 << 30)
+    writer.housekeeping.least_bytes = 1
+    submit(writer, publication(store, prompt(2, BLOCK)))
+    assert writer.flush(30)
+    writer.housekeeping.check_room()
+    assert writer.error is not None
+    found[0] = 1 << 40
+    writer.housekeeping.check_room()
+    assert (writer.error is None) == ends
     assert writer.close(30)
 
 

@@ -8,6 +8,11 @@ what finds the fault again.
 from __future__ import annotations
 
 KEPT_SEEDS = {
+    7300564: "health says degraded, and prompts are saved",
+    7302418: "health says degraded, and prompts are saved",
     7302727: "found 18 tokens, and only 0 could be there for",
     7305355: "mdb_stat: Invalid argument",
+    8801929: "health says degraded, and prompts are saved",
+    8802042: "health says degraded, and prompts are saved",
+    8803890: "health says degraded, and prompts are saved",
 }

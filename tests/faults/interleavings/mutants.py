@@ -197,6 +197,9 @@ MUTANTS: dict[str, Mutant] = {
         ((Writer, "_publish_alone", _tried_once), (writer, "StoreReplaced", ZeroDivisionError)),
     ),
     "the word of a full disk": Mutant("on the full disk, and health says", ((Housekeeping, "_report", _full_unsaid),)),
+    "the look at the free space": Mutant(
+        "health says degraded, and prompts are saved", ((Housekeeping, "check_room", lambda _self: None),)
+    ),
     "the end of a pause": Mutant("the writer pauses for nobody", ((writer, "_PAUSE_S", 60.0),)),
     "the threads of each kind of step": Mutant(
         "what needs no read waits", ((Fetches, "__init__", _one_thread), (reads, "STALL_S", 60.0))
