@@ -20,7 +20,7 @@ from diskprefix.errors import CacheError
 from diskprefix.kv.layout import is_out_of_memory
 from diskprefix.store.eviction import recorded_ttl
 from diskprefix.store.notes import TenantNotes
-from diskprefix.store.schema import OWN_KINDS, EntryKind, EntryRecord
+from diskprefix.store.schema import EntryKind, EntryRecord
 from diskprefix.tokens import PromptDigest
 from diskprefix.values import CacheOptions, Prompt
 
@@ -64,7 +64,7 @@ class RequestContext:
     def entry(self, reason: str = "", num_tokens: int = 0) -> EntryRecord:
         """Returns the prompt's entry if its first `num_tokens` tokens are all that is kept of it, else, without that
         number, the entry of a part. What nobody has sent has its own kind from the beginning."""
-        is_part = not num_tokens and self.origin.kind in OWN_KINDS
+        is_part = not num_tokens and self.origin.kind == "saved"
         return EntryRecord(
             root=self.namespace.root,
             num_tokens=num_tokens,

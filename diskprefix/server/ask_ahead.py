@@ -11,6 +11,7 @@ from diskprefix.chat.messages import Conversation
 from diskprefix.engine.idle.ahead import prompt_to_compute
 from diskprefix.engine.idle.ahead_jobs import AheadJob
 from diskprefix.errors import InvalidRequest
+from diskprefix.server.kept_opening import KeptOpening
 from diskprefix.server.openings import job_of
 from diskprefix.server.prepare import Arrival, Rendered
 from diskprefix.store.note_record import NoteKind
@@ -58,8 +59,8 @@ def ask_ahead(asked: AskedOpening) -> dict[str, Any]:
         serving.engine.ahead.add_job(job)
     lasts_s = min(serving.engine.cache.lasts_s(options.ttl_s), _LASTS_S)
     notes = replace(arrival.notes(), ttl_s=lasts_s)
-    content = b"%b\n%b" % (job.label.encode(), asked.content)
-    notes.put(NoteKind.ASKED_OPENING, asked.id, content, prompt.token_ids)
+    kept = KeptOpening.of(asked.content, options, job.label)
+    notes.put(NoteKind.ASKED_OPENING, asked.id, kept.encode(), prompt.token_ids)
     return {
         "object": "prefix_cache.ahead",
         "model": serving.model_name,

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 
+from diskprefix.cache.context import Origin
 from diskprefix.cache.imported_prompt import Comparison, ImportedPrompt, compare, decode_imported
 from diskprefix.engine.idle.ahead_jobs import AheadJob
 from diskprefix.errors import CacheError, StoreCorrupt
 from diskprefix.server.openings import tenants_of_model
 from diskprefix.store.note_record import NoteKind
-from diskprefix.tokens import LEAST_TOKENS
+from diskprefix.tokens import LEAST_TOKENS, PromptDigest
 from diskprefix.values import CacheOptions, Prompt, Scope, Tenant
 
 if TYPE_CHECKING:
@@ -74,21 +75,21 @@ class ImportChecks(Struct):
         """Settles the prompts that were computed, and has the next one computed. Waits for the disk. Raises
         `CacheError`."""
         cache = self.serving.engine.cache
-        tenants, prompts = tenants_of_model(self.serving), list[tuple[Tenant, bytes, ImportedPrompt]]()
+        tenants, prompts = tenants_of_model(self.serving), list[tuple[Tenant, bytes, ImportedPrompt, PromptDigest]]()
         notes = cache.writer.notes.newest(NoteKind.IMPORTED, tenants, before=math.inf, at_most=_MAX_READ)
-        for root, content in notes:
+        for root, content, digest in notes:
             with suppress(ValueError):
-                prompts.append((tenants[root], root, decode_imported(content)))
+                prompts.append((tenants[root], root, decode_imported(content), digest))
         prompts.sort(key=lambda item: (item[2].digest, item[2].number))
         self.waiting = len(prompts)
         if cache.must_recheck:
             return
-        for tenant, root, prompt in prompts:
-            if not self._is_computed(tenant, root, prompt):
+        for tenant, root, prompt, digest in prompts:
+            if not self._is_computed(tenant, root, prompt, digest):
                 return
             self._settle(tenant, prompt, self._compared(root, prompt))
 
-    def _is_computed(self, tenant: Tenant, root: bytes, prompt: ImportedPrompt) -> bool:
+    def _is_computed(self, tenant: Tenant, root: bytes, prompt: ImportedPrompt, digest: PromptDigest) -> bool:
         """Returns whether a prompt was computed, or could not be. Has its next part computed otherwise."""
         cache, computed = self.serving.engine.cache, self._computed.setdefault(prompt.id, _Computed())
         if computed.job is not None and self.serving.engine.ahead.has(computed.job):
@@ -101,7 +102,7 @@ class ImportChecks(Struct):
                 return True
         if not computed.left:
             computed.left, computed.tries = prompt.ends(has_states=bool(cache.layout.states)), computed.tries + 1
-        computed.job = self._job(tenant, prompt, computed.left.pop(0))
+        computed.job = self._job(tenant, prompt, computed.left.pop(0), digest)
         self.serving.engine.ahead.add_job(computed.job)
         return False
 
@@ -114,11 +115,12 @@ class ImportChecks(Struct):
             log.debug("[import] %s: %s", prompt.pack, error)
             return Comparison(missing=prompt.num_tokens)
 
-    def _job(self, tenant: Tenant, prompt: ImportedPrompt, end: int) -> AheadJob:
+    def _job(self, tenant: Tenant, prompt: ImportedPrompt, end: int, digest: PromptDigest) -> AheadJob:
         engine = self.serving.engine
         options, owner = CacheOptions(scope=Scope("full"), tenant=tenant), engine.cache.owner(tenant)
         make, label = partial(self._prompt, prompt, end), prompt.pack
-        return AheadJob(engine, make, options, owner, prompt.id.encode(), label=label)
+        origin = Origin("imported", digest)
+        return AheadJob(engine, make, options, owner, prompt.id.encode(), label=label, origin=origin)
 
     def _prompt(self, imported: ImportedPrompt, end: int) -> Prompt | None:
         """Returns the first `end` tokens; None for tokens that the model does not have, or too many."""

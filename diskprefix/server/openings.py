@@ -16,12 +16,15 @@ from datetime import date, datetime, time
 from functools import partial
 from typing import TYPE_CHECKING
 
+from diskprefix.cache.context import Origin
 from diskprefix.chat.conversation_opening import decode_opening
 from diskprefix.chat.messages import Conversation
 from diskprefix.engine.idle.ahead_jobs import AheadJob
-from diskprefix.errors import CacheError
+from diskprefix.errors import CacheError, InvalidScope
+from diskprefix.server.kept_opening import KeptOpening
 from diskprefix.server.remembering import known_parts
 from diskprefix.store.note_record import NoteKind
+from diskprefix.tokens import PromptDigest
 from diskprefix.units import counted
 from diskprefix.values import CacheOptions, Prompt, Tenant
 
@@ -68,22 +71,31 @@ def add_openings(serving: Serving, today: date) -> int:
         kinds[NoteKind.OPENING] = datetime.combine(today, time()).timestamp()
     for kind, before in kinds.items():
         notes = serving.engine.cache.writer.notes.newest(kind, tenants, before=before, at_most=_MAX_OPENINGS)
-        for root, content in notes:
-            label, _, opening = content.rpartition(b"\n")
-            with suppress(ValueError):
-                options = CacheOptions(scope=serving.scope, tenant=tenants[root])
-                jobs.append(job_of(serving, options, decode_opening(opening), opening, label.decode()))
+        for root, content, came_from in notes:
+            with suppress(ValueError, InvalidScope):
+                kept = KeptOpening.decode(content)
+                opening, options = decode_opening(kept.content), kept.options(tenants[root])
+                jobs.append(job_of(serving, options, opening, kept.content, kept.label, came_from))
     # A job that is added later is computed earlier.
     for job in reversed(jobs[:_MAX_OPENINGS]):
         serving.engine.ahead.add_job(job)
     return len(jobs[:_MAX_OPENINGS])
 
 
-def job_of(serving: Serving, options: CacheOptions, opening: Conversation, content: bytes, label: str) -> AheadJob:
-    """Returns the job that computes an opening, kept as `content`. `label` is a client's name for it, or ""."""
+def job_of(
+    serving: Serving,
+    options: CacheOptions,
+    opening: Conversation,
+    content: bytes,
+    label: str,
+    came_from: PromptDigest | None = None,
+) -> AheadJob:
+    """Returns the job that computes an opening, kept as `content`. `label` is a client's name for it, or "". It was the
+    prompt `came_from`, which may have had another day; None: it is rendered as it was."""
     make, cache = partial(_render, serving, opening, options), serving.engine.cache
     owner, expires_at = cache.owner(options.tenant), cache.expires_at(options.ttl_s)
-    return AheadJob(serving.engine, make, options, owner, (content,), expires_at, label)
+    origin = Origin("opening", came_from)
+    return AheadJob(serving.engine, make, options, owner, (content,), expires_at, label, origin=origin)
 
 
 def tenants_of_model(serving: Serving) -> dict[bytes, Tenant]:

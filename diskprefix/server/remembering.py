@@ -17,6 +17,7 @@ from diskprefix.chat.messages import Conversation, Message
 from diskprefix.chat.replay import RecordsUnread, Replayed, ReplyMemory
 from diskprefix.engine.idle.ahead_jobs import AheadJob
 from diskprefix.errors import DiskStalled
+from diskprefix.server.kept_opening import KeptOpening
 from diskprefix.store.note_record import NoteKind
 from diskprefix.tokens import PromptDigest, TokenIds, common_prefix_length
 from diskprefix.values import CacheOptions, Prompt
@@ -122,16 +123,17 @@ def reply_memory(serving: Serving, cache: CacheOptions, asked: Conversation, rep
         engine.ahead.add_job(AheadJob(engine, make, cache, owner, tuple(asked.messages), expires_at, origin=origin))
 
     if replayed.origin.began is not None and cache.scope.most is None and serving.renderer.writes_today:
-        _keep_opening(turns.notes, asked, replayed.prompt.token_ids)
+        _keep_opening(turns.notes, asked, cache, replayed.prompt.token_ids)
     # Pictures would stay in memory.
     then = compute_ahead if cache.scope.most is None and not asked.has_pictures else lambda _: None
     turns_of_prompt = StoredTurns(turns.notes, replayed.prompt.token_ids)
     return ReplyMemory(turns_of_prompt, replayed.origin, serving.renderer.end_ids, then)
 
 
-def _keep_opening(notes: TenantNotes, asked: Conversation, token_ids: TokenIds) -> None:
+def _keep_opening(notes: TenantNotes, asked: Conversation, cache: CacheOptions, token_ids: TokenIds) -> None:
     """Keeps the first request of a conversation, to compute it with the day of tomorrow. It is deleted with its prompt
     (`token_ids`)."""
     if (opening := encode_opening(asked)) is not None:
+        id_, content = opening
         lasting = replace(notes, ttl_s=min(notes.ttl_s, _OPENING_LASTS_S))
-        lasting.put(NoteKind.OPENING, *opening, token_ids)
+        lasting.put(NoteKind.OPENING, id_, KeptOpening.of(content, cache).encode(), token_ids)

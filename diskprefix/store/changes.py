@@ -324,7 +324,7 @@ class Changes(Snapshot):
             name = next((name for name in beside if self.has_record("usage", name)), b"")
         node = self.node(name) if name else None
         if node is not None and not self.is_covered(name):
-            self.put_entry(name, replace(entry, num_tokens=node.end))
+            self.put_entry(name, entry.shortened(node.end))
             self.moved_entries.add(name)
 
     def touch(self, name: bytes, use: Use) -> None:

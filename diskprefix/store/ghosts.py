@@ -98,19 +98,26 @@ def newest_first(snapshot: Snapshot, root: bytes, max_bytes: float = math.inf) -
             break
         num_bytes += len(value)
         try:
-            record = decode_record(PromptRecord, key, value)
-            path: dict[bytes, NodeRecord] = {}
-            name, position = record.parent, math.inf
-            # Bound: positions fall.
-            while name != root:
-                path[name] = block = blocks.block(name)
-                if block.position >= position:
-                    raise StoreCorrupt(f"the blocks before {name.hex()} lead around in a circle")
-                name, position = block.parent, block.position
+            yield _seen(key, value, blocks)
         except StoreCorrupt as error:
             log.warning("[disk-cache] a recent prompt is left out: %s", error)
-            continue
-        yield SeenRecord(key, record, dict(reversed(path.items())))
+
+
+def seen_prompt(snapshot: Snapshot, key: bytes) -> SeenRecord:
+    """Returns a prompt by its key. Raises `StoreCorrupt`."""
+    return _seen(key, snapshot.listed("seen", key), _LastBlocks(snapshot))
+
+
+def _seen(key: bytes, value: bytes | memoryview, blocks: _LastBlocks) -> SeenRecord:
+    root, record, path = key[:HASH_BYTES], decode_record(PromptRecord, key, value), dict[bytes, NodeRecord]()
+    name, position = record.parent, math.inf
+    # Bound: positions fall.
+    while name != root:
+        path[name] = block = blocks.block(name)
+        if block.position >= position:
+            raise StoreCorrupt(f"the blocks before {name.hex()} lead around in a circle")
+        name, position = block.parent, block.position
+    return SeenRecord(key, record, dict(reversed(path.items())))
 
 
 class _LastBlocks:

@@ -34,6 +34,7 @@ from diskprefix.store.note_record import (
     note_bytes,
     note_key,
     note_limit,
+    note_prompt,
     root_limit,
     sizes_by_root,
     surplus_notes,
@@ -208,18 +209,19 @@ class Notes:
 
     def newest(
         self, kind: NoteKind, roots: Iterable[bytes], *, before: float, at_most: int
-    ) -> list[tuple[bytes, bytes]]:
-        """Returns root and content of the notes of a kind under these roots, the latest first: `at_most` ones, put
-        before a time in seconds since the epoch. Leaves out notes that expired, that are damaged, or that are not
+    ) -> list[tuple[bytes, bytes, PromptDigest]]:
+        """Returns root, content and prompt of the notes of a kind under these roots, the latest first: `at_most` ones,
+        put before a time in seconds since the epoch. Leaves out notes that expired, that are damaged, or that are not
         written yet. Does not count a use. Raises `CacheError`."""
-        now, contents = self._store.clock(), list[tuple[bytes, bytes]]()
+        now, found = self._store.clock(), list[tuple[bytes, bytes, PromptDigest]]()
         with self._store.reads.snapshot() as snapshot:
             stored = (note for root in roots for note in snapshot.notes_of(root, kind))
             wanted = (note for note in stored if note.times.created_at < before and not note.times.is_expired(now))
             for note in heapq.nlargest(at_most, wanted, key=lambda note: note.times.created_at):
                 with suppress(StoreCorrupt):
-                    contents.append((note.root, decode_note(note.key, snapshot.get_record("notes", note.key))[1]))
-        return contents
+                    value = snapshot.get_record("notes", note.key)
+                    found.append((note.root, decode_note(note.key, value)[1], note_prompt(value)))
+        return found
 
     def models(self, patience: Patience | None = None) -> list[ModelRecord]:
         """Returns the models that the store was served with. Raises `CacheError`."""

@@ -7,7 +7,6 @@ together with all its descendants, and a checkpoint of a saved prompt together w
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -20,15 +19,16 @@ from diskprefix.errors import EntryNotFound, StoreCorrupt
 from diskprefix.printable import shown
 from diskprefix.store.changes import NODES_AT_ONCE, RECORDS_AT_ONCE, Changes, batches
 from diskprefix.store.epochs import EVERYONE, of_salt, of_tenants
-from diskprefix.store.ghosts import PROMPTS_AT_ONCE, forget_prompts, newest_first
-from diskprefix.store.note_record import ENCODED_TEXT, note_prompt
-from diskprefix.store.schema import NodeRecord
+from diskprefix.store.following import Conversation, GoneText
+from diskprefix.store.ghosts import PROMPTS_AT_ONCE, forget_prompts
+from diskprefix.store.removal import Removal
+from diskprefix.store.schema import EntryRecord, RootRecord, node_root
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.statistics.savings import forget_lines
 from diskprefix.store.store import Store
 from diskprefix.store.tree import PrefixTree
 from diskprefix.tenant_ids import matches
-from diskprefix.tokens import HASH_BYTES, LEAST_TOKENS, PromptDigest, TokenIds, common_prefix_length, num_common
+from diskprefix.tokens import HASH_BYTES, PromptDigest
 
 _ROUNDS = 5
 """A block stays if a daemon continues it during a round. The next round removes both."""
@@ -59,35 +59,15 @@ class PurgeFilter(Struct, frozen=True, kw_only=True):
         return (self.model is None or model == self.model) and (self.salt is None or matches(tenant, self.salt))
 
 
-class GoneText(Struct, frozen=True, eq=False):
-    """A saved or seen prompt that a purge removes under a root, which has blocks of `block_size` tokens (0: unknown). A
-    saved prompt that stays shares its first `num_kept` tokens. `key` is the key of a seen prompt, empty for a saved
-    prompt."""
-
-    root: bytes
-    block_size: int
-    token_ids: TokenIds
-    num_kept: int
-    key: bytes = b""
-
-    def beginnings(self, secret: int, lengths: Iterable[int]) -> Iterator[tuple[bytes, int, bytes]]:
-        """Yields root, length and digest of the prefixes with these lengths. Leaves out prefixes of a seen prompt that
-        a saved prompt shares: notes of other turns of that conversation may have come from them."""
-        min_length = self.num_kept if self.key else 0
-        wanted = sorted(length for length in lengths if min_length < length <= len(self.token_ids))
-        for length, digest in PromptDigest.of_beginnings(secret, self.token_ids, wanted):
-            yield self.root, length, digest
-
-
 class PurgePlan(Struct, frozen=True, kw_only=True):
-    """The records that a purge removes. `nodes` are names, children first. `prompts`, `notes` and `models` are keys.
-    `roots` may have no records left afterwards; `tenants` are their tenants, None if they are not known. `stored_bytes`
-    is the size of the nodes in the file. `kept_blocks` is the number of blocks of the chosen entries that stay, because
-    other blocks or saved prompts need them. `texts` are the chosen entries and the seen prompts that are removed with
-    them; empty if the filter does not name entries.
+    """The records that a purge removes. `entries` are by the names of their nodes. `nodes` are names, children first.
+    `prompts`, `notes` and `models` are keys. `roots` may have no records left afterwards; `tenants` are their tenants,
+    None if they are not known. `stored_bytes` is the size of the nodes in the file. `kept_blocks` is the number of
+    blocks of the chosen entries that stay, because other blocks or prompts need them. `texts` are the removed entries
+    and the seen prompts that are removed with them; empty if the filter does not name entries.
     """
 
-    entries: frozenset[bytes]
+    entries: dict[bytes, EntryRecord]
     nodes: tuple[bytes, ...]
     prompts: tuple[bytes, ...]
     notes: tuple[bytes, ...]
@@ -195,47 +175,92 @@ def delete_entry(entry_id: str, remove: Callable[[PurgeFilter], Purged]) -> Purg
 
 
 class _Planner:
-    """One plan from one snapshot."""
+    """One plan from one snapshot. What is read of nodes grows with what is removed, unless whole roots are."""
 
     def __init__(self, snapshot: Snapshot, purge_filter: PurgeFilter, now: float) -> None:
         self._snapshot, self._filter, self._now = snapshot, purge_filter, now
-        self._tree = PrefixTree(snapshot)
-        self._nodes: dict[bytes, NodeRecord] = dict(self._tree.all_nodes())
-        table = snapshot.usages()
-        self._usage = dict(zip(table.names, table.records[["last_used", "stored_bytes"]].tolist(), strict=True))
         self._records = dict(snapshot.roots())
-        self._entries = frozenset(snapshot.keys("entries"))
 
     def plan(self) -> PurgePlan:
-        chosen = frozenset(filter(self._is_wanted, self._filter.entries & self._entries))
-        texts: list[GoneText] = []
         if self._filter.entries:
-            nodes = self._of_chosen(chosen)
-            texts += self._texts(chosen | self._entries.intersection(nodes))
-            pictures = list(self._encoded_of(texts))
-            prompts = [text.key for text in texts if text.key]
-            notes = list(self._notes_of([*texts, *(text for _, text in pictures)]))
-        else:
-            nodes = self._childless({*filter(self._is_wanted, self._nodes)})
-            pictures, prompts, notes = [], list(self._old_prompts()), list(self._old_notes())
-        entries = chosen | self._entries.intersection(nodes)
-        nodes += [name for path, _ in pictures for name in reversed(path)]
-        roots = {self._nodes[name].root for name in (*nodes, *entries)} | {
-            key[:HASH_BYTES] for key in (*prompts, *notes)
-        }
-        if not self._filter.entries and self._filter.older_than_s is None:
-            roots |= set(filter(self._is_wanted_root, self._records))
-        tenants = (self._records[root].tenant for root in roots & self._records.keys())
+            return self._of_chosen()
+        return self._of_roots() if self._filter.older_than_s is None else self._of_old()
+
+    def _of_chosen(self) -> PurgePlan:
+        """Returns the plan for some entries, with all that came from their prompts."""
+        named = {name: entry for name in self._filter.entries if (entry := self._snapshot.entry(name)) is not None}
+        chosen = {name: entry for name, entry in named.items() if self._is_wanted(name, entry.root)}
+        gone, removal = self._with_others(chosen, guesses=True)
+        texts = list(gone.texts(removal))
+        pictures = list(self._encoded_of(texts))
+        sizes = {name: self._size(name) for path, _ in pictures for name in reversed(path)}
+        return self._plan(
+            entries=gone.entries,
+            nodes=removal.nodes | sizes,
+            prompts=[text.key for text in texts if text.key],
+            notes=[*gone.notes(texts), *gone.notes([text for _, text in pictures])],
+            kept_blocks=len(set[bytes]().union(*map(removal.left, chosen))),
+            texts=texts,
+            roots={text.root for _, text in pictures},
+        )
+
+    def _of_old(self) -> PurgePlan:
+        """Returns the plan for the entries that were not used for a time, with all that came from their prompts, and
+        for older prompts and notes."""
+        old = {name: entry for name, entry in self._snapshot.entries() if self._is_wanted(name, entry.root)}
+        gone, removal = self._with_others(old, guesses=False)
+        nodes = self._childless(lambda record: not record.has_prompts)
+        return self._plan(
+            entries=gone.entries,
+            nodes=removal.nodes | nodes,
+            prompts=list(self._old_prompts()),
+            notes=list(self._old_notes()),
+            roots=self._roots_of(nodes),
+        )
+
+    def _of_roots(self) -> PurgePlan:
+        """Returns the plan for all that is stored under some roots."""
+        nodes = self._childless(lambda _: True)
+        return self._plan(
+            entries={name: entry for name, entry in self._snapshot.entries() if self._is_wanted_root(entry.root)},
+            nodes=nodes,
+            prompts=list(self._old_prompts()),
+            notes=list(self._old_notes()),
+            roots={*self._roots_of(nodes), *filter(self._is_wanted_root, self._records)},
+        )
+
+    def _with_others(self, chosen: dict[bytes, EntryRecord], *, guesses: bool) -> tuple[Conversation, Removal]:
+        gone = Conversation(self._snapshot, self._records, chosen, guesses=guesses)
+        removal = Removal(self._snapshot, self._records, gone.entries)
+        for name in gone.entries:
+            removal.remove(name)
+        return gone, removal
+
+    def _plan(
+        self,
+        *,
+        entries: dict[bytes, EntryRecord],
+        nodes: dict[bytes, int],
+        prompts: Sequence[bytes],
+        notes: Sequence[bytes],
+        roots: Collection[bytes],
+        kept_blocks: int = 0,
+        texts: Sequence[GoneText] = (),
+    ) -> PurgePlan:
+        """Returns a plan. `nodes` have their sizes in the file. `roots` are the roots beyond those of the entries, the
+        prompts and the notes."""
+        whole = {*roots, *(entry.root for entry in entries.values()), *(key[:HASH_BYTES] for key in (*prompts, *notes))}
+        tenants = (self._records[root].tenant for root in whole & self._records.keys())
         return PurgePlan(
             entries=entries,
             nodes=tuple(nodes),
             prompts=tuple(sorted(prompts)),
             notes=tuple(notes),
-            roots=frozenset(roots),
-            tenants=frozenset(tenants) if roots <= self._records.keys() else None,
+            roots=frozenset(whole),
+            tenants=frozenset(tenants) if whole <= self._records.keys() else None,
             models=self._models(),
-            stored_bytes=sum(self._usage[name][1] for name in nodes if name in self._usage),
-            kept_blocks=len({node for name in chosen for node in self._tree.entry(name)}.difference(nodes)),
+            stored_bytes=sum(nodes.values()),
+            kept_blocks=kept_blocks,
             texts=tuple(texts),
         )
 
@@ -249,36 +274,31 @@ class _Planner:
         older_than_s = self._filter.older_than_s
         return older_than_s is None or last_used < self._now - older_than_s
 
-    def _is_wanted(self, name: bytes) -> bool:
+    def _is_wanted(self, name: bytes, root: bytes) -> bool:
         """Returns whether a node meets the conditions on its root and its age."""
-        is_wanted = name in self._nodes and self._is_wanted_root(self._nodes[name].root)
-        return is_wanted and self._is_old(self._usage[name][0] if name in self._usage else 0.0)
+        usage = self._snapshot.usage(name)
+        return self._is_wanted_root(root) and self._is_old(usage.last_used if usage else 0.0)
 
-    def _of_chosen(self, chosen: Collection[bytes]) -> list[bytes]:
-        """Returns the nodes of the chosen entries that nothing else needs, children first."""
-        others = self._entries.difference(chosen)
-        nodes = self._childless({node for name in chosen for node in self._tree.entry(name)} - others)
-        # A checkpoint whose block stays can still be restored. But its tokens may belong only to a deleted prompt.
-        blocks = set(nodes) - self._tree.checkpoints
-        needed: set[bytes] = set()
-        for name in others:
-            # A damaged prompt needs nothing.
-            with suppress(StoreCorrupt):
-                needed.update(self._tree.entry(name))
+    def _size(self, name: bytes) -> int:
+        usage = self._snapshot.usage(name)
+        return usage.stored_bytes if usage else 0
 
-        def is_gone(name: bytes) -> bool:
-            node = self._nodes[name]
-            return name in blocks or node.parent in blocks or (node.num_tokens > 0 and name not in needed)
+    def _childless(self, are_wanted: Callable[[RootRecord], bool]) -> dict[bytes, int]:
+        """Returns the sizes of the nodes that meet the conditions, under the roots that `are_wanted` or that have no
+        record, and that no other node continues, children first."""
+        tree, chosen = PrefixTree(self._snapshot), dict[bytes, int]()
+        wanted = {root for root, record in self._records.items() if are_wanted(record)}
+        for name in reversed(list(tree.depth_first())):
+            node = self._snapshot.node(name)
+            if node is None or not (node.root in wanted or node.root not in self._records):
+                continue
+            is_wanted = self._is_wanted(name, node.root)
+            if is_wanted and all(child in chosen for child in tree.children.get(name, ())):
+                chosen[name] = self._size(name)
+        return chosen
 
-        return list(filter(is_gone, nodes))
-
-    def _childless(self, wanted: Collection[bytes]) -> list[bytes]:
-        """Returns the wanted nodes that no other node continues, children first."""
-        chosen: dict[bytes, None] = {}
-        for name in reversed(list(self._tree.depth_first())):
-            if name in wanted and all(child in chosen for child in self._tree.children.get(name, ())):
-                chosen[name] = None
-        return list(chosen)
+    def _roots_of(self, nodes: Iterable[bytes]) -> set[bytes]:
+        return {node_root(self._snapshot.get_record("nodes", name)) for name in nodes}
 
     def _old_prompts(self) -> Iterator[bytes]:
         """Yields the keys of the seen prompts that meet the conditions."""
@@ -300,79 +320,23 @@ class _Planner:
             return ()
         return tuple(key for key, model in self._snapshot.models() if self._filter.model in (None, model.model))
 
-    def _texts(self, gone: Collection[bytes]) -> Iterator[GoneText]:
-        """Yields the texts of the entries in `gone`, and of the seen prompts that are removed with them."""
-        for root in {self._nodes[name].root for name in gone}:
-            size = self._records[root].block_size if root in self._records else 0
-            saved: dict[bytes, TokenIds] = {
-                name: np.concatenate([node.token_ids for node in self._tree.path(name).values()])
-                for name in self._entries & self._nodes.keys()
-                if self._nodes[name].root == root
-            }
-            kept = sorted(_ordered(text) for name, text in saved.items() if name not in gone)
-            deleted = [saved[name] for name in gone if name in saved]
-            for text in deleted:
-                yield GoneText(root, size, text, _shared(kept, text))
-            for seen in newest_first(self._snapshot, root):
-                num_kept = _shared(kept, seen.token_ids)
-                if any(_is_of(seen.token_ids, text, num_kept) for text in deleted):
-                    yield GoneText(root, size, seen.token_ids, num_kept, seen.key)
-
     def _encoded_of(self, texts: Sequence[GoneText]) -> Iterator[tuple[list[bytes], GoneText]]:
         """Yields the nodes (parents first) and the token ids of each encoded picture in the deleted texts. Another
         prompt that needs the picture encodes it again."""
         owners = {root: (record.model, record.tenant) for root, record in self._records.items()}
         for root, record in self._records.items():
             own = [text for text in texts if record.has_pictures and owners.get(text.root) == owners[root]]
-            deleted = [text.token_ids[text.num_kept :].tobytes() for text in own]
-            for first in self._tree.children.get(root, ()) if deleted else ():
+            deleted = [text.token_ids[text.num_kept :].tobytes() for text in own if (text.token_ids < 0).any()]
+            for first in self._snapshot.children(root, self._snapshot.names().secret) if deleted else ():
                 path = [first]
                 # Bound: each node has one parent, so none comes twice.
-                while following := self._nodes.keys() & self._tree.children.get(path[-1], ()):
+                while following := self._snapshot.children(path[-1], self._snapshot.names().secret):
                     path += following
-                ids = np.concatenate([self._nodes[name].token_ids for name in path])
+                nodes = [node for name in path if (node := self._snapshot.node(name)) is not None]
+                ids = np.concatenate([node.token_ids for node in nodes])
                 # A prompt may be kept up to the middle of a picture.
                 if any(ids[:4].tobytes() in text for text in deleted):
                     yield path, GoneText(root, record.block_size, ids, 0)
-
-    def _notes_of(self, texts: Sequence[GoneText]) -> Iterator[bytes]:
-        """Yields the keys of the notes that came from these texts or from prefixes of them, and of all encoded texts
-        under their roots, because any of these may be a part of a deleted text."""
-        secret = self._snapshot.names().secret
-        lengths: dict[bytes, set[int]] = {text.root: set() for text in texts}
-        notes = [
-            (note, note_prompt(self._snapshot.get_record("notes", note.key) or b""))
-            for note in self._snapshot.notes()
-            if note.root in lengths
-        ]
-        for note, prompt in notes:
-            lengths[note.root].add(prompt.num_tokens)
-        beginnings = {beginning for text in texts for beginning in text.beginnings(secret, lengths[text.root])}
-        for note, prompt in notes:
-            if note.kind == ENCODED_TEXT or (note.root, *prompt) in beginnings:
-                yield note.key
-
-
-def _is_of(prompt: TokenIds, text: TokenIds, num_kept: int) -> bool:
-    """Returns whether a seen prompt is removed with a deleted text. The prompt must be longer than the `num_kept`
-    tokens that it shares with saved prompts that stay. And one of the two must be a prefix of the other, or their
-    common prefix must be longer than any template and longer than `num_kept`."""
-    common = common_prefix_length(prompt, text)
-    is_related = common == min(len(prompt), len(text)) or common >= max(LEAST_TOKENS, num_kept + 1)
-    return num_kept < len(prompt) and is_related
-
-
-def _shared(ordered: Sequence[bytes], token_ids: TokenIds) -> int:
-    """Returns the length of the longest common prefix of `token_ids` and any of the texts. `ordered` are the sorted
-    results of `_ordered`."""
-    wanted = _ordered(token_ids)
-    place = bisect_left(ordered, wanted)
-    # The texts are sorted, so a neighbour of this place has the longest common prefix.
-    return max((num_common(wanted, text) for text in ordered[max(0, place - 1) : place + 1]), default=0)
-
-
-def _ordered(token_ids: TokenIds) -> bytes:
-    return token_ids.astype(">i4").tobytes()
 
 
 @_repair_hint()
@@ -385,16 +349,17 @@ def _carry_out(store: Store, plan: PurgePlan, purged: Purged, advance: Callable[
     for some in batches(plan.notes, RECORDS_AT_ONCE):
         with store.changes() as changes:
             purged.notes += sum(changes.delete_record("notes", key) for key in some)
-    for some in batches(sorted(plan.entries.difference(plan.nodes)), RECORDS_AT_ONCE):
+    deleted = {entry.id for entry in plan.entries.values()}
+    for some in batches(list(plan.entries.keys() - set(plan.nodes)), RECORDS_AT_ONCE):
         with store.changes() as changes:
-            purged.entries += sum(changes.delete_record("entries", name) for name in some)
-    doomed = set(plan.entries)
+            for name in some:
+                entry = changes.entry(name)
+                if entry is not None and entry.id in deleted:
+                    purged.entries += changes.delete_record("entries", name)
     for some in batches(plan.nodes, NODES_AT_ONCE):
         before = purged.stored_bytes
         with store.changes() as changes:
-            _delete_nodes(changes, some, doomed, purged)
-            # What is left of a prompt stays listed in case this process is killed.
-            doomed |= changes.moved_entries
+            _delete_nodes(changes, some, plan.entries.keys(), deleted, purged)
         advance(purged.stored_bytes - before)
     with store.changes() as changes:
         purged.roots += changes.delete_bare_roots(set(plan.roots))
@@ -403,19 +368,22 @@ def _carry_out(store: Store, plan: PurgePlan, purged: Purged, advance: Callable[
     forget_lines(store, plan.roots)
 
 
-def _delete_nodes(changes: Changes, names: Sequence[bytes], doomed: Collection[bytes], purged: Purged) -> None:
-    """Deletes nodes, children first. Keeps nodes that were continued or saved as an entry since the plan was made, and
-    nodes that have become ghosts."""
+def _delete_nodes(
+    changes: Changes,
+    names: Sequence[bytes],
+    ends: Collection[bytes],
+    deleted: Collection[tuple[float, PromptDigest, str]],
+    purged: Purged,
+) -> None:
+    """Deletes nodes, children first. Keeps nodes that were continued or saved since the plan was made, and nodes that
+    have become ghosts. Entries with the ids `deleted` end at the nodes `ends`. What is left of their prompts stays
+    listed until it is deleted too, in case this process is killed."""
     for name in names:
-        usage, has_entry, has_moved = (
-            changes.usage(name),
-            changes.has_record("entries", name),
-            name in changes.moved_entries,
-        )
-        is_new = has_entry and name not in doomed and not has_moved
+        usage, entry = changes.usage(name), changes.entry(name)
+        is_new = entry is not None and entry.id not in deleted
         if (usage is not None and usage.children) or is_new or changes.is_ghost(name):
             continue
         if changes.delete_node(name, changes.parent(name)):
             purged.blocks += 1
-            purged.entries += has_entry and not has_moved
+            purged.entries += entry is not None and name in ends
             purged.stored_bytes += usage.stored_bytes if usage is not None else 0

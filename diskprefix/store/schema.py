@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple, TypeAlias, TypeVar, get_args
 import msgspec
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.tokens import (
@@ -227,6 +228,16 @@ class EntryRecord(msgspec.Struct, frozen=True, kw_only=True):
     def replaces(self, other: EntryRecord) -> bool:
         """Returns whether this entry takes the place of another one at the same node."""
         return _RANKS[self.kind] > _RANKS[other.kind]
+
+    def shortened(self, num_tokens: int) -> EntryRecord:
+        """Returns the entry of what is left of the state, the first `num_tokens` tokens."""
+        kind: EntryKind = "partial" if self.kind in OWN_KINDS else self.kind
+        return replace(self, num_tokens=num_tokens, kind=kind)
+
+    @property
+    def id(self) -> tuple[float, PromptDigest, str]:
+        """What stays of an entry when it becomes shorter."""
+        return self.created_at, self.came_from, self.preview
 
 
 class PromptRecord(msgspec.Struct, frozen=True, kw_only=True):

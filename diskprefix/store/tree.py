@@ -10,7 +10,7 @@ from functools import cached_property
 from msgspec import Struct
 
 from diskprefix.errors import StoreCorrupt
-from diskprefix.store.schema import EntryRecord, NodeKind, NodeRecord, node_kind, node_name
+from diskprefix.store.schema import EntryKind, EntryRecord, NodeKind, NodeRecord, node_kind, node_name
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.tokens import HASH_BYTES
 
@@ -110,8 +110,8 @@ class PrefixTree:
 
 
 class EntryInfo(Struct, frozen=True, kw_only=True):
-    """One saved prompt. Sizes are in bytes and include the checkpoints; `shared_bytes` is the size of the nodes that
-    other entries also use.
+    """One entry: a saved prompt, or other stored state by its `kind` (see `schema.EntryKind`). Sizes are in bytes and
+    include the checkpoints; `shared_bytes` is the size of the nodes that other entries also use.
 
     `checkpoints` are the positions of the checkpoints, and `checkpoint_bytes` their size. Times are seconds since the
     epoch. `hits` counts the requests that restored any prefix of the prompt. `ttl_s`: the time to live after the last
@@ -120,6 +120,7 @@ class EntryInfo(Struct, frozen=True, kw_only=True):
     """
 
     id: str
+    kind: EntryKind
     model: str
     num_tokens: int
     raw_bytes: int
@@ -164,6 +165,7 @@ def _info(
     checkpoints = [node for node in nodes.values() if node.kind == NodeKind.CHECKPOINT]
     return EntryInfo(
         id=name.hex(),
+        kind=entry.kind,
         model=root.model if root else "",
         num_tokens=entry.num_tokens,
         raw_bytes=sum(node.raw_bytes for node in nodes.values()),

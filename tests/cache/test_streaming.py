@@ -22,7 +22,7 @@ from diskprefix.kv.sequence import KVSequence
 from diskprefix.store.codec.codec import PIECE_BYTES
 from diskprefix.store.schema import NodeKind
 from diskprefix.store.store import Publication
-from diskprefix.tokens import TokenIds
+from diskprefix.tokens import PromptDigest, TokenIds
 from diskprefix.values import CacheOptions, Prompt, Scope
 from tests.cache.opening import AUTO, FULL, OFF, Opened, gated, is_sound
 from tests.runner import BLOCK, Runner, random_prompt, same, tiny_llama, tiny_settings
@@ -139,7 +139,7 @@ def test_blocks_are_stored_before_the_prompt_is_computed_and_its_entry_after(
         during_prefill(patch, look)
         runner.run(PROMPT, "full")
         runner.flush()
-    assert seen[:6] == [([True] * done + [False] * (6 - done), 0) for done in range(1, 7)]
+    assert seen[:6] == [([True] * done + [False] * (6 - done), 1) for done in range(1, 7)], "with a partial entry"
     assert (store.counts()["entries"], runner.cache.stats()["dropped"]) == (1, 0)
     assert is_sound(runner)
     assert not store.evictor.pinned()
@@ -295,8 +295,11 @@ def test_a_cancelled_request_that_comes_again_goes_on_from_where_it_was(
     assert runner.cancelled(prompt, options, steps).saved == "queued"
     runner.reopen()
     assert is_sound(runner)
-    stats = runner.cache.stats()
-    assert (stats["entries"], stats["prompts"]) == (0, 0), "it is no prompt that was answered"
+    assert runner.cache.stats()["prompts"] == 0
+    with runner.cache.store.snapshot() as snapshot:
+        found = [(entry.kind, entry.came_from) for _, entry in snapshot.entries()]
+    came_from = PromptDigest.of(runner.cache.store.secret, PROMPT)
+    assert found == [("partial", came_from)], "it is no prompt that was answered"
     again = runner.run_prompt(prompt, options, reply=3)
     assert (again.report.restored, again.num_forwards) == (steps * BLOCK, 7 - steps)
     assert same(again, cold)

@@ -25,7 +25,7 @@ from diskprefix.store.schema import EntryRecord, NodeKind, RootRecord, node_name
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.verify import verify_index, verify_payloads
-from diskprefix.tokens import TokenIds, TokenPath, block_hash
+from diskprefix.tokens import PromptDigest, TokenIds, TokenPath, block_hash
 
 ROOT = b"r" * 16
 BLOCK = 16
@@ -156,7 +156,14 @@ def publication(
         root_record=RootRecord(model="tiny", block_size=BLOCK, layout=layout, created_at=0.0),
         nodes=tuple(nodes),
         last_node=last_node,
-        entry=EntryRecord(root=root, num_tokens=len(token_ids), scope="full", preview="hello", created_at=1.0),
+        entry=EntryRecord(
+            root=root,
+            num_tokens=len(token_ids),
+            scope="full",
+            preview="hello",
+            created_at=1.0,
+            came_from=PromptDigest.of(store.secret, token_ids),
+        ),
         prompt=TokenPath(store.secret, root, token_ids, BLOCK),
     )
 

@@ -97,7 +97,7 @@ def walk_superseded(store: Store, _: Publication) -> None:
     last = publication(store, PROMPT, checkpoints=(6 * BLOCK + 2,), payload_bytes=2000).nodes[-2]
     assert last.kind == NodeKind.CHECKPOINT
     with store.changes() as changes:
-        changes.remove_superseded(last, store.secret, (), ttl_s=0, pinned=(), has_entry=True)
+        changes.remove_superseded(last, (), ttl_s=0, pinned=(), has_entry=True)
 
 
 def walk_path(store: Store, pub: Publication) -> None:

@@ -36,6 +36,7 @@ from tests.store.building import (
     is_whole,
     layout_of,
     open_store,
+    part_of,
     prompt,
     publication,
     recent_prompts,
@@ -90,7 +91,6 @@ prompts = st.tuples(
     st.integers(0, 2),
     st.frozensets(st.integers(1, 4), max_size=2),
     st.booleans(),
-    st.booleans(),
 )
 
 
@@ -100,20 +100,21 @@ prompts = st.tuples(
 def test_what_no_other_prompt_needs_goes_with_a_saved_one_and_nothing_else(
     layout: str, drawn: list[Any], chosen: set[int]
 ) -> None:
-    """Prompts that branch, extend and end with a tail or a checkpoint, some of which are not listed."""
+    """Prompts that branch, extend and end with a tail or a checkpoint."""
     with TemporaryDirectory() as folder, closing(open_store(Path(folder, "kv"))) as store:
         new: dict[bytes, NewNode] = {}
         entries: list[bytes] = []
-        for blocks, num_rest, points, is_saved, has_tail in drawn:
+        for blocks, num_rest, points, has_tail in drawn:
             token_ids = np.repeat(np.array(blocks, np.int32), BLOCK)
             token_ids = np.concatenate([token_ids, np.ones(num_rest, np.int32)])
             at = [BLOCK * point - point % 3 for point in points] if layout == "with states" else []
             pub = publication(store, token_ids, layout=LAYOUTS[layout], checkpoints=at)
             nodes = pub.nodes if has_tail else pub.nodes[:-1]
-            entry = replace_struct(pub.entry, num_tokens=nodes[-1].end) if is_saved and pub.entry else None
+            assert pub.entry is not None
+            entry = replace_struct(pub.entry, num_tokens=nodes[-1].end)
             store.publish(replace(pub, nodes=nodes, last_node=nodes[-1].name, entry=entry))
             new |= {node.name: node for node in nodes}
-            entries += [nodes[-1].name] if is_saved and nodes[-1].name not in entries else []
+            entries += [nodes[-1].name] if nodes[-1].name not in entries else []
 
         def path(name: bytes) -> set[bytes]:
             return {name} | (path(new[name].parent) if new[name].position else set())
@@ -160,8 +161,8 @@ def test_by_salt_a_tenant_is_forgotten_whole_and_alone(store: Store) -> None:
     shared, bob = saved(store, tokens), saved(store, tokens, tenant=BOB)
     alices = [saved(store, tokens, tenant=ALICE), saved(store, tokens, tenant=ALICE, model="other")]
     user = saved(store, tokens, tenant=ALICE.with_salt("browser"))
-    # Blocks without a saved prompt, and a root with nothing but a recent prompt.
-    store.publish(replace(publication(store, prompt(7, 2 * BLOCK), root=alices[0].root), entry=None))
+    # A part of a prompt, and a root with nothing but a recent prompt.
+    store.publish(part_of(publication(store, prompt(7, 2 * BLOCK), root=alices[0].root)))
     bare = saved(store, prompt(8, BLOCK), tenant=ALICE, model="third")
     for node in reversed(bare.nodes):
         store.quarantine(node.name, node.parent)
@@ -169,7 +170,7 @@ def test_by_salt_a_tenant_is_forgotten_whole_and_alone(store: Store) -> None:
         # As after a kill in the middle of a purge.
         changes.put_root(root_hash("nothing is left"), bare.root_record)
     purged = purge_now(store, PurgeFilter(salt="alice"))
-    assert (purged.entries, purged.roots, purged.left_blocks) == (3, 5, 0)
+    assert (purged.entries, purged.roots, purged.left_blocks) == (4, 5, 0)
     with store.snapshot() as snapshot:
         assert {root for root, _ in snapshot.roots()} == {shared.root, bob.root}
         assert {key[:16] for key in snapshot.keys("seen")} == {shared.root, bob.root}
@@ -333,11 +334,12 @@ def test_replies_go_with_the_conversation_that_they_are_a_part_of_and_those_of_o
         for id_, token_ids in (("first", first), ("last", last), ("other", of_other), ("longer", prompt(1, 5 * BLOCK))):
             notes.put(kind, id_, b"content", token_ids)
     notes.notes.write()
-    assert purge_now(store, PurgeFilter(entries=frozenset({last_node(pub)}))).notes == 6
+    assert purge_now(store, PurgeFilter(entries=frozenset({last_node(pub)}))).notes == 9
     assert is_whole(store, other)
     for kind in (NoteKind.RESPONSE, NoteKind.TURN, NoteKind.LOGITS):
         assert notes.get(kind, "first") is notes.get(kind, "last") is None
-        assert notes.get(kind, "other") == notes.get(kind, "longer") == b"content"
+        assert notes.get(kind, "longer") is None, "nothing tells that it is not from a later turn"
+        assert notes.get(kind, "other") == b"content"
 
 
 TURNS = prompt(1, 4 * BLOCK)

@@ -14,7 +14,7 @@ from diskprefix.errors import StoreCorrupt
 from diskprefix.store.changes import NewNode
 from diskprefix.store.codec.codec import Piece
 from diskprefix.store.codec.planes import Bytes
-from diskprefix.store.purge import GoneText
+from diskprefix.store.following import GoneText
 from diskprefix.store.schema import RootRecord
 from diskprefix.tokens import TokenIds
 

@@ -27,7 +27,7 @@ from diskprefix.extras.remote.upload import num_first_blocks, write_prompt
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.settings import Settings
 from diskprefix.store.changes import NewNode
-from diskprefix.store.purge import GoneText
+from diskprefix.store.following import GoneText
 from diskprefix.store.schema import NodeKind
 from diskprefix.workers import standing_thread
 

@@ -14,7 +14,7 @@ from diskprefix.extras.remote.objects import ObjectStore
 from diskprefix.extras.remote.signing import ObjectRefused, verified
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.settings import expanded
-from diskprefix.store.purge import GoneText
+from diskprefix.store.following import GoneText
 from diskprefix.store.schema import NodeKind, RootRecord, node_name
 from diskprefix.tokens import ID_BYTES
 

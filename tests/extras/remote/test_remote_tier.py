@@ -19,7 +19,7 @@ from diskprefix.extras.remote.objects import RemoteUnavailable
 from diskprefix.extras.remote.signing import signed, verified
 from diskprefix.extras.remote.upkeep import NamespaceObjects
 from diskprefix.store.changes import NewNode
-from diskprefix.store.purge import GoneText
+from diskprefix.store.following import GoneText
 from diskprefix.store.schema import NodeKind, RootRecord
 from diskprefix.store.store import Publication
 from diskprefix.tokens import ID_BYTES

@@ -141,6 +141,7 @@ def _lines(info: EntryInfo, details: Mapping[str, Any]) -> Iterator[tuple[str, s
     points = ", ".join(f"{position:,}" for position in info.checkpoints)
     ratio = f", {info.raw_bytes / info.stored_bytes:.2f}× smaller" if info.stored_bytes < info.raw_bytes else ""
     yield "id", info.id
+    yield "kind", info.kind
     yield "model", info.model
     yield "tokens", f"{info.num_tokens:,}"
     yield "stored", f"{format_size(info.stored_bytes)} (raw {format_size(info.raw_bytes)}{ratio})"

@@ -60,6 +60,8 @@ def inspect(
     hits         requests that restored its beginning or all of it
     last column  the beginning and the end of the prompt's text
     Some columns are shown only if an entry has a value there:
+    kind         saved, or what else it is: imported (from a pack), opening or ahead
+                 (computed before it was sent), partial (not all of a prompt)
     tenant       the id of the tenant, for `purge --salt`; (yours): your programs
     checkpoints  the number of positions at which the prompt can be restored, for
                  models whose state exists at one position only
@@ -138,6 +140,7 @@ def _print_entries(entries: list[EntryInfo], width: int) -> None:
     rows = [
         {
             "id": short_id(info.id),
+            "kind": info.kind,
             "model": plain(info.model),
             "scope": info.scope,
             "tenant": named(info.tenant),
@@ -153,5 +156,6 @@ def _print_entries(entries: list[EntryInfo], width: int) -> None:
     ]
     # Most stores have no values in these columns.
     optional = {name: any(getattr(info, name) for info in entries) for name in ("tenant", "checkpoints")}
+    optional["kind"] = any(info.kind != "saved" for info in entries)
     titles = [title for title in rows[0] if optional.get(title, True)]
     print_table(titles, [[row[title] for title in titles] for row in rows], right=_NUMBERS, wrapped=())

@@ -116,7 +116,7 @@ function selectTrunk(node, entries, shown) {
 }
 
 function entryOf(id, entry) {
-  const text = make("p", {}, make("code", {}, id.slice(0, 12)), ` ${entry?.preview ?? "texts are not shown here"}`);
+  const text = make("p", {}, make("code", {}, id.slice(0, 12)), ` ${entry && entry.kind !== "saved" ? `(${entry.kind}) ` : ""}${entry?.preview ?? "texts are not shown here"}`);
   if (!state.now?.may_delete) return text;
   const remove = make("button", { type: "button", class: "danger", onclick: () => deleteEntry(id, entry, remove) }, "Delete this prompt");
   return make("div", {}, text, remove);
