@@ -298,14 +298,14 @@ class Changes(Snapshot):
     def cover(self, nodes: Sequence[NewNode], entry: EntryRecord, continued: bytes | None = None) -> None:
         """Stores an entry at each of the stored `nodes` that belongs to none: at the last one, and at checkpoints of
         other prompts. An entry that passes, at the node `continued`, ends if it is not needed any more."""
+        before = self._sound_entry(continued) if continued else None
+        if continued and before is not None and before.kind in PASSING_KINDS:
+            self.delete_record("entries", continued)
         for node in reversed(nodes):
             if self.has_record("usage", node.name) and not self.is_covered(node.name):
                 self.put_entry(node.name, replace(entry, num_tokens=node.end))
-        before = None if continued is None else self._sound_entry(continued)
-        if continued is not None and before is not None and before.kind in PASSING_KINDS:
-            self.delete_record("entries", continued)
-            if not self.is_covered(continued):
-                self.put_entry(continued, before)
+        if continued and before is not None and not self.is_covered(continued):
+            self.put_entry(continued, before)
 
     def _sound_entry(self, name: bytes) -> EntryRecord | None:
         with suppress(StoreCorrupt):
