@@ -235,8 +235,8 @@ class CachedRequest:
         return is_allowed and self._allows_saving(sequence.num_tokens)
 
     def after_step(self, sequence: KVSequence) -> None:
-        """Queues the selected blocks that the prefill has completed. Takes a checkpoint if one is selected here: the
-        next step overwrites the states."""
+        """Queues the selected blocks that the prefill has completed. Takes a checkpoint if one is selected here or if a
+        kill would lose too much: the next step overwrites the states."""
         if not self._saves:
             return
         self.cache.writer.pause_writing()
@@ -244,6 +244,8 @@ class CachedRequest:
         with self._context.guarded("not all of the prompt is saved"):
             if num_tokens in self.selection.checkpoints:
                 saver.states_at.add(num_tokens)
+            elif saver.needs_interim(num_tokens) and self._may_save_unselected(sequence):
+                saver.queue_interim(sequence)
             missing = saver.planner.missing(min(num_tokens, self.selection.aligned), saver.states_at)
             saver.queue(sequence, Plan(missing))
             self._save_sliding_blocks(sequence)

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from diskprefix.kv.sequence import KVSequence
 
 _BATCH_BYTES = 16 << 20
+_INTERIM_S, _INTERIM_TOKENS = 4.0, 1024
+"""Where state cannot be cut, these seconds and tokens of computing a prompt are followed by a checkpoint on the disk. A
+kill loses what was computed since the last one and while this one is written."""
 
 
 class Plan(Struct, frozen=True):
@@ -63,10 +66,12 @@ class Planner:
     prompt_tokens: int
     min_tokens: int = 0
     submitted: set[bytes] = field(default_factory=set)
+    interim: Node | None = None
+    """The last interim checkpoint."""
 
     def __post_init__(self) -> None:
-        self._restorable = self.restored.stored_tokens
-        """The last position at which a later request could continue."""
+        self.restorable = self.restored.stored_tokens
+        """The last position, but for interim checkpoints, at which a later request could continue."""
 
     def leaves_end(self, selection: Selection) -> bool:
         """Returns whether the partial block at the end of the prompt is written with the reply, which fills it."""
@@ -128,8 +133,9 @@ class Planner:
                 yield node.num_tokens
             else:
                 # A preempted reply may have copied its states before the end that was saved.
-                yield max(0, node.end - self._restorable)
-                self._restorable = max(self._restorable, node.end)
+                yield max(0, node.end - self.restorable)
+                if node != self.interim:
+                    self.restorable = max(self.restorable, node.end)
 
     def _holder(self, last: Node) -> bytes | None:
         """Returns the name of the stored node that holds a tail or a partial block: all of its tokens, and the logits
@@ -167,23 +173,48 @@ class Saver:
         )
         self.states_at: set[int] = set()
         """The positions whose states are with the writer, or on their way."""
+        self._interim: Node | None = None
+        """The interim checkpoint that the writer has, until later states replace it."""
         self._anchors: tuple[int, ...] | None = None
         """See `Publication`."""
         self._continued: bytes | None = None
         """The node where the prompt's last entry ends, or the entry of what was restored."""
-        self._began_at = 0.0
+        self._began_at = self._checkpoint_at = 0.0
+        """The times of `time.perf_counter` when saving began, and when the last states were queued."""
         self.token_s: float | None = None
         """Seconds that computing a token takes, by earlier prompts, and then by this one. None until that is known."""
 
     def begin_saving(self, restored: RestoreResult, selection: Selection | None = None) -> None:
         """Begins with the result of the restore and the policy's selection, None if the policy is not asked. Call this
         before the first step."""
-        self._began_at, self.token_s = time.perf_counter(), self._context.cache.cost_model.prefill_s_per_token
+        self._began_at = self._checkpoint_at = time.perf_counter()
+        self.token_s = self._context.cache.cost_model.prefill_s_per_token
         self.planner = dataclasses.replace(self.planner, restored=restored)
         self._continued = restored.last_node
         if selection is not None:
             self.selection = selection
             self._anchors = selection.anchors if self._context.cache.layout.states else None
+
+    def needs_interim(self, num_tokens: int) -> bool:
+        """Returns whether a kill would lose too much without an interim checkpoint here, in the selected part."""
+        cache, planner = self._context.cache, self.planner
+        if not cache.layout.states or num_tokens > self.selection.aligned:
+            return False
+        is_possible = planner.state in AT_ANY_TOKEN or num_tokens % planner.nodes.block_size == 0
+        num_new = num_tokens - max(planner.restorable, 0 if self._interim is None else self._interim.end)
+        is_due = num_new >= _INTERIM_TOKENS and time.perf_counter() - self._checkpoint_at >= _INTERIM_S
+        return is_possible and is_due
+
+    def queue_interim(self, sequence: KVSequence) -> bool:
+        """Queues an interim checkpoint at the end of a sequence, and the blocks before it, to be written at once. The
+        next states that are queued replace it, so it is no checkpoint that the policy counts. Queues the blocks alone
+        if there is no memory for a copy of the states. See `queue`."""
+        cache, planner, num_tokens = self._context.cache, self.planner, sequence.num_tokens
+        planner.interim = planner.nodes.checkpoint(num_tokens)
+        self.queue(sequence, Plan((*planner.missing(num_tokens, self.states_at), planner.interim)))
+        if self._interim == planner.interim:
+            cache.spend(self._context.options.tenant, cache.layout.state_bytes)
+        self._writer.resume_writing()
 
     def queue(self, sequence: KVSequence, plan: Plan, *, logits: Logits | None = None, min_ttl_s: float = 0.0) -> None:
         """Captures the nodes of a plan and queues them in batches, the last one with the plan's other records. A tail
@@ -195,23 +226,30 @@ class Saver:
         if token_s is None:
             num_computed = sequence.num_tokens - planner.restored.num_tokens
             token_s = (time.perf_counter() - self._began_at) / num_computed if num_computed else 0.0
-        batch, holds, num_bytes = list[NewNode](), list[Hold](), 0
+        batch, holds, num_bytes, replaced = list[NewNode](), list[Hold](), 0, None
         try:
             for node, saved_tokens in zip(nodes, planner.saved_tokens(nodes), strict=True):
                 planner.submitted.add(node.name)
                 if self.save.has_failed:
                     continue
                 if num_bytes >= _BATCH_BYTES:
-                    self._writer.queue_publication(self.save, self._publication(batch, Plan()), holds)
-                    batch, holds, num_bytes = [], [], 0
+                    self._writer.queue_publication(self.save, self._publication(batch, Plan(), replaced), holds)
+                    batch, holds, num_bytes, replaced = [], [], 0, None
                 pieces = planner.nodes.pieces(node)
                 payload = sequence.capture(node.position, pieces, logits if node.kind == NodeKind.TAIL else None)
+                if payload is None and node == planner.interim:
+                    # It is tried again after the next step.
+                    planner.submitted.discard(node.name)
+                    continue
                 if payload is None:
                     self._writer.note_loss(self.save, "there is no KV memory for a copy of its states")
                     self.states_at.discard(node.end)
                     plan = replace(plan, last_node=None) if plan.last_node == node.name else plan
                     continue
                 holds.append(payload)
+                if node.kind != NodeKind.BLOCK:
+                    self._checkpoint_at = time.perf_counter()
+                    replaced, self._interim = self._interim, node if node == planner.interim else None
                 ttl_s = self._ttl_of(node, min_ttl_s)
                 cost_s, replaces = token_s * saved_tokens, planner.state == "token"
                 new = planner.nodes.new_node(node, payload, prefill_s=cost_s, ttl_s=ttl_s, replaces=replaces)
@@ -219,7 +257,7 @@ class Saver:
                 batch.append(replace(new, is_unverified=True) if is_unverified else new)
                 num_bytes += batch[-1].payload_bytes
             if batch or plan.last_node is not None or plan.prompt is not None:
-                self._writer.queue_publication(self.save, self._publication(batch, plan), holds)
+                self._writer.queue_publication(self.save, self._publication(batch, plan, replaced), holds)
         except BaseException:
             for hold in holds:
                 hold.release()
@@ -231,7 +269,7 @@ class Saver:
         selected = selection.checkpoints if node.kind == NodeKind.CHECKPOINT else range(selection.aligned + 1)
         return max(ttl_s or 0.0, min_ttl_s) if min_ttl_s and node.end not in selected else ttl_s
 
-    def _publication(self, nodes: Sequence[NewNode], plan: Plan) -> Publication:
+    def _publication(self, nodes: Sequence[NewNode], plan: Plan, replaced: Node | None) -> Publication:
         last_node = None if self.save.has_failed else plan.last_node
         context, root, continued = self._context, self._context.namespace.root, self._continued
         prompt, options = context.prompt, context.options
@@ -242,6 +280,7 @@ class Saver:
             root=root,
             root_record=context.namespace.record,
             nodes=tuple(nodes),
+            replaced=None if replaced is None else (replaced.name, replaced.parent),
             last_node=last_node,
             entry=context.entry(self.selection.reason, plan.num_tokens if is_end else 0) if nodes or is_end else None,
             continued=continued,
@@ -249,6 +288,6 @@ class Saver:
             prompt_group=options.group,
             prompt_ttl_s=context.ttl_at(len(prompt.token_ids)),
             ttl_s=context.ttl_at(plan.num_tokens),
-            anchors=self._anchors,
+            anchors=None if self._interim is not None else self._anchors,
             daemon_ttl_s=context.cache.settings.kv_cache_ttl,
         )

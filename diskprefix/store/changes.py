@@ -21,6 +21,7 @@ from diskprefix.store.eviction import after_use, limits_s, longer_ttl, recorded_
 from diskprefix.store.note_record import used_note
 from diskprefix.store.pieces import Payload
 from diskprefix.store.schema import (
+    OWN_KINDS,
     PASSING_KINDS,
     PURGES,
     EntryRecord,
@@ -285,6 +286,14 @@ class Changes(Snapshot):
                     self.delete_node(name, parent)
                 elif has_entry and kind == NodeKind.CHECKPOINT:
                     self.delete_record("entries", name)
+
+    def remove_interim(self, name: bytes, parent: bytes) -> None:
+        """Removes an interim checkpoint, which continues `parent`, unless a saved prompt ends there."""
+        entry = self._sound_entry(name)
+        if entry is None or entry.kind not in OWN_KINDS:
+            # The prompt goes on, and its next entry with it.
+            self.delete_record("entries", name)
+            self.delete_node(name, parent)
 
     def put_entry(self, name: bytes, entry: EntryRecord) -> None:
         """Stores an entry at its last node, unless one is there that it does not replace. Raises `PrefixGone` if the

@@ -53,6 +53,8 @@ class Publication(Struct, frozen=True, eq=False):
     root: bytes
     root_record: RootRecord
     nodes: tuple[NewNode, ...]
+    replaced: tuple[bytes, bytes] | None = None
+    """An interim checkpoint that the nodes replace: its name, and the name of its parent."""
     last_node: bytes | None = None
     """The last node of the request's path, new or already stored."""
     entry: EntryRecord | None = None
@@ -362,6 +364,8 @@ class Store(StoreFile):
                 recorded = self._put_written(changes)
                 changes.put_root(publication.root, publication.root_record)
                 last_node, entry = publication.last_node, publication.entry
+                if publication.replaced is not None and publication.replaced[0] not in self.evictor.pinned():
+                    changes.remove_interim(*publication.replaced)
                 for node in publication.nodes:
                     holder = changes.put_node(publication.root, node, self.codec)
                     if holder == node.name and node.replaces:

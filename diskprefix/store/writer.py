@@ -42,9 +42,11 @@ _LAST_WRITE_S = 10.0
 _JOIN_S = 0.5
 _RETRY_S = 1.0
 """The time between two attempts to write a publication while the store fails."""
+_TRIES_S = 10.0
+"""While the store fails, a publication is tried again until it is this old."""
 _PAUSE_S = 2.0
 """The pause for one step of a prompt, longer than most steps. A cancelled prompt no longer renews it."""
-_MAX_HELD_S = 10.0
+_MAX_HELD_S = 2.0
 """Pauses delay a publication by at most this time. A kill loses the delayed publications."""
 _MAX_SAVES = 1000
 """Limit for the waiting saves. Each may hold the logits at its prompt's end, which are outside KV memory."""
@@ -100,11 +102,11 @@ class Writer:
         """The number of publications whose holds are not released."""
         self._touches: dict[bytes, Use] = {}
         self._damaged: dict[bytes, bytes] = {}
-        self._held_until = 0.0
-        """The time of `time.monotonic` until which writing is paused."""
+        self._held_until = self._retry_at = 0.0
+        """The times of `time.monotonic` until which writing is paused for a prompt, and because the store fails."""
         self._waits_for_reader = False
         """A reader keeps the store from being written. No publication is lost because of that, even after
-        `_MAX_HELD_S`."""
+        `_TRIES_S`."""
         self._num_waiting = 0
         """The number of callers that wait until something is written."""
         self._closing = self._has_ended = False
@@ -249,9 +251,11 @@ class Writer:
 
     def pause_writing(self) -> None:
         """Pauses writing for two seconds or until `resume_writing`, because the model needs the processors for a
-        prompt. Pauses end after ten seconds in all, when waiting payloads exceed half of the buffer, and while a caller
-        waits until something is written."""
-        self._pause_for(_PAUSE_S)
+        prompt. A publication that has waited for two seconds is written all the same, so that a kill loses no more of
+        a long prompt. Pauses end when waiting payloads exceed half of the buffer, and while a caller waits until
+        something is written."""
+        with self._changed:
+            self._held_until = time.monotonic() + _PAUSE_S
 
     def resume_writing(self) -> None:
         with self._changed:
@@ -320,21 +324,21 @@ class Writer:
     # The queue, under its lock.
 
     def _next(self) -> Save | None:
-        """Returns the save whose first publication is to be written now, None if there is none."""
-        oldest = next((save for save in self._saves if save.waiting), None)
-        return None if oldest is None or self._is_held(oldest.waiting[0]) else oldest
+        """Returns the oldest save whose first publication is to be written now, None if there is none."""
+        return next((save for save in self._saves if save.waiting and not self._is_held(save.waiting[0])), None)
 
     def _is_held(self, first: Publication) -> bool:
         if self._closing or self._num_waiting or self.pending_bytes > self._buffer_bytes // 2:
             return False
-        latest = math.inf if self._waits_for_reader else first.queued_at + _MAX_HELD_S
-        return time.monotonic() < min(self._held_until, latest)
+        tries_until = math.inf if self._waits_for_reader else first.queued_at + _TRIES_S
+        held_until = min(self._held_until, first.queued_at + _MAX_HELD_S)
+        return time.monotonic() < max(held_until, min(self._retry_at, tries_until))
 
-    def _pause_for(self, seconds: float) -> bool:
-        """Pauses writing. Returns whether a publication waits because of the pause."""
+    def _try_later(self, first: Publication) -> bool:
+        """Pauses writing because the store fails. Returns False if a publication is not tried again."""
         with self._changed:
-            self._held_until = time.monotonic() + seconds
-            return self._next() is None and self.num_pending > 0
+            self._retry_at = time.monotonic() + _RETRY_S
+            return self._is_held(first)
 
     @contextmanager
     def _waited_for(self) -> Iterator[None]:
@@ -524,7 +528,7 @@ class Writer:
         self._waits_for_reader = isinstance(failure, (ReaderStays, StoreReplaced))
         if isinstance(failure, (PrefixGone, LargerThanStore)):
             self.fail(save, str(failure), 0)
-        elif isinstance(failure, CacheError) and self._pause_for(_RETRY_S):
+        elif isinstance(failure, CacheError) and self._try_later(publication):
             return False
         elif failure is not None:
             self.fail(save, "", 0)

@@ -187,7 +187,7 @@ def test_a_file_that_is_rewritten_beside_a_long_restore_gives_right_bytes_and_lo
     writer: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Environment.close, "__defaults__", (0.1,))
-    monkeypatch.setattr(writer_module, "_MAX_HELD_S", 0.1)
+    monkeypatch.setattr(writer_module, "_TRIES_S", 0.1)
     monkeypatch.setattr(writer_module, "_RETRY_S", 0.01)
     monkeypatch.setattr(writer_module, "_TOUCH_INTERVAL_S", 0.01)
     store = writer._store

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -543,11 +544,11 @@ def test_paused_writer_does_everything_except_publish(store: Store, writer: Writ
 
 
 @pytest.mark.cases(3)
-@pytest.mark.parametrize("reason", ["flush", "close", "half of the buffer", "ten seconds"])
+@pytest.mark.parametrize("reason", ["flush", "close", "half of the buffer", "time"])
 def test_pauses_end_within_their_limits(store: Store, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
     pub = publication(store, prompt(1, BLOCK))
     monkeypatch.setattr(writer_module, "_PAUSE_S", 600.0)
-    monkeypatch.setattr(writer_module, "_MAX_HELD_S", 0.1 if reason == "ten seconds" else 600.0)
+    monkeypatch.setattr(writer_module, "_MAX_HELD_S", 0.1 if reason == "time" else 600.0)
     writer = Writer(store, buffer_bytes=pub.payload_bytes if reason == "half of the buffer" else 1 << 30)
     writer.pause_writing()
     submit(writer, pub)
@@ -557,6 +558,24 @@ def test_pauses_end_within_their_limits(store: Store, monkeypatch: pytest.Monkey
         wait_for(lambda: not writer.pending)
     assert writer.close(30)
     assert is_whole(store, pub)
+
+
+def test_a_pause_holds_a_publication_for_its_own_time_beside_an_older_prompt_that_goes_on(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "_PAUSE_S", 600.0)
+    monkeypatch.setattr(writer_module, "_MAX_HELD_S", 600.0)
+    writer, older = Writer(store, buffer_bytes=1 << 30), Save(store.epochs.of(""))
+    newest_of_older, waits_for_long = publication(store, prompt(1, BLOCK)), publication(store, prompt(2, BLOCK))
+    writer.pause_writing()
+    writer.queue_publication(older, newest_of_older)
+    with monkeypatch.context() as patch:
+        patch.setattr(writer_module, "_queued", lambda pub, holds: replace(pub, holds=holds, queued_at=-math.inf))
+        submit(writer, waits_for_long)
+    wait_for(lambda: is_whole(store, waits_for_long))
+    assert older.waiting
+    writer.finish(older)
+    assert writer.close(30)
 
 
 def test_served_models_are_recorded_once_and_again_in_a_new_file(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -618,7 +637,7 @@ def test_publications_wait_for_a_reader_without_limit_and_are_saved(
 ) -> None:
     """The first attempt waits for the reader; later attempts end at once."""
     monkeypatch.setattr(environment, "_READER_PATIENCE_S", 0.3)
-    monkeypatch.setattr(writer_module, "_MAX_HELD_S", 0.1)
+    monkeypatch.setattr(writer_module, "_TRIES_S", 0.1)
     monkeypatch.setattr(writer_module, "_RETRY_S", 0.01)
     monkeypatch.setattr(writer_module, "_TOUCH_INTERVAL_S", 0.01)
     clock = Clock()
@@ -660,7 +679,7 @@ def test_prompt_larger_than_the_store_is_refused_once_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, num_blocks: int
 ) -> None:
     """In one publication, or together with the nodes that it continues."""
-    monkeypatch.setattr(writer_module, "_MAX_HELD_S", 600.0)
+    monkeypatch.setattr(writer_module, "_TRIES_S", 600.0)
     monkeypatch.setattr(writer_module, "_RETRY_S", 600.0)
     store = open_store(tmp_path, budget_bytes=16 << 20)
     writer = Writer(store, buffer_bytes=1 << 30)
@@ -706,7 +725,7 @@ def test_flush_waits_until_damaged_records_are_removed(store: Store, monkeypatch
 
 @pytest.mark.parametrize("why", ["time", "room", "pages that others need"])
 def test_retries_end_within_their_limits(store: Store, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
-    monkeypatch.setattr(writer_module, "_MAX_HELD_S", 0.05 if why == "time" else 600.0)
+    monkeypatch.setattr(writer_module, "_TRIES_S", 0.05 if why == "time" else 600.0)
     gate = Gate(store, monkeypatch)
     gate.failure = StoreUnavailable("gone for good")
     gate.open.set()
