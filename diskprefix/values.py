@@ -67,7 +67,17 @@ Reason: TypeAlias = Literal[
 StateSource: TypeAlias = Literal["none", "memory", "disk", "remote"]
 Refused: TypeAlias = Literal["no_logits", "no_checkpoint", "damaged", "faster_to_compute", "upgraded"]
 MissReason: TypeAlias = Literal[
-    Refused, "new", "not_stored", "other_key", "diverged", "too_short", "off", "image", "unsupported", "error"
+    Refused,
+    "new",
+    "not_stored",
+    "partial",
+    "other_key",
+    "diverged",
+    "too_short",
+    "off",
+    "image",
+    "unsupported",
+    "error",
 ]
 MISS_REASONS: tuple[str, ...] = get_args(MissReason)
 CacheOutcome: TypeAlias = Literal["hit", "miss", "short"]

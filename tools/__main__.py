@@ -50,6 +50,9 @@ SECTIONS: dict[str, dict[str, Tool]] = {
         "powerloss": Tool("faults.powerloss", "Every state of the disk after a power failure.", NO_THREADS),
         "interleavings": Tool("faults.interleavings", "The whole daemon, its threads in every order.", NO_THREADS),
         "corruption": Tool("faults.corruption", "Damaged files, each opened and used twice.", NO_THREADS),
+        "kills": Tool(
+            "faults.kills", "kill -9 in the middle of long prompts: what the next process finds.", NO_THREADS
+        ),
         "templates": Tool("benchmarks.templates", "A thousand chat templates: four engines, and what we serve."),
         "tokenizers": Tool("benchmarks.token_ids", "Token ids by tokenizers, by llama.cpp and by us."),
         "witness": Tool("benchmarks.witness", "Published programs of others: cache-pressure, Open Responses' tests."),

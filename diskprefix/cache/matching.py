@@ -28,6 +28,7 @@ class RestoreResult(Struct, frozen=True, kw_only=True):
     0 if unknown. `logits`, shape [vocab], come with an exact repeat. `has_tail`: the prompt's
     tail, which holds logits too, is stored. Another key of the same user would restore `with_other_key` tokens. From
     position `unverified_from` on, the state came from a file, or from state that did; None if none of it did.
+    `is_part`: the stored nodes are all that was computed of a prompt which began so.
     """
 
     blocks: Sequence[Node] = ()
@@ -40,6 +41,7 @@ class RestoreResult(Struct, frozen=True, kw_only=True):
     has_tail: bool = False
     matched: int = 0
     with_other_key: int = 0
+    is_part: bool = False
     unverified_from: int | None = None
     refused: Refused | None = None
     source: StateSource = "none"

@@ -26,11 +26,14 @@ def why_missed(
     broken: Break | None,
     settings: Settings,
 ) -> MissReason:
-    """Returns the reason why no more was restored: `other_key` if another key of the same user would have hit;
+    """Returns the reason why no more was restored: `partial` if what is stored was computed for a prompt that was not
+    computed to its end; `other_key` if another key of the same user would have hit;
     `not_stored` if the next block was seen before; `image` if the prompt and an earlier one differ in a picture;
     `diverged` if they differ within the system message, or if there is a `broken` place. All prompts of a template
     share a few tokens: prompts that differ right after these have diverged if they are equal again later."""
     num_tokens = len(prompt.token_ids)
+    if restored.is_part and restored.num_tokens and restored.refused in (None, "no_checkpoint"):
+        return "partial"
     if restored.refused is not None:
         return restored.refused
     if num_tokens < settings.kv_cache_min_tokens:

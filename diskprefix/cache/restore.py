@@ -215,7 +215,7 @@ class Restore:
             matcher.match()
             self._pin(matcher.deepest)
             path, stop = self._select(matcher, self.have)
-            prefill_s = _prefill_s(matcher)
+            prefill_s, is_part = _prefill_s(matcher), _is_part(matcher)
             matched = time.perf_counter()
             if self._noted_logits is not None and stop == len(self._nodes.token_ids):
                 self._send_logits(self._noted_logits)
@@ -236,6 +236,7 @@ class Restore:
             last_node=self._last_node if loader.stop else None,
             matched=max(deepest.end if deepest else 0, num_tokens),
             refused=self._why_refused(matcher, num_tokens),
+            is_part=is_part,
             source=self._source(loader.path) if num_tokens else "none",
             prefill_s=prefill_s * num_tokens,
             unverified_from=unverified_from,
@@ -421,6 +422,14 @@ class Restore:
                 matcher.match()
                 most = max(most, matcher.restorable()[1])
         return 0 if is_miss(num_tokens, most) else most
+
+
+def _is_part(matcher: Matcher[View]) -> bool:
+    """Returns whether the deepest found node is the last one of a prompt that was not computed to its end."""
+    match, last = matcher.partial_match, matcher.deepest
+    if match is not None and match.end == match.node.end:
+        last = match.node
+    return last is not None and matcher.index_of[last.name].is_part(last)
 
 
 def _prefill_s(matcher: Matcher[View]) -> float:

@@ -69,7 +69,7 @@ class NewNode(Struct, frozen=True, eq=False):
     `prefill_s` is how long computing its tokens took, in seconds; 0 if unknown. `ttl_s` is its time to live after the
     last use, in seconds; with None the daemon's `--kv-cache-ttl` holds. `replaces`: any of its first tokens can be
     restored without the rest, so the node replaces nodes that hold only first tokens. `is_unverified` is that of
-    `NodeRecord`.
+    `NodeRecord`. `is_part`: its prompt was not computed to its end so far.
     """
 
     name: bytes
@@ -84,6 +84,7 @@ class NewNode(Struct, frozen=True, eq=False):
     replaces: bool = False
     num_checked: int = 0
     is_unverified: bool = False
+    is_part: bool = False
 
     @property
     def end(self) -> int:
@@ -304,17 +305,19 @@ class Changes(Snapshot):
         if known is None or entry.replaces(known):
             self._put_record("entries", name, encode_record(name, entry))
 
-    def cover(self, nodes: Sequence[NewNode], entry: EntryRecord, continued: bytes | None = None) -> None:
+    def cover(self, nodes: Sequence[NewNode], entry: EntryRecord, continued: Collection[bytes] = ()) -> None:
         """Stores an entry at each of the stored `nodes` that belongs to none: at the last one, and at checkpoints of
-        other prompts. An entry that passes, at the node `continued`, ends if it is not needed any more."""
-        before = self._sound_entry(continued) if continued else None
-        if continued and before is not None and before.kind in PASSING_KINDS:
-            self.delete_record("entries", continued)
+        other prompts. An entry that passes, at a node of `continued`, ends if it is not needed any more."""
+        passing = {name: before for name in continued if (before := self._sound_entry(name)) is not None}
+        passing = {name: before for name, before in passing.items() if before.kind in PASSING_KINDS}
+        for name in passing:
+            self.delete_record("entries", name)
         for node in reversed(nodes):
             if self.has_record("usage", node.name) and not self.is_covered(node.name):
                 self.put_entry(node.name, replace(entry, num_tokens=node.end))
-        if continued and before is not None and not self.is_covered(continued):
-            self.put_entry(continued, before)
+        for name, before in passing.items():
+            if not self.is_covered(name):
+                self.put_entry(name, before)
 
     def _sound_entry(self, name: bytes) -> EntryRecord | None:
         with suppress(StoreCorrupt):

@@ -60,7 +60,7 @@ class Publication(Struct, frozen=True, eq=False):
     entry: EntryRecord | None = None
     """The entry of `last_node`, if it has a number of tokens. Nodes that belong to no other entry get it too."""
     continued: bytes | None = None
-    """The node where an earlier entry ends that this publication continues; None: its `base`."""
+    """The node where an earlier entry ends that this publication continues, beside its `base`."""
     prompt: TokenPath | None = None
     prompt_group: bytes = b""
     """The prompt's group: 8 bytes, or empty."""
@@ -386,7 +386,8 @@ class Store(StoreFile):
                     if entry is not None and entry.num_tokens and last_node == publication.last_node:
                         changes.put_entry(last_node, entry)
                 if entry is not None:
-                    changes.cover(publication.nodes, entry, publication.continued or publication.base)
+                    before = {name for name in (publication.continued, publication.base) if name is not None}
+                    changes.cover(publication.nodes, entry, before)
                 if publication.prompt is not None:
                     ttl_s = recorded_ttl(publication.prompt_ttl_s)
                     see(changes, publication.prompt, publication.prompt_group, ttl_s)

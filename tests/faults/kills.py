@@ -6,16 +6,16 @@ without memory in common.
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
-import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from msgspec.structs import replace
 
 from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.cache.policy.scope import parse_scope
@@ -27,6 +27,7 @@ from tests import forked
 from tests.exactness.architectures import tiny_model
 from tests.runner import Runner, random_prompt, tiny_settings
 
+AUTO = CacheOptions(scope=parse_scope("auto", param="scope"))
 BLOCK = 256
 MOST_TOKENS, MOST_S = 1024, 5.0
 """A kill loses at most so much computing, whichever is more."""
@@ -96,81 +97,93 @@ class Loss(NamedTuple):
         return self.tokens <= MOST_TOKENS or self.seconds <= MOST_S
 
 
+@dataclass(frozen=True)
+class Task:
+    """A prompt of random tokens for a kind of model, and the folder of the store and of what processes say."""
+
+    kind: Kind
+    folder: Path
+    num_tokens: int
+    seed: int = 0
+    options: CacheOptions = AUTO
+
+    @property
+    def prompt(self) -> Prompt:
+        return Prompt(random_prompt(self.seed, self.num_tokens), boundaries=(self.num_tokens,))
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(self.folder / "progress")
+
+    def said(self) -> dict[str, Any]:
+        """What the last process that ended has said."""
+        said: dict[str, Any] = json.loads((self.folder / "said").read_text())
+        return said
+
+    def say(self, **values: object) -> None:
+        (self.folder / "said").write_text(json.dumps(values))
+
+
 def compute(
-    kind: Kind, folder: Path, num_tokens: int, seed: int, scope: str, after_step: Callable[[KVSequence], None]
-) -> dict[str, Any]:
-    """Computes a prompt as the engine does. Returns the written bytes, the restored tokens and the seconds."""
-    runner = kind.open(folder)
-    prompt = Prompt(random_prompt(seed, num_tokens), boundaries=(num_tokens,))
-    cached = CachedRequest(runner.cache, prompt, CacheOptions(scope=parse_scope(scope, param="scope")))
-    sequence, began_s = runner.new_sequence(num_tokens), time.monotonic()
+    task: Task, after_step: Callable[[CachedRequest, KVSequence], None] = lambda _cached, _sequence: None
+) -> None:
+    """Computes a prompt as the engine does. Says what was restored and why no more, the written bytes, and the digest
+    of the logits at its end."""
+    torch.set_num_threads(1)
+    runner, prompt = task.kind.open(task.folder), task.prompt
+    cached, sequence = CachedRequest(runner.cache, prompt, task.options), runner.new_sequence(task.num_tokens)
     restored = cached.restore(sequence)
 
     def step_done(state: KVSequence) -> None:
         cached.after_step(state)
-        after_step(state)
+        after_step(cached, state)
 
     logits = prefill(
         *(runner.runtime, sequence, prompt.token_ids),
         start=restored.num_tokens,
         block_size=BLOCK,
         after_step=step_done,
-        stops=tuple(at for at in cached.selection.checkpoints if at < num_tokens),
+        stops=tuple(at for at in cached.selection.checkpoints if at < task.num_tokens),
     )
-    seconds = time.monotonic() - began_s
-    cached.publish(sequence, logits, seconds)
+    cached.publish(sequence, logits, 0.0)
     report = cached.close()
     runner.close()
-    written = runner.cache.store.meter.total_bytes
-    return {"bytes": written, "restored": report.restored, "seconds": seconds, "reason": report.miss_reason}
+    written, digest = runner.cache.store.meter.total_bytes, hashlib.sha256(logits.tobytes()).hexdigest()
+    task.say(restored=report.restored, reason=report.miss_reason, bytes=written, logits=digest)
 
 
-def compute_paced(kind: Kind, folder: Path, num_tokens: int, seed: int, scope: str, tokens_per_s: float) -> None:
-    """Computes a prompt at a pace, and says how far it is. At the end, writes what `compute` returns to `ended`."""
-    torch.set_num_threads(1)
-    progress, began_s = Progress(folder / "progress"), time.monotonic()
+def compute_paced(task: Task, tokens_per_s: float) -> None:
+    """Computes a prompt at a pace, and says how far it is."""
+    progress, began_s = task.progress, time.monotonic()
     progress.add(0)
 
-    def after_step(sequence: KVSequence) -> None:
+    def after_step(_: CachedRequest, sequence: KVSequence) -> None:
         progress.add(sequence.num_tokens)
         time.sleep(max(0.0, began_s + (sequence.num_tokens + BLOCK) / tokens_per_s - time.monotonic()))
 
-    ended = compute(kind, folder, num_tokens, seed, scope, after_step)
-    (folder / "ended").write_text(json.dumps(ended))
+    compute(task, after_step)
 
 
-def find(kind: Kind, folder: Path, num_tokens: int, seed: int) -> None:
-    """Writes to `found` how many tokens of a prompt are restored."""
-    torch.set_num_threads(1)
-    runner, prompt = kind.open(folder), Prompt(random_prompt(seed, num_tokens))
-    cached = CachedRequest(runner.cache, prompt, CacheOptions(scope=parse_scope("1", param="scope")))
-    (folder / "found").write_text(str(cached.restore(runner.new_sequence(num_tokens)).num_tokens))
+def found(task: Task) -> int:
+    """Returns how many tokens of a prompt this process restores."""
+    runner = task.kind.open(task.folder)
+    cached = CachedRequest(runner.cache, task.prompt, replace(task.options, scope=parse_scope("1", param="scope")))
+    num_tokens = cached.restore(runner.new_sequence(task.num_tokens)).num_tokens
     cached.leave()
     runner.close()
+    return num_tokens
 
 
-def killed(kind: Kind, folder: Path, moment: float, *, num_tokens: int, seed: int, tokens_per_s: float) -> Loss:
+def kill_at(task: Task, moment: float, tokens_per_s: float) -> Loss:
     """Kills a process after a part (`moment`, 0 to 1) of the time that its prompt takes. Returns what that lost."""
-    process = forked.start(compute_paced, kind, folder, num_tokens, seed, "auto", tokens_per_s)
-    progress = Progress(folder / "progress")
-    while not progress.read():
+    process = forked.start(compute_paced, task, tokens_per_s)
+    while not task.progress.read():
         assert process.exitcode is None, "it ended before it began"
         time.sleep(0.01)
-    time.sleep(moment * num_tokens / tokens_per_s)
-    os.kill(process.pid or 0, signal.SIGKILL)
+    time.sleep(moment * task.num_tokens / tokens_per_s)
+    process.kill()
     killed_at = time.monotonic()
     process.join()
-    assert forked.run(find, kind, folder, num_tokens, seed) == 0
-    steps, found = progress.read(), int((folder / "found").read_text())
-    return Loss(steps[-1][1], found, killed_at - next((when for when, number in steps if number >= found), killed_at))
-
-
-def bytes_of_whole(kinds: Sequence[Kind], folder: Path, num_tokens: int, tokens_per_s: float) -> dict[str, int]:
-    """Returns the bytes that a prompt that ends writes, for each kind."""
-    written: dict[str, int] = {}
-    for kind in kinds:
-        own = folder / kind.name.replace(" ", "-")
-        own.mkdir()
-        assert forked.run(compute_paced, kind, own, num_tokens, 0, "auto", tokens_per_s) == 0
-        written[kind.name] = json.loads((own / "ended").read_text())["bytes"]
-    return written
+    num_found, steps = found(task), task.progress.read()
+    reached_at = next((when for when, number in steps if number >= num_found), killed_at)
+    return Loss(steps[-1][1], num_found, killed_at - reached_at)

@@ -60,6 +60,9 @@ class BufferView:
     def _num_children(self) -> Counter[bytes]:
         return Counter(new.parent for new in self._pending.values())
 
+    def is_part(self, node: Node) -> bool:
+        return self._pending[node.name].is_part
+
     def prefill_s(self, node: Node) -> float:
         return self._pending[node.name].prefill_s
 
@@ -119,6 +122,13 @@ class DiskView:
         except StoreCorrupt:
             return 0
         return 0 if usage is None else usage.children
+
+    def is_part(self, node: Node) -> bool:
+        try:
+            entry = self._snapshot.entry(node.name)
+        except StoreCorrupt:
+            return False
+        return entry is not None and entry.kind == "partial"
 
     def prefill_s(self, node: Node) -> float:
         try:
