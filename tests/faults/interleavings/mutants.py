@@ -200,7 +200,9 @@ MUTANTS: dict[str, Mutant] = {
     "the look at the free space": Mutant(
         "health says degraded, and prompts are saved", ((Housekeeping, "check_room", lambda _self: None),)
     ),
-    "the end of a pause": Mutant("the writer pauses for nobody", ((writer, "_PAUSE_S", 60.0),)),
+    "the end of a pause": Mutant(
+        "the writer pauses for nobody", ((writer, "_PAUSE_S", 60.0), (writer, "_MAX_HELD_S", 60.0))
+    ),
     "the threads of each kind of step": Mutant(
         "what needs no read waits", ((Fetches, "__init__", _one_thread), (reads, "STALL_S", 60.0))
     ),

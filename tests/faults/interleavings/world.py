@@ -43,7 +43,7 @@ from diskprefix.store import compact, environment, evictor, folder, opening, wri
 from diskprefix.store.environment import Environment
 from diskprefix.store.folder import FolderLock
 from diskprefix.store.reads import Patience
-from diskprefix.store.store import Store
+from diskprefix.store.store import Publication, Store
 from diskprefix.store.writer import Writer
 from diskprefix.store.written import WriteMeter
 from diskprefix.values import Tenant
@@ -92,7 +92,8 @@ class Disk:
 _disks: list[Disk] = []
 _buckets: list[SimulatedBucket] = []
 _transaction, _init_environment, _init_lock = Environment.transaction, Environment.__init__, FolderLock.__init__
-_init_meter, _hold, _check_file = WriteMeter.__init__, Writer._pause_for, Environment.require_survivable
+_init_meter, _check_file = WriteMeter.__init__, Environment.require_survivable
+_pause, _try_later = Writer.pause_writing, Writer._try_later
 _quarantine, _restoring, _report_failure = Store.quarantine, IdleWork.restoring, workers.report_failure
 READERS = (
     *("kv-writer", "kv-seen", "kv-match", "kv-load", "kv-prefetch", "picture-load", "draft-fetch", "kv-check"),
@@ -239,10 +240,19 @@ def _waiting(read: Callable[..., Any], what: str) -> Callable[..., Any]:
     return waiting
 
 
-def _noted_hold(self: Writer, seconds: float) -> bool:
+def _note_hold(writer: Writer) -> None:
     if threads.is_simulated():
-        held_at[self] = scheduler().now
-    return _hold(self, seconds)
+        held_at[writer] = scheduler().now
+
+
+def _noted_pause(self: Writer) -> None:
+    _note_hold(self)
+    _pause(self)
+
+
+def _noted_retry(self: Writer, first: Publication) -> bool:
+    _note_hold(self)
+    return _try_later(self, first)
 
 
 def _checked_slowly(self: Environment) -> None:
@@ -279,7 +289,8 @@ def patched() -> Iterator[None]:
         (folder, "_write_mark", _living(folder._write_mark)),
         (WriteMeter, "__init__", _listed_meter),
         (workers, "report_failure", _noted_failure),
-        (Writer, "_pause_for", _noted_hold),
+        (Writer, "pause_writing", _noted_pause),
+        (Writer, "_try_later", _noted_retry),
         (DiskView, "has", _waiting(DiskView.has, "all")),
         (DiskView, "similar", _waiting(DiskView.similar, "all")),
         (DiskView, "_decode", _decoded(DiskView._decode)),
