@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections import deque
 
 from diskprefix.store.epochs import Epoch
@@ -22,11 +24,24 @@ class Save:
         """The first reason why a part of the save is lost, empty if the store fails; None if nothing is lost."""
         self.has_failed = False
         """Of the rest, only the seen prompt is written."""
-        self.is_finished = False
-        """The request has ended."""
+        self.ended_at = math.inf
+        """The time, on the clock of `time.monotonic`, at which the request ended; infinite before."""
         self.has_nodes = self.has_written_nodes = False
         """Nodes were added; nodes were written."""
         self.waiting: deque[Publication] = deque()
         """The publications that wait to be written, in their order. The writer may be writing the first one."""
         self.pinned: bytes | None = None
         """The node that the first waiting publication continues, or the last written node."""
+
+    @property
+    def is_finished(self) -> bool:
+        return self.ended_at < math.inf
+
+    @property
+    def unused_s(self) -> float:
+        """The seconds since the request ended, which used the state until then."""
+        return max(0.0, time.monotonic() - self.ended_at)
+
+    def end(self) -> None:
+        """Notes that the request has ended, unless it had."""
+        self.ended_at = min(self.ended_at, time.monotonic())

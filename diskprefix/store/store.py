@@ -7,6 +7,7 @@ time. The budget is the size of the memory map, so LMDB itself keeps the file wi
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -40,6 +41,7 @@ log = logging.getLogger("diskprefix")
 
 _MAX_PROMPTS_READ = 1000
 OUTDATED = "something of its tenant was purged, or the store was replaced, since it began"
+EXPIRED = "its time to live was over before the disk had taken it"
 _RECORDED_BYTES = 1 << 16
 """At its end, a process records its written bytes only if they are more than this, because recording may itself write
 as many."""
@@ -78,6 +80,8 @@ class Publication(Struct, frozen=True, eq=False):
     """They keep the payloads, and are released when the publication is written or lost. Set by the writer."""
     queued_at: float = 0.0
     """The time, on the clock of `time.monotonic`, when the writer queued the publication."""
+    unused_s: float = 0.0
+    """How long ago the request ended, in seconds. Its last use of the state was then, however long the disk took."""
 
     def __post_init__(self) -> None:
         assert self.epoch.tenant == self.root_record.tenant, "the epoch is that of another tenant"
@@ -103,6 +107,11 @@ class Publication(Struct, frozen=True, eq=False):
     @property
     def payload_bytes(self) -> int:
         return sum(node.payload_bytes for node in self.nodes)
+
+    def lasts_s(self, ttl_s: float) -> float:
+        """Returns the seconds for which all of its nodes stay without a use. `ttl_s` is the daemon's time to live, 0
+        for none."""
+        return min((node.ttl_s or ttl_s or math.inf for node in self.nodes), default=math.inf)
 
     @property
     def is_finite(self) -> bool:
@@ -362,6 +371,7 @@ class Store(StoreFile):
                 for small_write in publication.small_writes:
                     small_write.put(changes)
                 recorded = self._put_written(changes)
+                changes.now -= publication.unused_s
                 changes.put_root(publication.root, publication.root_record)
                 last_node, entry = publication.last_node, publication.entry
                 if publication.replaced is not None and publication.replaced[0] not in self.evictor.pinned():
@@ -381,7 +391,7 @@ class Store(StoreFile):
                             has_entry=is_end,
                         )
                 if last_node is not None:
-                    changes.touch(last_node, Use(self.clock(), 0, recorded_ttl(publication.ttl_s)))
+                    changes.touch(last_node, Use(changes.now, 0, recorded_ttl(publication.ttl_s)))
                     # A prompt that is a prefix of a longer saved prompt has no entry of its own.
                     if entry is not None and entry.num_tokens and last_node == publication.last_node:
                         changes.put_entry(last_node, entry)

@@ -25,7 +25,7 @@ from diskprefix.store.notes import Notes
 from diskprefix.store.pieces import Hold
 from diskprefix.store.save import Save
 from diskprefix.store.schema import ModelRecord
-from diskprefix.store.store import OUTDATED, Publication, Store
+from diskprefix.store.store import EXPIRED, OUTDATED, Publication, Store
 from diskprefix.workers import standing_thread
 
 log = logging.getLogger("diskprefix")
@@ -78,7 +78,7 @@ class Writer:
     ) -> None:
         """For `ttl_s` see `Housekeeping`. The writes that `also_writes` yield are made with each publication, and at
         least once a second."""
-        self._store, self._also_writes = store, also_writes
+        self._store, self._also_writes, self._ttl_s = store, also_writes, ttl_s
         self.housekeeping = Housekeeping(store, ttl_s)
         self.notes = Notes(store, self._wake)
         self.housekeeping.on_forget.append(self.drop_outdated)
@@ -157,10 +157,11 @@ class Writer:
         written if its epoch is over, too many saves wait or the thread has ended. With `is_last`, ends the save."""
         publication = _queued(publication, holds)
         with self._changed:
-            save.is_finished |= is_last
+            if is_last:
+                save.end()
             is_refused = self._has_ended or (save not in self._saves and len(self._saves) >= _MAX_SAVES)
             if is_over := self._store.epochs.is_over(save.epoch):
-                self._drop_outdated(save)
+                self._drop_outdated(save, OUTDATED)
             elif is_refused:
                 self.fail(save, "" if self._has_ended else "too many prompts wait for the disk")
             self._num_held += bool(holds)
@@ -180,7 +181,7 @@ class Writer:
     def finish(self, save: Save) -> None:
         """Ends a save: nothing more will be added."""
         with self._changed:
-            save.is_finished = True
+            save.end()
             self._pin(save)
 
     def note_loss(self, save: Save, why: str) -> None:
@@ -234,8 +235,8 @@ class Writer:
 
     @contextmanager
     def view(self) -> Iterator[Mapping[bytes, NewNode]]:
-        """Yields `pending`, without the nodes of epochs that are over. Its payloads are held until the end of the
-        block."""
+        """Yields `pending`, without the nodes of epochs that are over, or whose time to live is. Its payloads are held
+        until the end of the block."""
         view = object()
         with self._changed:
             self._drop_all_outdated()
@@ -376,15 +377,22 @@ class Writer:
         return not is_writing and frees_pages and not self._views_of(publication)
 
     def _drop_all_outdated(self) -> None:
-        """Drops the saves whose epoch is over. Nothing else hides them before the thread comes to them, and it may be
-        waiting for the disk."""
+        """Drops the saves whose epoch or time to live is over. Nothing else hides them before the thread comes to them,
+        and it may be waiting for the disk."""
         over = {epoch for epoch in {save.epoch for save in self._saves} if self._store.epochs.is_over(epoch)}
-        for save in [save for save in self._saves if save.waiting and save.epoch in over]:
-            self._drop_outdated(save)
+        for save in [save for save in self._saves if save.waiting]:
+            if save.epoch in over:
+                self._drop_outdated(save, OUTDATED)
+            elif self._has_expired(save):
+                self._drop_outdated(save, EXPIRED)
 
-    def _drop_outdated(self, save: Save) -> None:
-        self.fail(save, OUTDATED, 0, keeps_prompt=False)
-        # The transaction will refuse the publication that is being written. It must not be visible meanwhile.
+    def _has_expired(self, save: Save) -> bool:
+        """Returns whether the time to live of some state that waits is over since the request ended."""
+        return save.is_finished and save.unused_s > min(one.lasts_s(self._ttl_s) for one in save.waiting)
+
+    def _drop_outdated(self, save: Save, why: str) -> None:
+        self.fail(save, why, 0, keeps_prompt=False)
+        # What is being written must not be visible meanwhile. The transaction will refuse it, or it expires at once.
         self._hide([node for publication in save.waiting for node in publication.nodes])
 
     def _hide_publications(self, done: Sequence[Publication]) -> None:
@@ -506,11 +514,11 @@ class Writer:
         return True
 
     def _left_of(self, save: Save) -> Publication | None:
-        """Returns the publication to write, or None. Fails outdated saves, and saves whose state is not finite; for the
-        latter, the seen prompt is still written."""
+        """Returns the publication to write, or None. Fails outdated and expired saves, and saves whose state is not
+        finite; for the latter, the seen prompt is still written."""
         publication = save.waiting[0]
-        if self._store.epochs.is_over(save.epoch):
-            self.fail(save, OUTDATED, 0, keeps_prompt=False)
+        if (is_over := self._store.epochs.is_over(save.epoch)) or self._has_expired(save):
+            self.fail(save, OUTDATED if is_over else EXPIRED, 0, keeps_prompt=False)
             return None
         try:
             is_finite = publication.is_finite
@@ -535,7 +543,7 @@ class Writer:
         return True
 
     def _write_publication(self, save: Save, publication: Publication) -> None:
-        self.evicted += self._store.publish(publication)
+        self.evicted += self._store.publish(replace(publication, unused_s=save.unused_s))
         self._waits_for_reader = False
         save.has_written_nodes |= bool(publication.nodes)
         self.written_bytes += publication.payload_bytes

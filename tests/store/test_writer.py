@@ -27,7 +27,7 @@ from diskprefix.store.schema import ModelRecord, NodeKind
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.statistics import savings
 from diskprefix.store.statistics.savings import Tally, read_savings
-from diskprefix.store.store import OUTDATED, Publication, Store
+from diskprefix.store.store import EXPIRED, OUTDATED, Publication, Store
 from diskprefix.store.verify import remove_problems, verify_index
 from diskprefix.store.writer import Writer
 from tests.store.building import BLOCK, Clock, is_whole, open_store, part_of, prompt, publication
@@ -426,6 +426,35 @@ def test_nodes_of_an_epoch_that_is_over_are_not_shown_whenever_they_are_queued(
     assert [save.lost for save in saves] == [OUTDATED] * 3
     assert [hold.num_released for hold in pages] == [1, 1, 1]
     assert [is_whole(store, pub) for pub in (again, waiting, late)] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("waits_s", "has_ended", "is_there"), [(15.0, True, True), (21.0, True, False), (21.0, False, True)]
+)
+def test_the_time_to_live_of_what_waits_for_the_disk_counts_from_the_end_of_its_request(
+    store: Store, monkeypatch: pytest.MonkeyPatch, clock: Clock, waits_s: float, has_ended: bool, is_there: bool
+) -> None:
+    gate, writer = Gate(store, monkeypatch), Writer(store, buffer_bytes=1 << 30, ttl_s=20.0)
+    submit(writer, publication(store, prompt(1, BLOCK)))
+    wait_for(lambda: writer._writing is not None)
+    save, pub = Save(store.epochs.of("")), publication(store, prompt(2, BLOCK))
+    writer.queue_publication(save, pub, is_last=has_ended)
+    assert set(pub.nodes) <= {*shown(writer)}
+    # As if it waited that long.
+    save.ended_at -= waits_s
+    assert (set(pub.nodes) <= {*shown(writer)}) == is_there
+    gate.open.set()
+    assert writer.flush(30)
+    assert (is_whole(store, pub), save.lost) == (is_there, None if is_there else EXPIRED)
+    with store.snapshot() as snapshot:
+        found = snapshot.usage(pub.nodes[-1].name)
+        came_at = [round(at) for _, at, _ in snapshot.seen_times()]
+    if is_there:
+        used_at = round(clock.now - waits_s * has_ended)
+        assert found is not None
+        assert (round(found.last_used), came_at) == (used_at, [round(clock.now), used_at])
+    assert len(came_at) == 1 + is_there
+    assert writer.close(30)
 
 
 def test_closing_stops_at_the_time_limit_and_counts_unwritten_saves(

@@ -50,6 +50,9 @@ _NOTICE_S = 60.0
 """After this time a daemon has noticed what another process has purged."""
 _SLACK_S = 2.0
 """What threads take between them, beside the limit of a wait."""
+_SEARCH_SLACK_S = 4.0
+"""What was expired for longer when a search began is gone when that has ended. Work ahead uses state a little later
+than its request."""
 _LEASE_S = 2.5
 """A writer does not pause for longer when nobody asks for it again."""
 _STOP_S = 30.0
@@ -466,16 +469,20 @@ class History:
 
     def _expired(self, daemon: Daemon) -> set[Asked]:
         """Returns the requests that nothing may be found of, because their time to live is over."""
-        searches_s = 34.0 if self._own_ttls or not self.ttl_s else self.ttl_s / 10 + 4.0
-        has_searched = self.scheduler.now > daemon.started_at + searches_s
+        searches_s = 34.0 if self._own_ttls or not self.ttl_s else self.ttl_s / 10 + _SEARCH_SLACK_S
+        # No search ends while the disk is silent.
+        since = max(daemon.started_at, math.inf if self.disk.hangs == "all" else self.disk.silent_until)
+        has_searched = self.scheduler.now > since + searches_s
+        searched_at = world.searched_at.get(daemon.store.evictor, 0.0)
         # What is left of requests that lost their memory is kept for longer.
         # So is what slides out of windows.
         is_kept = self._has_preempted or any(group.window is not None for group in self._layout.groups)
         # The writer does not search while what it was given waits for room on the disk.
         was_full = self.counts["meet_a_full_disk"] > 0
         is_late = self.disk.num_failed or self.disk.slow_s or self._has_others or self._has_bucket or was_full
-        if not has_searched or is_kept or is_late:
+        if is_kept or is_late:
             return set()
+        before = max(searched_at - _SEARCH_SLACK_S, self.scheduler.now - searches_s if has_searched else 0.0)
         return {
             one
             for one in self.asked
@@ -484,7 +491,7 @@ class History:
             and not one.has_left
             and one.ended_at is not None
             and (ttl_s := one.ttl_s or self.ttl_s)
-            and one.ended_at + ttl_s + searches_s < self.scheduler.now
+            and one.ended_at + ttl_s < before
         }
 
     def _written(self, daemon: Daemon) -> int:

@@ -13,6 +13,7 @@ KEPT_SEEDS = {
     7302727: "found 18 tokens, and only 0 could be there for",
     7305355: "mdb_stat: Invalid argument",
     8801929: "health says degraded, and prompts are saved",
+    8802628: "found 38 tokens, and only 0 could be there for",
     8802042: "health says degraded, and prompts are saved",
     8803890: "health says degraded, and prompts are saved",
 }

@@ -166,13 +166,16 @@ MUTANTS: dict[str, Mutant] = {
     "the users that names are": Mutant(" users, not ", ((PagePool, "hold", lambda _self, _pages: None),)),
     "the wake where pages are free": Mutant("never ends", ((Loop, "__init__", _made_unheard),)),
     "the time to live of memory": Mutant(_FOUND, ((PrefixCache, "lasts_s", lambda _self, _ttl_s: math.inf),)),
+    "the time to live of what waits to be written": Mutant(
+        _FOUND, ((Writer, "_has_expired", lambda _self, _save: False), (Save, "unused_s", 0.0))
+    ),
     "the search for what has expired": Mutant(_FOUND, ((Evictor, "expire", lambda _self, _ttl_s: 0),)),
     "the wake behind a fetch": Mutant(
         "never ends", ((Fetches, "_end_read", _ended_unheard), (Fetches, "check_in_s", property(lambda _self: None)))
     ),
     "the room that is given back": Mutant(_LEFT + "{'reserved bytes'", ((Room, "release", lambda _self: None),)),
     "the bound of the write buffer": Mutant("write buffer are reserved", ((Writer, "reserve", _reserved),)),
-    "the end of a save": Mutant(_LEFT + "{'saves'", ((Writer, "finish", lambda _self, _save: None),)),
+    "the end of a save": Mutant(_LEFT + "{'saves'", ((Writer, "finish", lambda _self, _save, _why: None),)),
     "the end of a pin": Mutant(_LEFT + "{'pins'", ((Evictor, "unpin", lambda _self, _name: None),)),
     "the tenants of a purge": Mutant(
         "because another one was purged", ((PurgeFilter, "purged", lambda _self, _plan: EVERYONE),)
@@ -182,10 +185,12 @@ MUTANTS: dict[str, Mutant] = {
         (
             (Store, "_require_epoch", lambda _self, _snapshot, _publication: None),
             (Writer, "_left_of", lambda _self, save: save.waiting[0]),
-            (Writer, "_drop_outdated", lambda _self, _save: None),
+            (Writer, "_drop_outdated", lambda _self, _save, _why: None),
         ),
     ),
-    "the epoch of what waits to be written": Mutant(_FOUND, ((Writer, "_drop_outdated", lambda _self, _save: None),)),
+    "the epoch of what waits to be written": Mutant(
+        _FOUND, ((Writer, "_drop_outdated", lambda _self, _save, _why: None),)
+    ),
     "the epoch of a note": Mutant(
         "is found, and was purged",
         ((notes, "epochs_of", lambda _snapshot, _names: NEVER_OVER), (Notes, "drop_outdated", lambda _self: None)),

@@ -41,6 +41,7 @@ from diskprefix.server.threads import _NUM_THREADS
 from diskprefix.settings import Settings
 from diskprefix.store import compact, environment, evictor, folder, opening, written
 from diskprefix.store.environment import Environment
+from diskprefix.store.evictor import Evictor
 from diskprefix.store.folder import FolderLock
 from diskprefix.store.reads import Patience
 from diskprefix.store.store import Publication, Store
@@ -75,6 +76,8 @@ class Disk:
     free_bytes: int = 1 << 40
     num_failed: int = 0
     waiting: list[Task] = field(default_factory=list)
+    silent_until: float = 0.0
+    """When it last did not answer any read."""
 
     def read(self, what: str) -> None:
         one = scheduler()
@@ -84,6 +87,8 @@ class Disk:
             threads.wait_in(self.waiting, None)
 
     def answer(self) -> None:
+        if self.hangs == "all":
+            self.silent_until = scheduler().now
         self.hangs = ""
         while self.waiting:
             threads.wake_one(self.waiting)
@@ -95,6 +100,7 @@ _transaction, _init_environment, _init_lock = Environment.transaction, Environme
 _init_meter, _check_file = WriteMeter.__init__, Environment.require_survivable
 _pause, _try_later = Writer.pause_writing, Writer._try_later
 _quarantine, _restoring, _report_failure = Store.quarantine, IdleWork.restoring, workers.report_failure
+_expire = Evictor.expire
 READERS = (
     *("kv-writer", "kv-seen", "kv-match", "kv-load", "kv-prefetch", "picture-load", "draft-fetch", "kv-check"),
     *("disk-reader", "idle", "remote-fetch", "remote-write"),
@@ -108,6 +114,8 @@ checked: list[object] = []
 """The processes of a history that have checked a file."""
 held_at: dict[Writer, float] = {}
 """When a writer last began to pause, for a prompt or because the store failed."""
+searched_at: dict[Evictor, float] = {}
+"""When the last search for what has expired began, of those that have ended."""
 daemons: set[object] = set()
 """The processes that are daemons, once they serve."""
 _held: list[tuple[object, Environment | FolderLock]] = []
@@ -255,6 +263,13 @@ def _noted_retry(self: Writer, first: Publication) -> bool:
     return _try_later(self, first)
 
 
+def _noted_search(self: Evictor, ttl_s: float) -> int:
+    """In the place of `Evictor.expire`."""
+    began_at, num_removed = scheduler().now if threads.is_simulated() else 0.0, _expire(self, ttl_s)
+    searched_at[self] = began_at
+    return num_removed
+
+
 def _checked_slowly(self: Environment) -> None:
     """In the place of `Environment.require_survivable`."""
     if threads.is_simulated():
@@ -291,6 +306,7 @@ def patched() -> Iterator[None]:
         (workers, "report_failure", _noted_failure),
         (Writer, "pause_writing", _noted_pause),
         (Writer, "_try_later", _noted_retry),
+        (Evictor, "expire", _noted_search),
         (DiskView, "has", _waiting(DiskView.has, "all")),
         (DiskView, "similar", _waiting(DiskView.similar, "all")),
         (DiskView, "_decode", _decoded(DiskView._decode)),
@@ -341,6 +357,7 @@ def use(disk: Disk, bucket: SimulatedBucket, map_bytes: int) -> None:
     meters.clear()
     checked.clear()
     held_at.clear()
+    searched_at.clear()
     shared_file.reset(map_bytes)
 
 
