@@ -234,7 +234,8 @@ class FileMark(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def _read_mark(fd: int | None) -> FileMark:
     """Returns the mark in the lock file, or an empty mark if it cannot be read."""
-    with suppress(OSError, msgspec.DecodeError, msgspec.ValidationError):
+    # Any bytes may be there: also those of no text, and brackets that are nested too deeply for a decoder.
+    with suppress(OSError, ValueError, RecursionError):
         return msgspec.json.decode(os.pread(fd, _MAX_MARK_BYTES, 0) if fd is not None else b"", type=FileMark)
     return FileMark()
 

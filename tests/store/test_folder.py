@@ -8,7 +8,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from diskprefix.store.compact import compact_folder, copy_store, replace_store, 
 from diskprefix.store.folder import (
     LMDB_LOCK,
     LOCK,
+    NAMES_LOCK,
     FolderLock,
     FolderUnavailable,
     locked_names,
@@ -44,6 +45,18 @@ def test_a_lock_file_that_is_replaced_again_and_again_is_not_waited_for_without_
     monkeypatch.setattr(FolderLock, "_is_current", replaced)
     with pytest.raises(StoreUnavailable, match="try again"):
         FolderLock(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\0" * 9000, b"[]", b'{"boot":"\xe4"}', b'{"x":' + b"[" * 9000, b'{"file":1e400}', b'{"file":-1}']
+)
+def test_whatever_bytes_are_in_a_lock_file_a_daemon_starts(tmp_path: Path, content: bytes) -> None:
+    with closing(open_store(tmp_path / "kv")) as store:
+        pub = publication(store, prompt(1, BLOCK + 1))
+    for name in (LOCK, NAMES_LOCK, LMDB_LOCK):
+        (tmp_path / "kv" / name).write_bytes(content)
+        with closing(Store(tmp_path / "kv", serving=True)) as store:
+            store.publish(pub)
 
 
 def test_a_lock_is_exclusive_only_while_nobody_else_has_it(tmp_path: Path) -> None:

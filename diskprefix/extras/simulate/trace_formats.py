@@ -77,7 +77,7 @@ def _rows(path: Path, kind: type[_Row], warn: Warn) -> Iterator[tuple[str, _Row]
             yield where, msgspec.json.decode(line, type=kind)
         except (RecursionError, msgspec.ValidationError) as error:
             raise SettingsError(f"{where}: {_reason(error)}") from error
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             warn(f"{where}: the line is no JSON, and is left out")
 
 

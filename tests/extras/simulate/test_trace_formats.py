@@ -94,6 +94,13 @@ def test_a_line_of_another_kind_is_named(tmp_path: Path, line: JsonObject, text:
     assert raised.value.message == f"{path}:2: {reason}"
 
 
+def test_a_line_that_is_no_text_is_left_out_with_a_warning(tmp_path: Path) -> None:
+    path, warnings = write(tmp_path / "t.jsonl", RECORDED, RECORDED | {"root": "zz"}), list[str]()
+    path.write_bytes(path.read_bytes().replace(b'"zz"', b'"\xe4"'))
+    assert len(read_trace(path, warn=warnings.append)) == 1
+    assert warnings == [f"{path}:2: the line is no JSON, and is left out"]
+
+
 @pytest.mark.parametrize("line", [MOONCAKE, RECORDED], ids=["mooncake", "recording"])
 def test_a_line_that_is_no_json_is_left_out_with_a_warning(tmp_path: Path, line: JsonObject) -> None:
     warnings = list[str]()
