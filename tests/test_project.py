@@ -280,7 +280,9 @@ MEMBER = re.compile(r"(?:\w+\.)*(?P<of>[A-Z]\w*[a-z]\w*)\.(?P<member>[a-z_]\w*)(
 """A method or an attribute of a class."""
 CLASSES_OF_OTHERS = {"CPUOffloadingSpec"}
 IN_FILE = re.compile(r"`([A-Za-z_]\w*)`(?: and `([A-Za-z_]\w*)`)? in\s+`([\w./-]+\.py)`")
-THREAD_IN_SOURCE = re.compile(r"""(?:Thread\(.*name=f?|thread_name_prefix=)"([a-z-]+?)-?["{]""")
+THREAD_IN_SOURCE = re.compile(
+    r"""(?:Thread\(.*name=f?|thread_name_prefix=|(?:ThreadPool|standing_thread|start_helper)\(.*, )"([a-z-]+?)-?["{]"""
+)
 COMMAND_THREADS = {"verify", "kv-loader", "kv-saver", "kv-fetch", "kv-open", "remote-prefetch"}
 """Threads of commands and of vLLM's processes, which the daemon has not."""
 

@@ -17,7 +17,7 @@ from diskprefix.settings import Settings
 from diskprefix.store.statistics.savings import SavingsLog
 from diskprefix.store.store import Store
 from diskprefix.store.writer import Writer
-from diskprefix.workers import Workers
+from diskprefix.thread_pool import ThreadPool
 
 log = logging.getLogger("diskprefix")
 
@@ -68,8 +68,8 @@ class TieredStore:
         self.spent = SpentByKey()
         # A draft model has one load more.
         num_readers = READER_THREADS * (MAX_LOADS + 1)
-        self.readers = Workers(num_readers, "kv-reader").start()
-        self.aside = Workers(1, "kv-aside").start()
+        self.readers = ThreadPool(num_readers, "kv-reader").start()
+        self.aside = ThreadPool(1, "kv-aside").start()
         """The thread for small work that reads nothing from the disk."""
         disk = partial(view_disk, store, self.writer.quarantine)
         self.tiers: tuple[Tier, ...] = (partial(view_buffer, self.writer), disk)

@@ -46,7 +46,7 @@ _WRITE_S = 0.25
 
 class ActiveRequests:
     """The requests that the engine's thread has accepted. Every reply begins in the same way: with the state of its
-    tokens that is in memory or on the disk. Every request ends in the same way: with `end`."""
+    tokens that is in memory or on the disk. Every request ends in the same way: with `end_request`."""
 
     def __init__(self, served: ServedModel, inbox: Inbox, scheduler: Scheduler[Reply]) -> None:
         self.requests: list[RunningRequest] = []
@@ -321,9 +321,11 @@ class ActiveRequests:
         if stay is not None:
             options, token_ids = reply.running.request.cache, reply.computed_ids()
             expires_at, saved = self._cache.expires_at(options.ttl_s), options if reply.index == 0 else None
-            stay.end(is_sound=is_sound, keep=keep, token_ids=token_ids, expires_at=expires_at, options=saved)
+            stay.end_stay(is_sound=is_sound, keep=keep, token_ids=token_ids, expires_at=expires_at, options=saved)
 
-    def end(self, running: RunningRequest, last: Callable[[CacheReport], Event | None], *, keep: bool = False) -> None:
+    def end_request(
+        self, running: RunningRequest, last: Callable[[CacheReport], Event | None], *, keep: bool = False
+    ) -> None:
         """Ends a request in any state: it leaves all lists, and its client gets the event that `last` makes. This is
         the only way out. A second call does nothing. With `keep`, the next turn may begin with the state of the first
         reply. Raises `DeviceLost`."""
@@ -362,7 +364,7 @@ class ActiveRequests:
         with self.failing(running):
             if isinstance(first.state, KVSequence) and first.num_computed and not running.cached.is_published:
                 running.cached.save_partial(first.state, first.computed_ids())
-        self.end(running, lambda _: None, keep=True)
+        self.end_request(running, lambda _: None, keep=True)
 
     @contextmanager
     def failing(self, running: RunningRequest) -> Iterator[None]:
@@ -377,7 +379,7 @@ class ActiveRequests:
 
     def _fail(self, running: RunningRequest, error: Exception) -> None:
         raise_if_lost(error)
-        self.end(running, lambda _: error_event(error, running.request))
+        self.end_request(running, lambda _: error_event(error, running.request))
 
     def _refuse(self, ticket: Ticket, error: Exception) -> None:
         """Fails a request that was not accepted."""

@@ -299,4 +299,4 @@ class Loop:
         else:
             self._active.end_reply(reply, keep=reply.index == 0)
             if all(each.is_finished for each in running.replies):
-                self._active.end(running, running.done_event)
+                self._active.end_request(running, running.done_event)

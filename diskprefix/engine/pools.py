@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 from diskprefix.cache.restore import Step
 from diskprefix.cache.tiers.loading import MAX_LOADS
-from diskprefix.workers import Workers
+from diskprefix.thread_pool import ThreadPool
 
 StepKind: TypeAlias = Step | Literal["draft", "picture"]
 """The kind of a step of a reading job: one step of a restore, a whole restore for the draft model, or the rows of a
@@ -20,18 +20,18 @@ class EnginePools:
     def __init__(self, max_sequences: int) -> None:
         """Raises `RuntimeError` if the system refuses a thread."""
         self.steps: dict[StepKind, Executor] = {
-            "prefetch": Workers(max_sequences, "kv-prefetch").start(),
-            "seen": Workers(1, "kv-seen").start(),
-            "match": Workers(1, "kv-match").start(),
-            "load": Workers(MAX_LOADS, "kv-load").start(),
-            "draft": Workers(1, "draft-fetch").start(),
-            "picture": Workers(1, "picture-load").start(),
+            "prefetch": ThreadPool(max_sequences, "kv-prefetch").start(),
+            "seen": ThreadPool(1, "kv-seen").start(),
+            "match": ThreadPool(1, "kv-match").start(),
+            "load": ThreadPool(MAX_LOADS, "kv-load").start(),
+            "draft": ThreadPool(1, "draft-fetch").start(),
+            "picture": ThreadPool(1, "picture-load").start(),
         }
-        self.idle = Workers(1, "idle").start()
+        self.idle = ThreadPool(1, "idle").start()
         """The thread of idle work: it reads and writes the store (except for restores), renders prompts, and returns
         free memory to the system. It may hang, because nothing waits for it without a limit."""
-        self.encoder = Workers(1, "encoder").start()
-        self.preparer = Workers(1, "picture-prepare").start()
+        self.encoder = ThreadPool(1, "encoder").start()
+        self.preparer = ThreadPool(1, "picture-prepare").start()
         """The thread that decodes pictures."""
 
     def close(self) -> None:

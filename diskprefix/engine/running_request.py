@@ -60,8 +60,8 @@ mask of its constraint is ready."""
 
 
 Stage: TypeAlias = Literal["waiting", "reading", "computing", "over"]
-"""Where a reply is: it waits for memory, stored state is read into its memory, it has memory and may be computed, or it
-has left. Before, while no engine has accepted its request, there is only a `Ticket`."""
+"""The stages of a reply: it waits for memory, stored state is read into its memory, it has memory and may be computed,
+or it has left. Before, while no engine has accepted its request, there is only a `Ticket`."""
 
 
 class HeldLogits(Struct, eq=False):
@@ -105,7 +105,7 @@ class Reply(ScheduledReply, eq=False, kw_only=True):
 
     @property
     def stage(self) -> Stage:
-        """Where the reply is on its way. A preempted reply waits again."""
+        """The stage of the reply. A preempted reply waits again."""
         if self.is_over:
             return "over"
         if self.state is None:
@@ -366,7 +366,7 @@ class RunningRequest(Struct, eq=False):
     """All replies. The others begin once the first one has computed the prompt."""
     exits: ExitStack = field(default_factory=ExitStack)
     """Leaves all lists that have the request or its replies, and gives their memory back. Filled where the request
-    enters them; closed by `ActiveRequests.end`, once."""
+    enters them; closed by `ActiveRequests.end_request`, once."""
     is_over: bool = False
     last_event: Callable[[CacheReport], Event | None] = lambda _: None
     """Makes the last event of the request, None for a client that has gone. Set at the end."""

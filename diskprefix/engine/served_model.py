@@ -99,8 +99,7 @@ class ServedModel:
         self.cache = cache
         self._check_pictures()
         self.figures = EngineFigures()
-        self.recorder = recorder
-        self._identity = identity or {}
+        self.recorder, self._identity = recorder, identity or {}
         self.max_sequences = cache.settings.max_sequences
         self.packs = cache.layout.packs
         """True if one step can compute several sequences."""

@@ -43,7 +43,7 @@ class Stay:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.end()
+        self.end_stay()
 
     def read(
         self,
@@ -73,7 +73,7 @@ class Stay:
         self._restore = None
         return restored
 
-    def end(self, *, is_sound: bool = True, keep: bool = False, **kept: Any) -> None:
+    def end_stay(self, *, is_sound: bool = True, keep: bool = False, **kept: Any) -> None:
         """Ends the stay: no prompt finds or awaits the sequence any more. A second call does nothing. For `keep` and
         `kept` see `PageCache.end_sequence`. If the state is not sound, its named blocks are forgotten."""
         if self.is_over:

@@ -27,8 +27,8 @@ from diskprefix.kv.sizes import num_pages
 from diskprefix.kv.transfer import give_back, populate
 from diskprefix.store.codec.codec import Piece
 from diskprefix.store.codec.planes import Bytes
+from diskprefix.thread_pool import start_helper
 from diskprefix.units import format_size
-from diskprefix.workers import start_helper
 
 _READ_EVERY_S = 1.0
 """The seconds for which the free memory is not read again. A read takes about seventy system calls, and after each of

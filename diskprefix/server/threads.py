@@ -16,8 +16,8 @@ from starlette.requests import ClientDisconnect, Request
 
 from diskprefix.server.limits import Turns
 from diskprefix.server.log_context import log_context
+from diskprefix.thread_pool import ThreadPool
 from diskprefix.thread_work import ThreadWork, doing
-from diskprefix.workers import Workers
 
 T = TypeVar("T")
 
@@ -80,7 +80,7 @@ class Threads:
         self, is_computing: Callable[[], bool] = lambda: False, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._of = {
-            kind: Workers(
+            kind: ThreadPool(
                 number + NUM_BESIDE.get(kind, 0), kind, _lower_priority if kind in _LOW_PRIORITY else _keep_priority
             )
             for kind, number in _NUM_THREADS.items()

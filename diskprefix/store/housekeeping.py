@@ -16,7 +16,7 @@ from diskprefix.store.note_record import note_bytes
 from diskprefix.store.schema import ModelRecord
 from diskprefix.store.store import Store
 from diskprefix.store.verify import StoreProblem, remove_problems, verify_index
-from diskprefix.workers import start_helper
+from diskprefix.thread_pool import start_helper
 
 log = logging.getLogger("diskprefix")
 

@@ -24,7 +24,7 @@ from typing import TypeVar
 
 from diskprefix.errors import DiskStalled
 from diskprefix.store.snapshot import Snapshot
-from diskprefix.workers import Workers
+from diskprefix.thread_pool import ThreadPool
 
 log = logging.getLogger("diskprefix")
 
@@ -76,7 +76,7 @@ class Reads:
         self._path, self._open_snapshot = path, open_snapshot
         self._lock = threading.Lock()
         self._open: set[_Read] = set()
-        self._threads = Workers(_THREADS, "disk-reader")
+        self._threads = ThreadPool(_THREADS, "disk-reader")
         self._is_stalled = False
         self.num_stalled = 0
         """The number of reads that have hung."""

@@ -23,7 +23,7 @@ from typing import TypeVar
 
 from diskprefix.store.folder import OnWait
 from diskprefix.store.processes import described, is_suspended
-from diskprefix.workers import start_helper
+from diskprefix.thread_pool import start_helper
 
 log = logging.getLogger("diskprefix")
 

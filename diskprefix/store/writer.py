@@ -26,7 +26,7 @@ from diskprefix.store.pieces import Hold
 from diskprefix.store.save import Save
 from diskprefix.store.schema import ModelRecord
 from diskprefix.store.store import EXPIRED, OUTDATED, Publication, Store
-from diskprefix.workers import standing_thread
+from diskprefix.thread_pool import standing_thread
 
 log = logging.getLogger("diskprefix")
 

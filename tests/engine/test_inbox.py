@@ -20,8 +20,8 @@ from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.loop import Engine
 from diskprefix.engine.request import ErrorEvent, Event, FinishEvent, GenerateRequest
 from diskprefix.errors import ContextTooLong, DeviceLost, NonFiniteLogits, NotReady, QueueFull
+from diskprefix.thread_pool import ThreadPool
 from diskprefix.values import Picture, Prompt
-from diskprefix.workers import Workers
 from tests.engine import driving
 from tests.engine.driving import Cancelled, Client, after_steps, load, serve_one_at_a_time, tokens, wait_until_idle
 
@@ -230,7 +230,7 @@ def test_memory_is_given_back_once_when_no_request_has_come_for_a_while_and_none
         if inbox.wait():
             came.set()
 
-    aside, inbox = Workers(1, "aside").start(), Inbox(serve)
+    aside, inbox = ThreadPool(1, "aside").start(), Inbox(serve)
     inbox.start()
     assert trimmed.acquire(timeout=30)
     inbox.wake()

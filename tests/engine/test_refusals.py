@@ -24,9 +24,9 @@ from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.loop import Engine
 from diskprefix.engine.request import DoneEvent, ErrorEvent, GenerateRequest
 from diskprefix.errors import DeviceLost
+from diskprefix.thread_pool import ThreadPool
 from diskprefix.tokens import as_token_ids, picture_ids
 from diskprefix.values import SHARED, Prompt
-from diskprefix.workers import Workers
 from tests.engine.driving import WORDS, Client, load, request, said, tokens, wait_until_idle
 from tests.examples import examples
 from tests.server.picture_models import image_bytes, write_llava
@@ -84,7 +84,7 @@ def refusing(kind: str) -> Iterator[Refusal]:
         if kind == "thread":
             patch.setattr(threading.Thread, "start", _asking(refusal, threading.Thread.start))
         elif kind == "place":
-            patch.setattr(Workers, "submit", _asking(refusal, Workers.submit))
+            patch.setattr(ThreadPool, "submit", _asking(refusal, ThreadPool.submit))
         else:
             names = tuple(f"diskprefix.{name}." for name in ("engine", "cache", "kv", "store", "model"))
             modules = [module for name, module in sys.modules.items() if name.startswith(names)]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from diskprefix import workers
+from diskprefix import thread_pool
 from diskprefix.errors import CacheError, StoreCorrupt, StoreFull, StoreUnavailable
 from diskprefix.store import environment
 from diskprefix.store import writer as writer_module
@@ -860,7 +860,7 @@ def test_a_writer_whose_own_step_fails_says_so_and_begins_again(
     step: str, store: Store, writer: Writer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nobody watches its thread."""
-    monkeypatch.setattr(workers, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(thread_pool, "_AGAIN_S", 0.0)
     own, failing = getattr(writer, step), [True]
 
     def fail_once(*args: Any, **kwargs: Any) -> Any:

@@ -69,8 +69,8 @@ class Loader:
         finally:
             # The caller closes the views, and others get the pages.
             wait(reading)
-        for one in reading:
-            one.result()
+        for thread in reading:
+            thread.result()
         if not self._bad:
             return None
         index, error = min(self._bad.items(), key=itemgetter(0))

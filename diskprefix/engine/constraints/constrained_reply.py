@@ -26,7 +26,7 @@ from diskprefix.engine.constraints.trial import TokenizerText, Trials
 from diskprefix.engine.request import Constraint, FreeText
 from diskprefix.errors import DiskPrefixError, InvalidRequest
 from diskprefix.printable import first_line
-from diskprefix.workers import Workers, complete
+from diskprefix.thread_pool import ThreadPool, complete
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -55,7 +55,7 @@ class ConstraintCompiler:
         self.on_ready: Callable[[], None] = lambda: None
         """A function that is called on another thread when a mask is ready."""
         self._trials = Trials(self._tokenizer_text)
-        self.threads = Workers(_MAX_THREADS, "masks").start()
+        self.threads = ThreadPool(_MAX_THREADS, "masks").start()
         """The threads that compile constraints and compute masks, one at a time for each request."""
         # An agent sends its tools again and again.
         self._compiled = lru_cache(_MAX_COMPILED)(lambda _owner, grammar: matcher_of(self.tokenizer, grammar))

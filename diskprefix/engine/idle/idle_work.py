@@ -174,7 +174,7 @@ class IdleWork:
                 cached.leave()
         finally:
             known = token_ids[: sequence.num_tokens] if owner is not None and is_taken else None
-            stay.end(keep=known is not None, token_ids=known, options=options)
+            stay.end_stay(keep=known is not None, token_ids=known, options=options)
 
 
 class RestoredSequence(Struct):

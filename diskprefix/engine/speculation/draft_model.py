@@ -184,7 +184,7 @@ class DraftModel:
             _log_lost(name, error)
             keep = False
         expires_at = self.cache.expires_at(options.ttl_s)
-        sequence.stay.end(keep=keep, token_ids=token_ids, expires_at=expires_at, options=options)
+        sequence.stay.end_stay(keep=keep, token_ids=token_ids, expires_at=expires_at, options=options)
 
     def _count_ready(self, sequence: DraftSequence) -> None:
         self.pages.set_ready(sequence.state, sequence.state.num_tokens)
@@ -209,7 +209,7 @@ class DraftModel:
             if sequence.cached is not None:
                 sequence.cached.close()
         finally:
-            sequence.stay.end(is_sound=not sequence.is_restored)
+            sequence.stay.end_stay(is_sound=not sequence.is_restored)
 
     def _start_sequence(
         self, prompt: Prompt, options: CacheOptions, epoch: Epoch, *, is_first: bool
@@ -238,7 +238,7 @@ class DraftModel:
                 sequence.cached, sequence.is_restored = cached, False
                 sequence.stay.read(self.begin_read, job, cached, restore)
             except BaseException:
-                sequence.stay.end()
+                sequence.stay.end_stay()
                 raise
         return sequence
 

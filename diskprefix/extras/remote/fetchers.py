@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from msgspec import Struct
 
-from diskprefix.workers import Workers
+from diskprefix.thread_pool import ThreadPool
 
 _Result = TypeVar("_Result")
 
@@ -26,7 +26,7 @@ class Fetchers(Generic[_Result]):
     """Runs calls in threads. Requests for the same key share one call. For any thread."""
 
     def __init__(self, max_threads: int) -> None:
-        self._pool = Workers(max_threads, "remote-fetch").start()
+        self._pool = ThreadPool(max_threads, "remote-fetch").start()
         self._waited_for: dict[Hashable, ObjectFetch[_Result]] = {}
         self._lock = threading.Lock()
 

@@ -29,7 +29,7 @@ from diskprefix.settings import Settings
 from diskprefix.store.changes import NewNode
 from diskprefix.store.following import GoneText
 from diskprefix.store.schema import NodeKind
-from diskprefix.workers import standing_thread
+from diskprefix.thread_pool import standing_thread
 
 log = logging.getLogger("diskprefix")
 

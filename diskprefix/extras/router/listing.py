@@ -21,8 +21,8 @@ from diskprefix.model.load.found_models import models_below
 from diskprefix.model.load.gguf_file import forget_headers
 from diskprefix.printable import first_line, shown
 from diskprefix.settings import Settings
+from diskprefix.thread_pool import ThreadPool
 from diskprefix.units import format_size
-from diskprefix.workers import Workers
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class Listing:
         self.facts: defaultdict[str, dict[str, Any]] = defaultdict(lambda: facts_of(None))
         """What Ollama's API says about the files of each model."""
         self._learning = asyncio.Lock()
-        self._reader = Workers(1, "models")
+        self._reader = ThreadPool(1, "models")
         """A thread of its own, because the event loop waits for its own threads at its end."""
 
     @property

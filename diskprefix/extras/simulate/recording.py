@@ -21,9 +21,9 @@ from diskprefix.extras.simulate.recorded_request import VERSION, RecordedRequest
 from diskprefix.extras.simulate.recording_file import append
 from diskprefix.printable import first_line
 from diskprefix.settings import Settings
+from diskprefix.thread_pool import standing_thread
 from diskprefix.tokens import TokenIds
 from diskprefix.values import CacheOptions, CacheReport, Prompt
-from diskprefix.workers import standing_thread
 
 log = logging.getLogger("diskprefix")
 

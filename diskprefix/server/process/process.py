@@ -34,8 +34,8 @@ from diskprefix.server.process.systemd import is_heard, notify, watchdog_s
 from diskprefix.server.process.token_file import dashboard_line, published_token
 from diskprefix.settings import Settings
 from diskprefix.store.folder import crash_file, make_folder
+from diskprefix.thread_pool import start_helper
 from diskprefix.units import counted, format_size
-from diskprefix.workers import start_helper
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -370,12 +370,12 @@ def _has_working_thread() -> bool:
 
 
 def _exit_after(seconds: float, code: int) -> None:
-    def end() -> None:
+    def exit_now() -> None:
         time.sleep(seconds)
         os._exit(code)
 
-    # Without this thread, the process ends in order or is ended by its supervisor.
-    start_helper(end, "exit")
+    # Without this thread, the process ends in order, or its supervisor ends it.
+    start_helper(exit_now, "exit")
 
 
 def _announce(serving: Serving, stats: dict[str, Any], settings: Settings, address: str) -> None:

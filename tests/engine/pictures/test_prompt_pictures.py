@@ -24,9 +24,9 @@ from diskprefix.errors import DeviceLost, InvalidRequest
 from diskprefix.kv.numbers import Array
 from diskprefix.store import reads
 from diskprefix.store.epochs import Epoch
+from diskprefix.thread_pool import ThreadPool
 from diskprefix.tokens import as_token_ids, picture_ids
 from diskprefix.values import CacheOptions, Picture, Prompt, Scope, Tenant
-from diskprefix.workers import Workers
 from tests.examples import examples
 from tests.waiting import wait_for
 
@@ -134,7 +134,7 @@ def test_a_call_is_run_in_slices_and_ends_with_its_result_or_its_error_or_where_
             passed.append(number)
         return rows
 
-    threads = Workers(1, "encoder").start()
+    threads = ThreadPool(1, "encoder").start()
     sliced = SlicedCall(call, layers, threads)
     for slices in range(3):
         assert (len(passed), sliced.is_over) == (max(0, slices - 1), False)

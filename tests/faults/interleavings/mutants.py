@@ -38,9 +38,9 @@ from diskprefix.store.store_file import StoreFile
 from diskprefix.store.write_lock import WriteLock
 from diskprefix.store.writer import Room, Writer
 from diskprefix.store.written import WriteMeter, WrittenBytes
+from diskprefix.thread_pool import ThreadPool
 from diskprefix.tokens import root_hash
 from diskprefix.values import SHARED
-from diskprefix.workers import Workers
 from tests.faults.interleavings.threads import scheduler
 
 _owner: Any = PrefixCache.owner
@@ -106,7 +106,7 @@ def _full_unsaid(self: Housekeeping, told: str) -> None:
 
 def _one_thread(self: Fetches, *args: Any) -> None:
     _make_fetches(self, *args)
-    self._pools = dict.fromkeys(self._pools, Workers(1, "pool").start())
+    self._pools = dict.fromkeys(self._pools, ThreadPool(1, "pool").start())
 
 
 def _wanted_by_nobody(self: ReadJob) -> bool:

@@ -19,7 +19,7 @@ import lmdb
 from msgspec.structs import replace
 
 from diskprefix import settings as settings_module
-from diskprefix import workers
+from diskprefix import thread_pool
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.tiered_store import open_store
 from diskprefix.cache.tiers.local import DiskView
@@ -47,8 +47,8 @@ from diskprefix.store.reads import Patience
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.writer import Writer
 from diskprefix.store.written import WriteMeter
+from diskprefix.thread_pool import ThreadPool
 from diskprefix.values import Tenant
-from diskprefix.workers import Workers
 from tests.faults.interleavings import hash_model, shared_file, threads
 from tests.faults.interleavings.bucket import SimulatedBucket
 from tests.faults.interleavings.task_scheduler import Killed, Task
@@ -99,7 +99,7 @@ _buckets: list[SimulatedBucket] = []
 _transaction, _init_environment, _init_lock = Environment.transaction, Environment.__init__, FolderLock.__init__
 _init_meter, _check_file = WriteMeter.__init__, Environment.require_survivable
 _pause, _try_later = Writer.pause_writing, Writer._try_later
-_quarantine, _restoring, _report_failure = Store.quarantine, IdleWork.restoring, workers.report_failure
+_quarantine, _restoring, _report_failure = Store.quarantine, IdleWork.restoring, thread_pool.report_failure
 _expire = Evictor.expire
 READERS = (
     *("kv-writer", "kv-seen", "kv-match", "kv-load", "kv-prefetch", "picture-load", "draft-fetch", "kv-check"),
@@ -303,7 +303,7 @@ def patched() -> Iterator[None]:
         (FolderLock, "__init__", _listed(_init_lock)),
         (folder, "_write_mark", _living(folder._write_mark)),
         (WriteMeter, "__init__", _listed_meter),
-        (workers, "report_failure", _noted_failure),
+        (thread_pool, "report_failure", _noted_failure),
         (Writer, "pause_writing", _noted_pause),
         (Writer, "_try_later", _noted_retry),
         (Evictor, "expire", _noted_search),
@@ -392,7 +392,7 @@ class Daemon:
         self, settings: Settings, layout: Layout, num_sequences: float, process: object, build: int = 0
     ) -> None:
         self.process, self.build = process, build
-        self.rendering, self.reading = (Workers(_NUM_THREADS[kind], kind) for kind in ("rendering", "reading"))
+        self.rendering, self.reading = (ThreadPool(_NUM_THREADS[kind], kind) for kind in ("rendering", "reading"))
         self.store = open_store(settings)
         pool = PagePool(layout, block_size=BLOCK)
         identity = partial(identity_text, {"model": "hash"}, BLOCK, 1, layout.describe())

@@ -23,7 +23,7 @@ _AGAIN_S = 1.0
 """Seconds between the error of a thread and its next beginning."""
 
 
-class Workers(Executor):
+class ThreadPool(Executor):
     """A pool of at most `max_threads` threads, whose names begin with `name`. For any thread.
 
     `submit` only queues: a thread of the pool that takes work while no other one waits for work starts the next one. So
@@ -41,7 +41,7 @@ class Workers(Executor):
         """The number of threads without work."""
         self._is_closed = False
 
-    def start(self) -> Workers:
+    def start(self) -> ThreadPool:
         """Starts the first thread, if none has started, and returns this pool. Raises `RuntimeError` if the system
         refuses it."""
         with self._lock:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from diskprefix import workers
-from diskprefix.workers import Workers, standing_thread, start_helper
+from diskprefix import thread_pool
+from diskprefix.thread_pool import ThreadPool, standing_thread, start_helper
 
 
 def refuse_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,7 +22,7 @@ def refuse_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_started_pool_starts_no_thread_where_work_is_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
     starters, start = list[str](), threading.Thread.start
-    pool, together = Workers(3, "pool").start(), threading.Barrier(3)
+    pool, together = ThreadPool(3, "pool").start(), threading.Barrier(3)
 
     def noted(thread: threading.Thread) -> None:
         starters.append(threading.current_thread().name)
@@ -38,7 +38,7 @@ def test_a_started_pool_starts_no_thread_where_work_is_submitted(monkeypatch: py
 def test_while_the_system_refuses_a_thread_work_waits_for_those_that_are_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pool, may_end, together = Workers(2, "pool").start(), threading.Event(), threading.Barrier(2)
+    pool, may_end, together = ThreadPool(2, "pool").start(), threading.Event(), threading.Barrier(2)
     with monkeypatch.context() as patch:
         refuse_threads(patch)
         first, second = pool.submit(may_end.wait, 30), pool.submit(threading.get_ident)
@@ -51,7 +51,7 @@ def test_while_the_system_refuses_a_thread_work_waits_for_those_that_are_there(
 
 
 def test_a_pool_whose_first_thread_is_refused_queues_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool, done = Workers(1, "pool"), list[int]()
+    pool, done = ThreadPool(1, "pool"), list[int]()
     with monkeypatch.context() as patch:
         refuse_threads(patch)
         for begin in (pool.start, lambda: pool.submit(done.append, 1)):
@@ -63,7 +63,7 @@ def test_a_pool_whose_first_thread_is_refused_queues_nothing(monkeypatch: pytest
 
 
 def test_an_error_of_a_call_is_that_of_its_future_and_the_thread_goes_on() -> None:
-    pool = Workers(1, "pool")
+    pool = ThreadPool(1, "pool")
     failed = pool.submit(int, "x")
     with pytest.raises(ValueError, match="invalid literal"):
         failed.result(30)
@@ -73,7 +73,7 @@ def test_an_error_of_a_call_is_that_of_its_future_and_the_thread_goes_on() -> No
 
 @pytest.mark.parametrize("drops", [False, True])
 def test_a_closed_pool_completes_its_work_or_drops_it_and_takes_no_more(drops: bool) -> None:
-    pool, has_begun, may_end = Workers(1, "pool"), threading.Event(), threading.Event()
+    pool, has_begun, may_end = ThreadPool(1, "pool"), threading.Event(), threading.Event()
 
     def work() -> bool:
         has_begun.set()
@@ -96,7 +96,7 @@ def test_a_closed_pool_completes_its_work_or_drops_it_and_takes_no_more(drops: b
 
 def test_each_thread_of_a_pool_begins_as_asked() -> None:
     begun = list[int]()
-    pool = Workers(1, "pool", lambda: begun.append(threading.get_ident()))
+    pool = ThreadPool(1, "pool", lambda: begun.append(threading.get_ident()))
     assert [pool.submit(threading.get_ident).result(30)] == begun
     pool.shutdown()
 
@@ -104,7 +104,7 @@ def test_each_thread_of_a_pool_begins_as_asked() -> None:
 def test_a_standing_thread_begins_again_after_an_error_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(workers, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(thread_pool, "_AGAIN_S", 0.0)
     idents, errors = list[int](), list[Exception]()
 
     def work() -> None:
