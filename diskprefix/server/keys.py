@@ -43,12 +43,14 @@ _BEARER = re.compile(r"bearer +(\S+) *", re.IGNORECASE)
 
 
 class Caller(Struct, frozen=True):
-    """The sender of a request. `name` is the name of its API key. A caller who `sees_all` may see the figures of all
-    callers. An owner may also see their texts, delete, and control the daemon."""
+    """The sender of a request. `name` is the name of its API key. A caller who `sees_all` may see what the daemon does
+    for all callers, and their figures unless it `is_other_user`: the kernel names another user than the daemon's. An
+    owner may also see texts, delete, and control the daemon."""
 
     name: str | None = None
     tenant: Tenant = SHARED
     sees_all: bool = False
+    is_other_user: bool = False
     is_owner: bool = False
 
     @property
@@ -57,17 +59,22 @@ class Caller(Struct, frozen=True):
         return SHARED if self.name is None else self.tenant
 
     def require_admin(self) -> None:
-        """Raises `HttpError` 403 unless the caller `sees_all`: figures of all requests show one tenant what another
-        does."""
-        if not self.sees_all:
-            raise HttpError(403, f"this is about everybody's requests: only the key named {ADMIN} may do it")
+        """Raises `HttpError` 403 unless the caller `sees_all`, and 401 for another user of this machine: figures of all
+        requests show one tenant what another does."""
+        self._require_all()
+        if self.is_other_user:
+            raise HttpError(401, f"this is about everybody's requests, and needs the daemon's token: {TOKEN_PLACE}")
 
     def require_owner(self) -> None:
-        """Raises the errors of `require_admin`, and without keys `HttpError` 401 for a caller without the token."""
-        self.require_admin()
+        """Raises `HttpError` 403 unless the caller `sees_all`, and without keys 401 for a caller without the token."""
+        self._require_all()
         if not self.is_owner:
             what = "this shows texts of prompts, or changes something, and needs the daemon's token"
             raise HttpError(401, f"{what}: {TOKEN_PLACE}")
+
+    def _require_all(self) -> None:
+        if not self.sees_all:
+            raise HttpError(403, f"this is about everybody's requests: only the key named {ADMIN} may do it")
 
 
 ANYBODY = Caller(sees_all=True)
@@ -110,7 +117,7 @@ class OwnerToken:
         kernel names nobody, the owner's agents prove with their key of this process whose they are. Returns None for
         another daemon's token."""
         if not authorization:
-            return ANYBODY if user is None else Caller(tenant=self._tenant_of(user), sees_all=True)
+            return ANYBODY if user is None else self._of_user(user)
         match = _BEARER.fullmatch(authorization)
         key = match[1] if match is not None else authorization
         if self._is_the_token(key):
@@ -119,12 +126,14 @@ class OwnerToken:
             return None
         if user is None and not NAMES_USERS and hmac.compare_digest(_ascii(key), agents_key(self.text).encode()):
             user = os.geteuid()
-        return Caller(tenant=Tenant.of_key(key) if user is None else self._tenant_of(user), sees_all=True)
+        return Caller(tenant=Tenant.of_key(key), sees_all=True) if user is None else self._of_user(user)
 
-    def _tenant_of(self, user: int) -> Tenant:
-        """Returns the tenant of a user of this machine. It differs on each machine: user 1000 is another person there,
-        and one bucket may serve both machines. No bearer and no salt leads to it."""
-        return self.tenant if user == os.geteuid() else self.tenant.of_other_user(user)
+    def _of_user(self, user: int) -> Caller:
+        """Returns the caller for a user of this machine. Its tenant differs on each machine: user 1000 is another
+        person there, and one bucket may serve both machines. No bearer and no salt leads to it."""
+        if user == os.geteuid():
+            return Caller(tenant=self.tenant, sees_all=True)
+        return Caller(tenant=self.tenant.of_other_user(user), sees_all=True, is_other_user=True)
 
     def _is_the_token(self, key: str) -> bool:
         """Also accepts the token without its mark: people may copy only the digits."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,14 +62,18 @@ def test_another_user_learns_no_more_of_a_right_guess_than_of_a_wrong_one(daemon
         daemon.wait_saved()
         assert restored(own, secret) > 0
         in_common = restored(own, wrong)
-    with url_as(OTHER_USER, daemon.url) as url, httpx.Client(base_url=url, timeout=60) as other:
+    with (
+        url_as(OTHER_USER, daemon.url) as url,
+        httpx.Client(base_url=url, timeout=60) as other,
+        daemon.client() as own,
+    ):
         for headers in ({}, bearer("unused"), {"diskprefix-user": "0"}, {"Diskprefix-User": "0"}):
             guesses = []
             for guess in (secret, wrong):
-                before = counters(other)
+                before = counters(own)
                 answer = asked(other, guess, headers)
                 timings = {name: value for name, value in answer["timings"].items() if not name.endswith(("_ms", "_s"))}
-                grown = {name: value - before.get(name, 0) for name, value in counters(other).items()}
+                grown = {name: value - before.get(name, 0) for name, value in counters(own).items()}
                 guesses.append((answer["usage"], answer["prefix_cache"], timings, grown))
             assert guesses[0] == guesses[1]
             assert guesses[0][1]["restored"] == 0
@@ -85,6 +90,30 @@ def counters(client: httpx.Client) -> dict[str, float]:
     lines = [line for line in client.get("/metrics").text.splitlines() if "_total" in line and not line.startswith("#")]
     parts = [line.rpartition(" ") for line in lines if "seconds" not in line]
     return {name: float(value) for name, _, value in parts}
+
+
+def test_no_route_shows_another_user_what_was_asked(daemon: DaemonProcess) -> None:
+    with (
+        url_as(OTHER_USER, daemon.url) as url,
+        daemon.client() as owner,
+        httpx.Client(base_url=daemon.url, timeout=60) as own,
+        httpx.Client(base_url=url, timeout=60) as other,
+    ):
+        routes = owner.get("/openapi.json").json()["paths"].items()
+        paths = [path for path, methods in routes if "get" in methods and "{" not in path]
+        assert {"/metrics", "/health", "/v1/models"} <= {*paths}
+
+        def shown() -> dict[str, str]:
+            # When the model may be unloaded tells that somebody is active, which everybody may know.
+            return {path: re.sub(r'"expires_at":"[^"]+"', "", other.get(path).text) for path in paths}
+
+        before = shown()
+        asked(own, "What nobody else should hear of. " * 8, save=True)
+        daemon.wait_saved()
+        assert shown() == before
+        assert other.get("/metrics").status_code == 401
+        for reader, headers in ((own, {}), (other, bearer(daemon.token))):
+            assert reader.get("/metrics", headers=headers).status_code == 200
 
 
 def test_a_user_whom_the_kernel_does_not_name_is_the_tenant_of_its_bearer(daemon: DaemonProcess) -> None:
