@@ -303,6 +303,7 @@ class Settings:
         "The maximum number of tokens of a prompt and its reply. Models with two sets of RoPE factors, such as Phi-3.5 "
         "and Phi-4-mini, use those for short texts if it is not above their original length, or else those for long "
         "ones; each set has its own cache.",
+        kind="integer",
         metavar="N",
         unset="the positions of the model, as far as --kv-memory has room; factors for long texts",
         bounds=(16, 1 << 30),

@@ -6,6 +6,7 @@ import re
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 from click.testing import CliRunner
@@ -47,6 +48,18 @@ def settings_of(monkeypatch: pytest.MonkeyPatch) -> SettingsOf:
 
 def test_without_arguments_the_settings_are_the_defaults(settings_of: SettingsOf) -> None:
     assert settings_of() == Settings()
+
+
+def test_the_value_of_each_flag_has_the_type_of_its_setting(settings_of: SettingsOf) -> None:
+    """Also of the numbers without a default, which say nothing of their type."""
+    types = get_type_hints(Settings)
+    for name, setting in SETTINGS.items():
+        kinds = {kind for kind in get_args(types[name]) or (types[name],) if kind is not type(None)}
+        is_number = setting.kind in ("integer", "size", "duration")
+        assert is_number == (kinds <= {int, float}), name
+        if is_number:
+            value = int(min(max(setting.bounds[0], 1), setting.bounds[1]))
+            assert type(getattr(settings_of(flag_of(name), str(value)), name)) in kinds, name
 
 
 def test_every_setting_has_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch, settings_of: SettingsOf) -> None:
