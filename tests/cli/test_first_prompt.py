@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -15,6 +18,7 @@ import pytest
 from msgspec.structs import replace
 
 from diskprefix.errors import SettingsError
+from diskprefix.extras.clients import first_prompt as first_prompt_module
 from diskprefix.extras.clients.first_prompt import first_prompt
 from diskprefix.extras.clients.recipe import Served, agent_called
 from diskprefix.extras.clients.stand_in import StandIn
@@ -114,6 +118,79 @@ def test_an_agent_runs_apart_and_leaves_nothing(
     assert sorted(os.listdir(profile / ".claude")) == ["long.jsonl", "settings.json"]
 
 
+ATTACK = """\
+#!{python} -S
+import ctypes, fcntl, json, os, sys, time, urllib.request
+from pathlib import Path
+
+def outcome(work):
+    try:
+        work()
+    except OSError as error:
+        return error.errno
+    return "done"
+
+def remount():
+    libc = ctypes.CDLL(None, use_errno=True)
+    for flags in (32 | 4096, 32):
+        if not libc.mount(None, os.fsencode(os.getcwd()), None, flags, None):
+            return
+    raise OSError(ctypes.get_errno(), "")
+
+lock = os.open({lock!r}, os.O_RDWR)
+reading, writing = os.pipe()
+if not os.fork():
+    os.setsid()
+    fcntl.flock(os.open({lock!r}, os.O_RDWR), fcntl.LOCK_EX)
+    os.write(writing, b"x")
+    time.sleep(600)
+os.read(reading, 1)
+status = dict(line.split(":", 1) for line in open("/proc/self/status").read().splitlines())
+seen = {{
+    "rights": [int(status[name], 16) for name in ("CapPrm", "CapEff", "CapBnd", "CapAmb")],
+    "remounts": outcome(remount),
+    "writes": outcome(lambda: Path("new").write_text("x")),
+    "writes below": outcome(lambda: Path("below/new").write_text("x")),
+    "signals": outcome(lambda: os.kill({pid}, 0)),
+}}
+body = {{"messages": [], "tools": [{{"name": json.dumps(seen)}}]}}
+url = os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages"
+urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode())).read()
+"""
+IN_MOUNTS = """\
+import json, subprocess, sys
+from pathlib import Path
+from diskprefix.extras.clients.first_prompt import first_prompt
+from diskprefix.extras.clients.recipe import agent_called
+from tests.cli.test_first_prompt import SERVED
+subprocess.run(["mount", "-t", "tmpfs", "none", "below"], check=True)
+found = first_prompt(agent_called("claude"), SERVED, Path(sys.argv[1]))
+print(json.dumps([found.had_network, json.loads(found.body["tools"][0]["name"])]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can run a program apart")
+def test_an_agent_that_tries_to_stay_and_to_write_can_do_neither(project: Path, programs: Path, tmp_path: Path) -> None:
+    """As root, with a mount in the folder."""
+    (project / "below").mkdir()
+    (tmp_path / "lock").touch()
+    install(programs, ATTACK.format(python=sys.executable, lock=str(tmp_path / "lock"), pid=os.getpid()))
+    ended = subprocess.run(
+        ["unshare", "--user", "--map-root-user", "--mount", sys.executable, "-c", IN_MOUNTS, str(tmp_path / "profile")],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    had_network, seen = json.loads(ended.stdout)
+    assert not had_network
+    with (tmp_path / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    rights = {"rights": [0, 0, 0, 0], "remounts": errno.EPERM, "signals": errno.ESRCH}
+    assert seen == rights | {"writes": errno.EROFS, "writes below": errno.EROFS}
+
+
 def test_a_folder_with_the_temporary_files_is_not_shown(
     programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,6 +221,22 @@ def test_an_agent_without_a_prompt_is_an_error(
         install(programs, program)
     with pytest.raises(SettingsError, match=problem):
         first_prompt(agent_called("claude-code"), SERVED, tmp_path / "profile")
+
+
+def test_a_folder_that_is_gone_is_one_line(project: Path, programs: Path, tmp_path: Path) -> None:
+    install(programs, "#!/bin/sh\n")
+    (project / "x.py").unlink()
+    project.rmdir()
+    with pytest.raises(SettingsError, match="Claude Code cannot be run here: No such file"):
+        first_prompt(agent_called("claude"), SERVED, tmp_path / "profile")
+
+
+def test_a_network_that_cannot_be_used_is_not_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attempt is made by another process."""
+    before = os.stat("/proc/self/ns/net").st_ino
+    monkeypatch.setattr(first_prompt_module, "_SIOCSIFFLAGS", 0)
+    assert not first_prompt_module._can_be_set_apart()
+    assert os.stat("/proc/self/ns/net").st_ino == before
 
 
 @pytest.mark.usefixtures("project")

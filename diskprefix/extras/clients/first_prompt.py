@@ -2,9 +2,13 @@
 Nothing of the run is kept but the request.
 
 The run is a process of its own (`python -P -m diskprefix.extras.clients.first_prompt`), which first gets an empty
-network and mounts of its own: the agent sees only the stand-in, can write nothing in the current folder, and writes to
-a copy of its profile. Agents write the names of both folders and the newest commits into their prompts. Where the
-system does not allow this, the agent runs in an empty repository, and a proxy that is none refuses other addresses.
+network, mounts and process numbers of its own: the agent reaches only the stand-in, can write nothing in the current
+folder, writes to a copy of its profile, and all that it started ends with the run. Agents write the names of both
+folders and the newest commits into their prompts. Where the system does not allow this, the agent runs in an empty
+repository, and a proxy that is none refuses other addresses.
+
+That keeps a run from changing anything by mistake. It is no sandbox: the agent has the rights of its user, may write
+elsewhere, and reaches programs that listen at a path (Docker, ssh-agent).
 """
 
 from __future__ import annotations
@@ -42,9 +46,13 @@ _LIMIT_S, _AFTER_S = 120.0, 10.0
 _POLL_S = 0.05
 _MAX_FILE_BYTES, _MAX_FILES, _MAX_DEPTH = 1 << 18, 200, 3
 """Of the user's profile, so many files of at most this size are copied: settings, but no conversations."""
-_CLONE_NEWUSER, _CLONE_NEWNET, _CLONE_NEWNS, _MS_BIND = 0x10000000, 0x40000000, 0x00020000, 4096
-_MS_RDONLY, _MS_REMOUNT, _MS_REC = 1, 32, 16384
+_APART = 0x10000000 | 0x20000000 | 0x40000000 | 0x00020000
+"""CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET and CLONE_NEWNS."""
+_MS_BIND, _MS_REC, _MS_OF_PROC = 4096, 16384, 2 | 4 | 8
+_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
+_PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _NUM_CAPABILITIES = 1, 24, 38, 64
+_CAPABILITY_VERSION_3 = 0x20080522
 
 
 class FirstPrompt(Struct, frozen=True):
@@ -109,6 +117,8 @@ def _answered(run: _Run, *, is_apart: bool) -> FirstPrompt:
     if not (is_apart and current not in folder.resolve().parents and _is_read_only(current)):
         current = folder / "repository"
         _make_repository(current)
+    if is_apart:
+        _give_up_capabilities()
     with StandIn(run.served.model) as stand_in, output.open("wb") as log:
         settings = recipe(run.agent.name, replace(run.served, url=stand_in.url), home)
         for file in settings.files:
@@ -186,20 +196,33 @@ def _mounted(folder: Path, place: Path) -> Path:
 
 
 def _is_read_only(folder: Path) -> bool:
-    """Has this process and its own see a folder, with what is in it, read-only. Returns whether that could be done."""
+    """Has this process and its own see a folder read-only, with all mounts in it. Returns whether that could be done:
+    Linux can from 5.12 on."""
     with suppress(OSError, AttributeError):
-        mount, name = ctypes.CDLL(None).mount, os.fsencode(folder)
-        flags = _MS_BIND | _MS_REMOUNT | _MS_RDONLY
-        return not mount(name, name, None, _MS_BIND | _MS_REC, None) and not mount(None, name, None, flags, None)
+        libc, name, attributes = ctypes.CDLL(None), os.fsencode(folder), struct.pack("4Q", _MOUNT_ATTR_RDONLY, 0, 0, 0)
+        change = (_MOUNT_SETATTR, _AT_FDCWD, name, _AT_RECURSIVE, attributes, len(attributes))
+        return not libc.mount(name, name, None, _MS_BIND | _MS_REC, None) and not libc.syscall(*change)
     return False
 
 
+def _give_up_capabilities() -> None:
+    """Takes all capabilities from this process and what it starts, which could undo the mounts. Raises `OSError`."""
+    libc = ctypes.CDLL(None)
+    for number in range(_NUM_CAPABILITIES):
+        # Otherwise a program that root starts gets them back.
+        libc.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0)
+    header = struct.pack("Ii", _CAPABILITY_VERSION_3, 0)
+    if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.capset(header, bytes(24)):
+        raise OSError("the rights of the run could not be given up")
+
+
 def _set_apart() -> bool:
-    """Gives this process, which has one thread, an empty network and mounts of its own. Returns whether it could."""
+    """Gives this process, which has one thread, an empty network and mounts of its own, and its next child process
+    numbers of its own. Returns whether it could."""
     user, group = os.getuid(), os.getgid()
     with suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None, use_errno=True)
-        if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET | _CLONE_NEWNS):
+        if libc.unshare(_APART):
             return False
         for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
             Path("/proc/self", name).write_text(text, encoding="ascii")
@@ -219,10 +242,24 @@ def _can_be_set_apart() -> bool:
     os._exit(0 if _set_apart() else 1)
 
 
+def _is_first_of_its_own() -> bool:
+    """Forks the process 1 of the new process numbers: the kernel ends all others of them when it ends. Returns True in
+    it. It ends with this process."""
+    libc = ctypes.CDLL(None)
+    if os.fork():
+        return False
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # Programs look themselves up there by their number.
+    libc.mount(b"proc", b"/proc", b"proc", _MS_OF_PROC, None)
+    return True
+
+
 def main() -> int:
     """Reads a run from standard input, and writes the first prompt to standard output."""
     run = msgspec.convert(json.loads(sys.stdin.buffer.read()), _Run)
     is_apart = sys.platform == "linux" and _can_be_set_apart() and _set_apart()
+    if is_apart and not _is_first_of_its_own():
+        return os.waitstatus_to_exitcode(os.wait()[1])
     try:
         prompt = _answered(run, is_apart=is_apart)
     except (SettingsError, OSError) as error:
