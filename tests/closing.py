@@ -32,6 +32,7 @@ LISTED = {
     "the kernel cannot populate pages": "Linux before 5.14",
     "the kernel does not tell": "systems other than Linux",
     "lets no user make a namespace": "some distributions allow it to chosen programs alone",
+    "no program can have mounts of its own here": "containers without user namespaces, and systems other than Linux",
     "needs two processors": "the test is about where threads run",
     "no operators of this CPU": "a CPU without bfloat16",
     "the embedded model is not on this machine": "pip fetches it at the first `diskprefix serve`",

@@ -127,7 +127,6 @@ PATCH = """\
 from diskprefix.extras.clients import daemon_choice, launch_command, launched_daemon
 launched_daemon.SERVE = (sys.executable, "-S", "{}")
 launch_command.is_ours = daemon_choice.is_ours = lambda url: False
-launch_command.compute_in_background = lambda *_: None
 """
 
 
@@ -146,8 +145,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     for module in (launch_command, daemon_choice):
         monkeypatch.setattr(module, "is_ours", lambda _url: False)
     monkeypatch.setenv("DISKPREFIX_PORT", "0")
-    # `test_first_prompt_ahead.py` is about it.
-    monkeypatch.setattr(launch_command, "compute_in_background", lambda *_: None)
     yield made
     if made.is_daemon_alive():
         # A test has failed.
@@ -182,8 +179,7 @@ def test_each_agent_gets_the_model_and_cleaning_leaves_the_users_files_byte_for_
     ended = run("launch", agent.program, "--url", url, "--api-key", "k-1", "--", "-p", "a b", "--model", "x")
     assert ended.exit_code == 0, ended.stderr
     uses = f"{agent.title} uses two at {url}; its profile is {place.launches / agent.name}"
-    asks = f"a second {agent.title} runs for a moment in the background, to compute its first prompt ahead"
-    assert lines(ended) == [uses, *([asks] if agent.probe else [])]
+    assert lines(ended) == [uses]
     arguments, environment = place.recorded(agent.program)
     assert arguments[-4:] == ["-p", "a b", "--model", "x"]
     new = {path: text for path, text in place.files().items() if path not in before}
@@ -334,10 +330,10 @@ def test_launch_keeps_edits_of_a_profile_and_backs_them_up_before_new_settings(
     run("launch", "codex", "--url", url)
     written = file.read_bytes()
     file.write_bytes(changed := written + b"\n[mine]\r\nkept = true")
-    assert len(lines(run("launch", "codex", "--url", url))) == 2
+    assert len(lines(run("launch", "codex", "--url", url))) == 1
     assert file.read_bytes() == changed
     said = lines(run("launch", "codex", "--url", url, "--model", "small", "--api-key", "k"))
-    assert (len(said), file.read_bytes()) == (2, changed)
+    assert (len(said), file.read_bytes()) == (1, changed)
     with small_daemon(models=[models({"id": "other", "context_length": 32_768})]) as daemon:
         copy = file.with_name("config.toml.1")
         said = lines(run("launch", "codex", "--url", daemon.url))
@@ -345,11 +341,11 @@ def test_launch_keeps_edits_of_a_profile_and_backs_them_up_before_new_settings(
         assert copy.read_bytes() == changed
         assert b'model = "other"' in file.read_bytes()
     # It was not changed again, so it is only written.
-    assert len(lines(run("launch", "codex", "--url", url))) == 2
+    assert len(lines(run("launch", "codex", "--url", url))) == 1
     assert file.read_bytes() == written
     file.write_bytes(b"other")
     (place.launches / "codex/written.json").write_text("{", encoding="utf-8")
-    assert len(lines(run("launch", "codex", "--url", url))) == 3
+    assert len(lines(run("launch", "codex", "--url", url))) == 2
     assert file.with_name("config.toml.2").read_bytes() == b"other"
 
 
@@ -476,8 +472,8 @@ def test_a_signal_is_for_the_agent_and_the_daemon_ends_after_it(
     assert place.is_daemon_alive()
     (os.killpg if to_group else os.kill)(process.pid, number)
     *said, last = process.communicate()[1].splitlines()
-    # How much of the disk the daemon takes, what the agent uses, its first prompt (2), and where the dashboard is.
-    assert (len(said), process.returncode) == (5, 40 + number)
+    # How much of the disk the daemon takes, what the agent uses, its first prompt, and where the dashboard is.
+    assert (len(said), process.returncode) == (4, 40 + number)
     assert last.endswith(f"the daemon's log: {place.logs / 'daemon.log'}")
     assert (place.logs / "daemon.log").is_file()
     assert not place.is_daemon_alive()
@@ -585,8 +581,7 @@ def test_before_the_agent_starts_it_is_said_how_long_its_first_prompt_takes(
     with small_daemon(models=[models(CARDS[1] | card)], props=[props]) as daemon:
         said = lines(run("launch", "claude", "--url", daemon.url))
     told = [one for one in said if one.startswith("its first prompt has about 19,000 tokens: ") and line in one]
-    asks = "a second Claude Code runs for a moment in the background, to compute its first prompt ahead"
-    assert [*told, asks] == said[1:]
+    assert told == said[1:]
 
 
 @pytest.mark.usefixtures("place")

@@ -232,8 +232,8 @@ class Script:
 
 
 def _is_turn(body: Mapping[str, Any]) -> bool:
-    """Returns whether a body is of the conversation, and not the first prompt that a launch wants computed ahead."""
-    return bool(body.get("tools") and body.get("stream") and "prefix_cache" not in body)
+    """Returns whether a body is of the conversation, and not a small request beside it."""
+    return bool(body.get("tools") and body.get("stream"))
 
 
 def _verify(folder: Path) -> list[Any]:

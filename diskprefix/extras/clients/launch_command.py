@@ -20,29 +20,17 @@ from msgspec.structs import replace
 
 from diskprefix.cli.options import api_key_option, nonempty, url_option
 from diskprefix.cli.tooling import confirmed, say
-from diskprefix.errors import DiskPrefixError, SettingsError
+from diskprefix.errors import SettingsError
 from diskprefix.extras.catalogue.adviser import LEAST_CONTEXT
 from diskprefix.extras.clients.agent_profile import AgentProfile
 from diskprefix.extras.clients.daemon_choice import find_daemon, shared_daemon
-from diskprefix.extras.clients.daemons_command import PAUSED
-from diskprefix.extras.clients.first_prompt_ahead import (
-    Readiness,
-    ask_daemon,
-    compute_in_background,
-    forget_prompts,
-    remembered,
-)
 from diskprefix.extras.clients.launched_daemon import LaunchedDaemon, is_ours
 from diskprefix.extras.clients.model_choice import Choice, NotServed, ask_served, flags_of_model
 from diskprefix.extras.clients.recipe import KnownAgent, Served, agent_called, agents, recipe
 from diskprefix.extras.daemon_call import running_daemon
-from diskprefix.printable import shown
 from diskprefix.server.process.token_file import dashboard_line, token_for
 from diskprefix.units import counted, format_size, rough_duration
 
-_NOT_AHEAD = "its first prompt is not computed ahead: "
-_FEW = 256
-"""Tokens of which is not said that they are missing. On the grid, the last ones are never computed ahead."""
 _SIGNAL_EXIT_CODE = 128
 """A shell reports a process that signal N killed as 128 + N."""
 
@@ -92,8 +80,8 @@ def launch(
     The log of a daemon that launches started is $XDG_STATE_HOME/diskprefix/launch/daemon.log, by default below
     ~/.local/state. A second daemon beside it has daemon-2.log, and the log of the start before ends with .1.
 
-    The agent's first prompt is computed while no request waits: in the background, a second AGENT runs once a day in
-    each folder, on Linux read-only and without a network, and gets no reply. --clean removes what is remembered of it.
+    The agent's first prompt is computed with the first request; later sessions restore it. `diskprefix warm --agent`
+    computes it before.
 
     Agents send this user's key, a secret generated at first use. Other users of the daemon do not have it, so they
     cannot test guesses about what your agents send.
@@ -120,7 +108,7 @@ def launch(
         own_url = own_url or shared.url() or (url if is_ours(url) else None)
         return _print_recipe(known, arguments, _served(own_url, url, model, api_key), shared.folder / known.name)
     choose = partial(_choice, own_url, url, model, api_key)
-    return _start(shared, known, arguments, choose, api_key, requires_suitable=model is None and not anyway)
+    return _start(shared, known, arguments, choose, requires_suitable=model is None and not anyway)
 
 
 def _list_agents() -> int:
@@ -148,7 +136,6 @@ def _start(
     known: KnownAgent,
     arguments: Sequence[str],
     choose: Callable[[ExitStack], Choice],
-    api_key: str | None,
     *,
     requires_suitable: bool,
 ) -> int:
@@ -169,50 +156,20 @@ def _start(
         if choice.problem:
             say(f"warning: {choice.problem}; {choice.advice}")
         say(f"{known.title} uses {choice.served.model} at {choice.served.url}; its profile is {profile}")
-        is_asked = _compute_first_prompt(shared.folder, known, choice, api_key)
+        _say_duration(known, choice)
         if (token := token_for(choice.served.url)) is not None:
             say(dashboard_line(choice.served.url, token))
         command = [program, *shlex.split(settings.run)[1:], *arguments]
-        code = agent_process.run(command, os.environ | settings.environment | _not_by_proxy(choice.served.url))
-        if is_asked and (run := remembered(shared.folder, known, choice.served)) and run.problem:
-            say(_NOT_AHEAD + run.problem)
-        return code
+        return agent_process.run(command, os.environ | settings.environment | _not_by_proxy(choice.served.url))
 
 
-def _compute_first_prompt(folder: Path, agent: KnownAgent, choice: Choice, api_key: str | None) -> bool:
-    """Has the agent's first prompt computed ahead of its first request. Says how much of it is ready or, if it is not
-    known yet, how long it takes. Returns whether a process in the background asks the agent for it."""
-    served, run = choice.served, remembered(folder, agent, choice.served) if agent.probe else None
-    if run is not None and run.prompt is not None:
-        try:
-            readiness = ask_daemon(running_daemon(served.url, api_key), agent, served, run.prompt)
-            say(_ready_line(readiness))
-        except DiskPrefixError as error:
-            say(_NOT_AHEAD + error.message)
-        return False
+def _say_duration(agent: KnownAgent, choice: Choice) -> None:
+    """Says how long the agent's first prompt takes, the first time."""
     if agent.first_prompt_tokens and choice.prefill_s_per_token:
-        tokens = min(agent.first_prompt_tokens, served.context)
+        tokens = min(agent.first_prompt_tokens, choice.served.context)
         lasts = rough_duration(tokens * choice.prefill_s_per_token)
         how = "as measured here" if choice.is_measured else "a rough guess"
         say(f"its first prompt has about {tokens:,} tokens: {lasts}, the first time only ({how})")
-    if not agent.probe:
-        return False
-    if run is not None or choice.is_ahead_off:
-        say(_NOT_AHEAD + (run.problem if run is not None else PAUSED["off"]))
-        return False
-    compute_in_background([agent], folder, served.url, served.model, api_key)
-    say(f"a second {agent.title} runs for a moment in the background, to compute its first prompt ahead")
-    return True
-
-
-def _ready_line(readiness: Readiness) -> str:
-    """Returns how much of a first prompt need not be computed, and what becomes of the rest."""
-    line = f"its first prompt: {readiness.ready_tokens:,} of {readiness.prompt_tokens:,} tokens are ready"
-    if readiness.prompt_tokens - readiness.ready_tokens < _FEW:
-        return line
-    if readiness.paused is None:
-        return f"{line}; the rest is computed while no request waits"
-    return f"{line}; the rest is not computed ahead now: {PAUSED.get(readiness.paused, shown(readiness.paused))}"
 
 
 def _location(agent: KnownAgent) -> str:
@@ -240,7 +197,6 @@ def _clean(shared: LaunchedDaemon, known: Sequence[KnownAgent], *, yes: bool) ->
             daemon.remove_logs()
     with shared.mutex():
         is_used = shared.end_unused()
-        forget_prompts(shared.folder, known)
         for title, profile in existing.items():
             if profile.remove(title):
                 say(f"removed {profile.folder}")

@@ -42,14 +42,13 @@ _KV_PART = re.compile(r"KV memory for ([\d,]+) tokens")
 class Choice(Struct, frozen=True, kw_only=True):
     """A model of the daemon. `problem` says why agents may not work with it, or is empty; `advice` is what to do then.
     `prefill_s_per_token` is measured by a daemon if `is_measured`, else guessed from the size of the weights, and
-    None if it is unknown. `is_ahead_off`: the daemon computes nothing ahead of requests."""
+    None if it is unknown."""
 
     served: Served
     problem: str
     advice: str
     prefill_s_per_token: float | None = None
     is_measured: bool = False
-    is_ahead_off: bool = False
 
 
 class NotServed(SettingsError):
@@ -88,7 +87,6 @@ def ask_served(
         advice=_advice(cards),
         prefill_s_per_token=speed,
         is_measured=is_measured,
-        is_ahead_off=props.get("ahead", {}).get("paused") == "off",
     )
 
 

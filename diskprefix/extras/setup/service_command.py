@@ -21,10 +21,8 @@ import click
 
 from diskprefix.cli.options import GroupedCommand, build_settings, policy_option, policy_values, setting_options
 from diskprefix.cli.serve_command import policy_text
-from diskprefix.cli.tooling import json_option, print_json, say
+from diskprefix.cli.tooling import json_option, print_json
 from diskprefix.errors import NotReady, SettingsError
-from diskprefix.extras.clients.daemon_choice import shared_daemon
-from diskprefix.extras.clients.first_prompt_ahead import compute_in_background, may_be_asked
 from diskprefix.printable import printable_only
 from diskprefix.private_file import make_private_folder
 from diskprefix.server.process.listener import listen
@@ -34,8 +32,6 @@ _PROGRAM = "%h/.local/bin/diskprefix"
 """The program in the units of `systemd/user`."""
 _MARK = "diskprefix service install"
 """A text in each file that this command writes. It leaves files without it alone."""
-_PATIENCE_S = 600.0
-"""How long the first prompts of agents wait for a service that starts, in seconds."""
 _UNITS = ("diskprefix.socket", "diskprefix-verify.timer", "diskprefix.service")
 
 
@@ -192,9 +188,6 @@ def install(as_json: bool, **flags: Any) -> int:
     and restarts the daemon if something changed. The daemon stops when you log out, unless lingering is on: `loginctl
     enable-linger` starts your services at boot and keeps them running.
 
-    Once the service answers, the first prompts of the installed agents in the current folder are computed ahead, in
-    the background (--ahead off: not).
-
     Exit codes: 0 done; 1 this user has no systemd session; 2 wrong usage, or the port is in use.
     """
     settings, manager, before = build_settings(flags), _manager(), _installed()
@@ -213,19 +206,7 @@ def install(as_json: bool, **flags: Any) -> int:
     for path, text in texts.items():
         _replace(path, text)
     manager.start(changed=any(old.values()) and old != texts)
-    _compute_first_prompts(settings)
     return _show(manager, as_json)
-
-
-def _compute_first_prompts(settings: Settings) -> None:
-    """Has the first prompts of the installed agents computed ahead in the background, once the service answers."""
-    asked = may_be_asked()
-    if asked and settings.ahead_s and settings.api_keys is None:
-        with suppress(OSError):
-            url = f"http://{_address(settings)}"
-            compute_in_background(asked, shared_daemon().folder, url, patience_s=_PATIENCE_S)
-            titles = ", ".join(agent.title for agent in asked)
-            say(f"each runs once in this folder, in the background, to compute its first prompt ahead: {titles}")
 
 
 @service.command()

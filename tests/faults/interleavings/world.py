@@ -279,7 +279,7 @@ def _checked_slowly(self: Environment) -> None:
 
 
 def _noted_failure(name: str, error: Exception) -> None:
-    """In the place of `workers.report_failure`: a thread that begins again is a fault too."""
+    """In the place of `thread_pool.report_failure`: a thread that begins again is a fault too."""
     if threads.is_simulated():
         lines = "".join(traceback.format_exception(error))
         scheduler().errors.append(f"{name} ended with {error!r}\n{lines}")
