@@ -14,13 +14,18 @@ from concurrent.futures import Future
 from copy import copy
 from functools import cached_property, lru_cache, partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 from msgspec.structs import replace
 
-from diskprefix.engine.constraints.constraint_grammar import explained, grammar_of, matcher_of
+from diskprefix.engine.constraints.constraint_grammar import (
+    Forbidden,
+    explained,
+    forbidden_by,
+    grammar_of,
+    matcher_of,
+)
 from diskprefix.engine.constraints.kept_schema import Loosened
 from diskprefix.engine.constraints.trial import TokenizerText, Trials
 from diskprefix.engine.request import Constraint, FreeText
@@ -38,8 +43,6 @@ _MAX_THREADS = 1024
 """More than the requests of an engine that run at a time: a grammar delays no other request."""
 _MAX_BEGINNING = 1024
 """The maximum number of characters of a text that begins a call."""
-Forbidden: TypeAlias = npt.NDArray[np.bool_]
-"""A mask of shape [vocab_size], True for tokens that must not come next."""
 
 
 class ConstraintCompiler:
@@ -101,7 +104,7 @@ class ConstraintCompiler:
         grammar = grammar_of(constraint, "constraint")
         compiled = self._compiled(constraint.owner, grammar)
         if compiled.is_error():
-            raise explained(constraint, "constraint", compiled.get_error())
+            raise explained(self.tokenizer, constraint, "constraint", compiled.get_error())
         # The copy shares the computed parts of the constraint.
         return compiled.deep_copy()
 
@@ -367,13 +370,6 @@ class ConstrainedCalls:
         if not self._matcher.consume_tokens([*tokens]) or self._matcher.is_stopped():
             return None
         return forbidden_by(self._matcher, self._compiler.vocab_size)
-
-
-def forbidden_by(matcher: LLMatcher, vocab_size: int) -> Forbidden:
-    """Returns the mask of the next token. If the mask is too complex to compute, it allows only the end, which the
-    matcher then refuses."""
-    allowed = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-    return np.unpackbits(~allowed, count=vocab_size, bitorder="little").view(np.bool_)
 
 
 class _FreeText:

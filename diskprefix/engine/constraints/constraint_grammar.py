@@ -1,12 +1,17 @@
-"""Converts constraints to grammars of llguidance, explains why a constraint cannot be compiled, and loosens schemas."""
+"""Converts constraints to grammars of llguidance, tries them, explains why one is refused, and loosens schemas."""
 
 from __future__ import annotations
 
 import json
+import random
 import re
+import time
 from collections.abc import Iterator
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from diskprefix.engine.constraints.kept_schema import (
     MAX_CHARS,
@@ -27,6 +32,9 @@ from diskprefix.printable import escaped
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+Forbidden: TypeAlias = npt.NDArray[np.bool_]
+"""A mask of shape [vocab_size], True for tokens that must not come next."""
+
 _MAX_PARTS = 10_000
 """The maximum number of schemas inside a schema."""
 _MAX_PATTERNS = 64
@@ -38,10 +46,16 @@ _MAX_REPEATED = 100_000
 _MAX_TRIES = 256
 """The maximum number of parts of a schema that are compiled to find the part at fault."""
 _MAX_MESSAGE_CHARS = 300
+_REPLIES, _REPLY_TOKENS, _REPLIES_CPU_S = 4, 256, 0.5
+"""The replies that are written to try a grammar, the most tokens of each, and the processor seconds after which no
+further token is written."""
+_TRIAL_EFFORT = 0.25
+"""The share of a reply's effort for a token that a trial may take: other texts than those that it writes take more."""
 _IMPOSSIBLE = "Unsatisfiable schema"
 _TOO_DEEP = "is nested too deeply, or its references lead through too many schemas"
 _UNREADABLE = "failed to parse"
 """The message of llguidance for a schema that is nested too deeply. No part of it is at fault alone."""
+_LATE = "is too complex for the text of a reply: "
 
 _JSON_OPTIONS = {
     # Small models write white space forever if the grammar allows it. This is enough for any indented text.
@@ -96,15 +110,43 @@ def _json_rule(rule: re.Match[str]) -> str:
 
 
 def reason_against(tokenizer: LLTokenizer, constraint: Constraint, param: str) -> str:
-    """Returns the reason why a constraint cannot be compiled, "" if it can. Raises the errors of `grammar_of`. May take
-    any time and memory."""
+    """Returns the reason why a constraint cannot be compiled or a reply to it cannot be written, "" if both can. Raises
+    the errors of `grammar_of`. May take any time and memory."""
     _require_short(constraint.source, param)
     try:
-        matcher = matcher_of(tokenizer, _grammar(constraint, param))
+        return _reason_in(tokenizer, _grammar(constraint, param))
     except NotKept as error:
         return str(error)
     except (ValueError, RecursionError) as error:
         raise _invalid(param, _text_of(error)) from error
+
+
+def _reason_in(tokenizer: LLTokenizer, grammar: str) -> str:
+    matcher = matcher_of(tokenizer, grammar, _TRIAL_EFFORT)
+    if matcher.is_error():
+        return matcher.get_error()
+    # A grammar can be compiled although a later mask exceeds llguidance's limits.
+    until, choose = time.process_time() + _REPLIES_CPU_S, random.Random(0)
+    for _ in range(_REPLIES):
+        if reason := _reason_of_reply(tokenizer, matcher.deep_copy(), choose, until):
+            return f"{_LATE}{_reason(reason)}"
+    return ""
+
+
+def _reason_of_reply(tokenizer: LLTokenizer, matcher: LLMatcher, choose: random.Random, until: float) -> str:
+    """Writes a reply of any allowed tokens. Returns the reason why it cannot go on, "" if it can. Every second token
+    ends a text or another value where it may, so that the reply gets further than its first text."""
+    quotes, ends = (tokenizer.tokenize_str(text) for text in ('"', ",]}"))
+    for _ in range(_REPLY_TOKENS):
+        if matcher.is_stopped() or time.process_time() > until:
+            break
+        forbidden = forbidden_by(matcher, tokenizer.vocab_size)
+        allowed: list[int] = []
+        if choose.random() < 0.5:
+            allowed = [token for token in quotes if not forbidden[token]]
+            allowed = allowed or [token for token in ends if not forbidden[token]]
+        if not matcher.consume_tokens([choose.choice(allowed or np.flatnonzero(~forbidden).tolist())]):
+            break
     return matcher.get_error() if matcher.is_error() else ""
 
 
@@ -128,8 +170,11 @@ def loosened(tokenizer: LLTokenizer, source: str) -> Loosened:
             part = schema
             for step in place:
                 part = part[step]
-            definitions = definitions_of(schema)
-            kept = weaker(part, lambda weak: not _reason_of(definitions | weak) and not [*_excesses(weak)])  # noqa: B023
+            definitions, writer = definitions_of(schema), _writer(tokenizer, reason)
+            kept = weaker(
+                part,
+                lambda weak: not _reason_of(definitions | weak, writer) and not [*_excesses(weak)],  # noqa: B023
+            )
             schema = replace_part(schema, place if part else (), kept)
             left_out.append(f"{_joined('', place)[1:]}: {reason}")
     except (ValueError, RecursionError) as error:
@@ -142,35 +187,45 @@ def _fault(tokenizer: LLTokenizer, schema: JsonSchema) -> tuple[Path, str] | Non
     for place, _, reason in _excesses(schema):
         return place, reason
     reason = reason_against(tokenizer, Constraint(kind="json_schema", source=json.dumps(schema)), "")
-    return _innermost(schema, _reason(reason)) if reason else None
+    return _innermost(tokenizer, schema, _reason(reason)) if reason else None
 
 
 @cache
-def limits() -> LLParserLimits:
-    """Returns llguidance's own bounds of time and memory. Its messages do not quote the whole grammar."""
+def limits(effort: float = 1.0) -> LLParserLimits:
+    """Returns llguidance's own bounds of time and memory, with `effort` times the work of its lexer for each token. Its
+    messages do not quote the whole grammar."""
     # Imported here, because few requests have a constraint.
     from llguidance import LLParserLimits
 
-    return LLParserLimits(verbose_errors=False)
+    own = LLParserLimits(verbose_errors=False)
+    return LLParserLimits(step_lexer_fuel=int(effort * own.step_lexer_fuel), verbose_errors=False)
 
 
-def matcher_of(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """Returns a matcher of a grammar at its beginning, with the first mask computed. It may be in an error state."""
+def matcher_of(tokenizer: LLTokenizer, grammar: str, effort: float = 1.0) -> LLMatcher:
+    """Returns a matcher of a grammar at its beginning, with the first mask computed. It may be in an error state. See
+    `limits` for `effort`."""
     from llguidance import LLMatcher
 
-    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits(effort))
     # A grammar that no text satisfies can be compiled, but has no first token.
     matcher.compute_bitmask()
     return matcher
 
 
-def explained(constraint: Constraint, param: str, reason: str) -> InvalidRequest:
-    """Returns the error of a constraint that llguidance cannot compile for `reason`. For a schema, it names the
+def forbidden_by(matcher: LLMatcher, vocab_size: int) -> Forbidden:
+    """Returns the mask of the next token. If the mask is too complex to compute, it allows only the end, which the
+    matcher then refuses."""
+    allowed = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    return np.unpackbits(~allowed, count=vocab_size, bitorder="little").view(np.bool_)
+
+
+def explained(tokenizer: LLTokenizer, constraint: Constraint, param: str, reason: str) -> InvalidRequest:
+    """Returns the error of a constraint that `reason_against` refuses for `reason`. For a schema, it names the
     innermost part that alone fails for the same reason."""
     place: Path = ()
     reason = _reason(reason)
     if constraint.kind == "json_schema" and not reason.startswith(_UNREADABLE):
-        place, reason = _innermost(json.loads(constraint.source), reason)
+        place, reason = _innermost(tokenizer, json.loads(constraint.source), reason)
     return _invalid(_joined(param, place), reason)
 
 
@@ -202,7 +257,9 @@ def _json_grammar(schema: Any) -> str:
 def _choice_grammar(choices: Any) -> str:
     if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
         raise ValueError("must be a list of one string or more")
-    return f"{_NO_FORCING}start: {' | '.join(json.dumps(choice, ensure_ascii=False) for choice in choices)}"
+    # As a terminal: rows of the parser have a limit of items, which many choices exceed.
+    texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    return f"{_NO_FORCING}start: CHOICE\nCHOICE: {texts}"
 
 
 def _require_short(source: str, param: str) -> None:
@@ -267,28 +324,35 @@ def _joined(param: str, path: Path) -> str:
     return ".".join([param, *map(str, path)])
 
 
-def _innermost(schema: Any, reason: str) -> tuple[Path, str]:
+def _innermost(tokenizer: LLTokenizer, schema: Any, reason: str) -> tuple[Path, str]:
     """Returns the path and the reason of the innermost part of a schema that alone fails for `reason`."""
-    definitions = definitions_of(schema)
+    definitions, writer = definitions_of(schema), _writer(tokenizer, reason)
     path: Path = ()
     innermost, inside = schema, parts(schema)
     for _ in range(_MAX_TRIES):
         if (following := next(inside, None)) is None:
             break
         step, part = following
-        own = _reason_of(definitions | part) if isinstance(part, dict) else ""
-        # An impossible part makes the schemas around it impossible, with another message.
-        if own == reason or (own.startswith(_IMPOSSIBLE) and reason.startswith(_IMPOSSIBLE)):
+        own = _reason_of(definitions | part, writer) if isinstance(part, dict) else ""
+        # The message may be another one: an impossible part makes the schemas around it impossible.
+        if own == reason or any(own.startswith(kind) and reason.startswith(kind) for kind in (_IMPOSSIBLE, _LATE)):
             path, reason, innermost, inside = path + step, own, part, parts(part)
     return path, why_impossible(innermost) or reason
 
 
-def _reason_of(schema: dict[str, Any]) -> str:
-    """Returns the reason why a schema cannot be compiled, "" if it can."""
+def _writer(tokenizer: LLTokenizer, reason: str) -> LLTokenizer | None:
+    """Returns the tokenizer if replies must be written to see whether a part of a schema fails for `reason`."""
+    return tokenizer if reason.startswith(_LATE) else None
+
+
+def _reason_of(schema: dict[str, Any], tokenizer: LLTokenizer | None) -> str:
+    """Returns the reason why a schema cannot be compiled or, with a tokenizer, why a reply to it cannot be written; ""
+    if it can."""
     from llguidance import LLMatcher
 
     try:
-        message = LLMatcher.validate_grammar(_json_grammar(schema), limits=limits())
+        grammar = _json_grammar(schema)
+        message = _reason_in(tokenizer, grammar) if tokenizer else LLMatcher.validate_grammar(grammar, limits=limits())
     except (ValueError, RecursionError) as error:
         return _text_of(error)
     return _reason(message) if message else ""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import resource
 import signal
@@ -272,10 +273,11 @@ def _limit_memory() -> None:
 
 
 def _limit_cpu(seconds: int) -> None:
-    """Has the kernel end this process after `seconds` of processor time from now on."""
+    """Has the kernel, which counts whole seconds, end this process after `seconds` of processor time from now on, or up
+    to one more."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + seconds, hard))
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used.ru_utime + used.ru_stime) + seconds, hard))
 
 
 def _try(tokenizer: LLTokenizer, question: dict[str, Any], stream: Any) -> None:
@@ -285,7 +287,7 @@ def _try(tokenizer: LLTokenizer, question: dict[str, Any], stream: Any) -> None:
         for path in question["strict"]:
             part = Constraint(kind="json_schema", source=question["parts"][path])
             if reason := reason_against(tokenizer, part, path):
-                raise explained(part, path, reason)
+                raise explained(tokenizer, part, path, reason)
         parts = question["parts"].items()
         # Such a schema is not compiled: that would take too long, or the grammar would not guarantee the schema.
         reason = next((excess for _, schema in parts if (excess := excess_of(schema))), "")
@@ -297,7 +299,7 @@ def _try(tokenizer: LLTokenizer, question: dict[str, Any], stream: Any) -> None:
         _limit_cpu(_EXPLAINING_CPU_S)
         schemas = {path: loosened(tokenizer, schema) for path, schema in parts}
         if not (changed := {path: schema for path, schema in schemas.items() if schema.left_out}):
-            raise explained(constraint, param, reason)
+            raise explained(tokenizer, constraint, param, reason)
         _send(stream, {"compiled": changed})
     except InvalidRequest as error:
         _send(stream, {"error": error.message, "param": error.param})

@@ -4,9 +4,11 @@ constraints that cannot be compiled: what the client is told, and that hostile o
 from __future__ import annotations
 
 import json
+import random
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, cast
@@ -333,7 +335,7 @@ def test_a_mask_that_is_too_complex_is_no_end_of_the_reply(
     compiler: ConstraintCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "diskprefix.engine.constraints.constraint_grammar.limits", lambda: LLParserLimits(step_lexer_fuel=10)
+        "diskprefix.engine.constraints.constraint_grammar.limits", lambda _: LLParserLimits(step_lexer_fuel=10)
     )
     with pytest.raises(InvalidRequest, match=r"cannot be constrained any further: lexer error[^\n]*$"):
         write(compiler, regex("a(.*a.{10}b|c)"), likely="aab")
@@ -391,6 +393,44 @@ def test_a_schema_that_cannot_be_compiled_is_refused_with_its_place(
     error = refusal(compiler, "json_schema", json.dumps(wanted))
     assert error.param == f"format.it{place}"
     assert message in error.message
+
+
+MULTIPLES = {"type": "integer", "multipleOf": 99_999, "minimum": 0, "maximum": 1e18}
+"""Its grammar is compiled, and no reply gets further than one digit."""
+
+
+@pytest.mark.parametrize("first", [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}], ids=json.dumps)
+def test_a_schema_whose_replies_would_break_off_is_refused_with_its_place(
+    compiler: ConstraintCompiler, first: JsonSchema
+) -> None:
+    properties = {f"p{number}": first for number in range(5)} | {"n": MULTIPLES}
+    wanted = OBJECT | {"properties": properties, "required": [*properties]}
+    error = refusal(compiler, "json_schema", json.dumps(wanted))
+    assert error.param == "format.it.properties.n"
+    assert "is too complex for the text of a reply" in error.message
+
+
+def multiples(seed: int) -> JsonSchema:
+    rng = random.Random(seed)
+    number: JsonSchema = {"type": "integer", "multipleOf": int(10 ** rng.uniform(3, 5))}
+    for key, low, high in (("minimum", 0, 6), ("maximum", 7, 18)):
+        if rng.random() < 0.7:
+            number[key] = int(10 ** rng.uniform(low, high))
+    before = {"type": "object", "properties": {"a": {"type": "string"}, "n": number}, "required": ["a", "n"]}
+    return rng.choice([number, before])
+
+
+@pytest.mark.cases(4)
+@pytest.mark.parametrize("seed", range(40))
+def test_what_a_trial_accepts_can_be_written(compiler: ConstraintCompiler, seed: int) -> None:
+    """Half of these schemas are compiled, but break their replies off."""
+    constraint = schema(multiples(seed))
+    is_accepted = False
+    with suppress(InvalidRequest):
+        compiler.check_constraint(constraint, param="it")
+        is_accepted = True
+    for reply in range(3 if is_accepted else 0):
+        write(compiler, constraint, seed=1000 * seed + reply, max_tokens=100)
 
 
 @pytest.mark.parametrize(
@@ -744,6 +784,11 @@ LOOSE: list[tuple[Any, Any, list[str]]] = [
     ),
     ({"items": {"allOf": [{"const": BIG}]}}, {"items": {}}, ["items", "digits"]),
     ({"type": "weird"}, {}, ["weird"]),
+    (
+        {"type": "array", "items": MULTIPLES | {"multipleOf": 9_999}, "minItems": 1},
+        {"type": "array", "items": {"type": "integer"}, "minItems": 1},
+        ["items", "text of a reply"],
+    ),
     ({"properties": {"a": {"pattern": "((a{1000}){1000}){9}"}}}, {"properties": {"a": {}}}, ["properties.a"]),
 ]
 

@@ -175,7 +175,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_what_no_grammar_keeps_is_refused_by_its_path_with_its_own_digits(schema: dict[str, Any], message: str) -> None:
     whole = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
     constraint = Constraint(kind="json_schema", source=json.dumps(whole))
-    error = explained(constraint, "it", reason_against(BYTES, constraint, "it"))
+    error = explained(BYTES, constraint, "it", reason_against(BYTES, constraint, "it"))
     assert (error.param or "").startswith("it.properties.a")
     assert message in error.message
 
