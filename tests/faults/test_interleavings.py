@@ -24,24 +24,33 @@ from tests.faults.interleavings.bucket import SimulatedBucket
 from tests.faults.interleavings.kept_seeds import KEPT_SEEDS
 from tests.faults.interleavings.mutants import MUTANTS, Mutant
 from tests.faults.interleavings.task_scheduler import Stuck, TaskScheduler
-from tools.faults.interleavings import run_histories
+from tests.faults.seeds import seeds_of
+from tools.faults.interleavings import Result, run_histories
 
 ROOT = Path(__file__).parents[2]
 NOTHING: Any = None
 
 
+def require_right(found: Result, count: int) -> None:
+    assert (found.histories, found.failures) == (count, []), "`tools/bench interleavings --seed N` prints its trace"
+
+
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("first", range(0, 60, 20))
-def test_in_no_history_is_a_reply_wrong_or_lost(first: int, tmp_path: Path) -> None:
-    found = run_histories(range(first, first + 20), tmp_path)
-    assert (found.histories, found.failures) == (20, [])
+@pytest.mark.parametrize("sample", range(3))
+def test_in_no_history_is_a_reply_wrong_or_lost(sample: int, tmp_path: Path) -> None:
+    require_right(run_histories(seeds_of(f"interleavings {sample}", 20), tmp_path), 20)
+
+
+@pytest.mark.cases(1)
+def test_histories_have_all_kinds_of_events(tmp_path: Path) -> None:
+    found = run_histories(range(20), tmp_path)
+    require_right(found, 20)
     kinds = ("purge", "kill", "stop", "from disk", "from memory", "use_tool", "start_beside", "meet_a_hang")
     assert all(found.events[kind] for kind in (*kinds, "meet_a_strangers_purge"))
 
 
 def test_no_history_that_failed_once_fails_again(tmp_path: Path) -> None:
-    found = run_histories(KEPT_SEEDS, tmp_path)
-    assert (found.histories, found.failures) == (len(KEPT_SEEDS), [])
+    require_right(run_histories(KEPT_SEEDS, tmp_path), len(KEPT_SEEDS))
 
 
 @pytest.mark.cases(1)

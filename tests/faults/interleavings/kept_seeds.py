@@ -10,6 +10,7 @@ from __future__ import annotations
 KEPT_SEEDS = {
     7300564: "health says degraded, and prompts are saved",
     7302418: "health says degraded, and prompts are saved",
+    7302518: "got [253, 74], not [253, 98]",
     7302727: "found 18 tokens, and only 0 could be there for",
     7305355: "mdb_stat: Invalid argument",
     8801929: "health says degraded, and prompts are saved",

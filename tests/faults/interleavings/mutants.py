@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, wraps
 from types import FunctionType, SimpleNamespace
@@ -18,6 +18,7 @@ from diskprefix.cache.matching import Matcher
 from diskprefix.cache.tiers.nodes import Node
 from diskprefix.engine.active_requests import ActiveRequests
 from diskprefix.engine.fetches import Fetches, ReadJob
+from diskprefix.engine.idle.recheck import Recheck
 from diskprefix.engine.loop import Loop
 from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.page_table import PageTable
@@ -125,6 +126,11 @@ def _in_any_epoch(self: Notes, key: bytes) -> tuple[bool, bytes | None]:
     if key in self._waiting:
         return True, self._waiting[key].value
     return key in self._recent, self._recent.get(key, (None, None))[1]
+
+
+def _equal_unseen(_self: Recheck, _stored: object) -> Generator[None, None, bool]:
+    yield None
+    return True
 
 
 def _dropped_of_own_prompt(self: Matcher[Any], node: Node) -> None:
@@ -251,6 +257,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "the word of a suspended writer": Mutant("suspended writer, and health says ok", ((WriteLock, "stalled", None),)),
     "the stop beside a suspended writer": Mutant("a stop takes", ((StoreFile, "write_waited_s", 0.0),)),
+    "the comparison with what another build has stored": Mutant(_WRONG_REPLY, ((Recheck, "_is_equal", _equal_unseen),)),
     "the root of a build with other bits": Mutant(
         _WRONG_REPLY, ((BuildBits, "note_other", lambda self: self.note_same()),)
     ),
