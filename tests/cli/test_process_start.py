@@ -87,7 +87,7 @@ def test_a_daemon_without_files_and_with_its_signals_blocked_serves_and_ends(cha
 
 
 def test_a_variable_that_asks_for_another_binding_of_lmdb_is_named(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "diskprefix", "inspect", "--kv-cache-dir", tmp_path]
+    command = [sys.executable, "-m", "diskprefix", "inspect", "--kv-cache-dir", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=clean_environment(LMDB_FORCE_CFFI="1"))
     assert done.returncode == 2
     assert re.fullmatch(r"error: LMDB_FORCE_CFFI is set, for which \w*cffi is not installed; unset it\n", done.stderr)
