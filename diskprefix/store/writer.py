@@ -46,7 +46,7 @@ _TRIES_S = 10.0
 """While the store fails, a publication is tried again until it is this old."""
 _PAUSE_S = 2.0
 """The pause for one step of a prompt, longer than most steps. A cancelled prompt no longer renews it."""
-_MAX_HELD_S = 2.0
+_MAX_HELD_S = 3.0
 """Pauses delay a publication by at most this time. A kill loses the delayed publications."""
 _MAX_SAVES = 1000
 """Limit for the waiting saves. Each may hold the logits at its prompt's end, which are outside KV memory."""
@@ -252,7 +252,7 @@ class Writer:
 
     def pause_writing(self) -> None:
         """Pauses writing for two seconds or until `resume_writing`, because the model needs the processors for a
-        prompt. A publication that has waited for two seconds is written all the same, so that a kill loses no more of
+        prompt. A publication that has waited for three seconds is written all the same, so that a kill loses no more of
         a long prompt. Pauses end when waiting payloads exceed half of the buffer, and while a caller waits until
         something is written."""
         with self._changed:
@@ -326,20 +326,21 @@ class Writer:
 
     def _next(self) -> Save | None:
         """Returns the oldest save whose first publication is to be written now, None if there is none."""
-        return next((save for save in self._saves if save.waiting and not self._is_held(save.waiting[0])), None)
+        return next((save for save in self._saves if save.waiting and not self._held_s(save.waiting[0])), None)
 
-    def _is_held(self, first: Publication) -> bool:
+    def _held_s(self, first: Publication) -> float:
+        """Returns for how many seconds a publication, the first one of its save, is not to be written yet."""
         if self._closing or self._num_waiting or self.pending_bytes > self._buffer_bytes // 2:
-            return False
+            return 0.0
         tries_until = math.inf if self._waits_for_reader else first.queued_at + _TRIES_S
         held_until = min(self._held_until, first.queued_at + _MAX_HELD_S)
-        return time.monotonic() < max(held_until, min(self._retry_at, tries_until))
+        return max(0.0, max(held_until, min(self._retry_at, tries_until)) - time.monotonic())
 
     def _try_later(self, first: Publication) -> bool:
         """Pauses writing because the store fails. Returns False if a publication is not tried again."""
         with self._changed:
             self._retry_at = time.monotonic() + _RETRY_S
-            return self._is_held(first)
+            return self._held_s(first) > 0
 
     @contextmanager
     def _waited_for(self) -> Iterator[None]:
@@ -450,8 +451,10 @@ class Writer:
         while True:
             attempt(self.housekeeping.notice_purge)
             with self._changed:
+                held_s = [self._held_s(save.waiting[0]) for save in self._saves if save.waiting]
                 self._changed.wait_for(
-                    lambda: self._next() or self._damaged or self._closing or self.notes.is_waiting, _TOUCH_INTERVAL_S
+                    lambda: self._next() or self._damaged or self._closing or self.notes.is_waiting,
+                    min([_TOUCH_INTERVAL_S, *held_s]),
                 )
                 save = self._writing = self._next()
                 damaged, self._damaged = self._damaged, {}

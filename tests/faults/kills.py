@@ -175,12 +175,13 @@ def found(task: Task) -> int:
 
 
 def kill_at(task: Task, moment: float, tokens_per_s: float) -> Loss:
-    """Kills a process after a part (`moment`, 0 to 1) of the time that its prompt takes. Returns what that lost."""
+    """Kills a process after a part (`moment`, 0 to 1) of its prompt, between two steps too. Returns what that lost."""
     process = forked.start(compute_paced, task, tokens_per_s)
-    while not task.progress.read():
-        assert process.exitcode is None, "it ended before it began"
+    num_blocks, num_tokens = divmod(int(moment * task.num_tokens), BLOCK)
+    while not (steps := task.progress.read()) or steps[-1][1] < num_blocks * BLOCK:
+        assert process.exitcode is None, "it ended too early"
         time.sleep(0.01)
-    time.sleep(moment * task.num_tokens / tokens_per_s)
+    time.sleep(num_tokens / tokens_per_s)
     process.kill()
     killed_at = time.monotonic()
     process.join()
