@@ -22,7 +22,6 @@ from diskprefix.store.note_record import used_note
 from diskprefix.store.pieces import Payload
 from diskprefix.store.schema import (
     OWN_KINDS,
-    PASSING_KINDS,
     PURGES,
     EntryRecord,
     ModelRecord,
@@ -307,9 +306,9 @@ class Changes(Snapshot):
 
     def cover(self, nodes: Sequence[NewNode], entry: EntryRecord, continued: Collection[bytes] = ()) -> None:
         """Stores an entry at each of the stored `nodes` that belongs to none: at the last one, and at checkpoints of
-        other prompts. An entry that passes, at a node of `continued`, ends if it is not needed any more."""
-        passing = {name: before for name in continued if (before := self._sound_entry(name)) is not None}
-        passing = {name: before for name, before in passing.items() if before.kind in PASSING_KINDS}
+        other prompts. An entry at a node of `continued` ends if it passes to this one."""
+        known = {name: before for name in continued if (before := self._sound_entry(name)) is not None}
+        passing = {name: before for name, before in known.items() if before.passes_to(entry)}
         for name in passing:
             self.delete_record("entries", name)
         for node in reversed(nodes):

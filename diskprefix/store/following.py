@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Struct
 
 from diskprefix.errors import StoreCorrupt
-from diskprefix.store.ghosts import seen_prompt
+from diskprefix.store.ghosts import SeenRecord, seen_prompt
 from diskprefix.store.note_record import ENCODED_TEXT, note_prompt
 from diskprefix.store.removal import Removal
 from diskprefix.store.schema import (
@@ -103,17 +103,21 @@ class Conversation:
 
     def _following(self) -> dict[bytes, EntryRecord]:
         """Returns the entries that came from the chosen ones. Takes them from the others."""
-        gone, queue = dict[bytes, EntryRecord](), list(self._chosen.items())
-        # Bound: each entry is queued once.
+        gone, queue = dict[bytes, EntryRecord](), list[tuple[str, TokenIds]]()
+        for name, entry in self._chosen.items() if self._others else ():
+            queue.append((self._tenant(entry.root), text_of(self._snapshot, name)))
+            source = None if entry.kind in OWN_KINDS else self._known.find(entry.came_from)
+            queue += [] if source is None else [(self._tenant(entry.root), source.token_ids)]
+        # Bound: each entry is queued once, or twice with its prompt.
         while queue and self._others:
-            name, entry = queue.pop()
-            for other in self._that_follow(self._tenant(entry.root), text_of(self._snapshot, name)):
+            tenant, text = queue.pop()
+            for other in self._that_follow(tenant, text):
                 gone[other] = found = self._others.pop(other)
                 self._sources |= {self._source(found)} - self._living
                 usage = self._snapshot.usage(other)
                 if usage is None or not usage.children:
                     # Otherwise its text is the beginning of other prompts.
-                    queue.append((other, found))
+                    queue.append((tenant, text_of(self._snapshot, other)))
         return gone
 
     def _that_follow(self, tenant: str, text: TokenIds) -> list[bytes]:
@@ -138,7 +142,7 @@ class Conversation:
         """Returns whether the prompt of an entry, which is longer than a deleted text, begins with that."""
         found = self._known.find(prompt)
         if found is not None:
-            return common_prefix_length(found, text) == len(text)
+            return common_prefix_length(found.token_ids, text) == len(text)
         if self._others[name].kind == "partial":
             own = text_of(self._snapshot, name)
             common = common_prefix_length(own, text)
@@ -153,10 +157,20 @@ class Conversation:
             size, token_ids = self._block_size(entry.root), text_of(self._snapshot, name)
             kept = removal.num_kept(TokenPath(self._secret, entry.root, token_ids, size)) if size else 0
             by_root[entry.root].append(GoneText(entry.root, size, token_ids, kept))
+        found = set[bytes]()
         for root, of_root in by_root.items():
             yield from of_root
-            if of_root[0].block_size:
-                yield from self._seen(root, of_root, removal)
+            for text in self._seen(root, of_root, removal) if of_root[0].block_size else ():
+                found.add(text.key)
+                yield text
+        for _, prompt in self._sources:
+            seen = self._known.find(prompt)
+            if seen is not None and seen.key not in found:
+                # What was made of it differs.
+                root = seen.key[:HASH_BYTES]
+                path = TokenPath(self._secret, root, seen.token_ids, self._block_size(root))
+                if path.block_size and (kept := removal.num_kept(path)) < len(path.token_ids):
+                    yield GoneText(root, path.block_size, path.token_ids, kept, seen.key)
 
     def _block_size(self, root: bytes) -> int:
         return self._roots[root].block_size if root in self._roots else 0
@@ -171,10 +185,9 @@ class Conversation:
                 is_part = common == num_tokens or shortest
                 if not is_part and common < LEAST_TOKENS:
                     continue
-                token_ids = seen_prompt(self._snapshot, key).token_ids
-                kept = removal.num_kept(TokenPath(self._secret, root, token_ids, size))
+                kept = joins.num_kept(key, removal)
                 if kept < num_tokens and (is_part or common > kept):
-                    yield GoneText(root, size, token_ids, kept, key)
+                    yield GoneText(root, size, seen_prompt(self._snapshot, key).token_ids, kept, key)
 
     def notes(self, texts: Sequence[GoneText]) -> Iterator[bytes]:
         """Yields the keys of the notes that came from these texts or from prefixes of them, and of all encoded texts
@@ -216,15 +229,15 @@ class _KnownPrompts:
     """The seen prompts of some roots, by their digests."""
 
     def __init__(self, snapshot: Snapshot, roots: Collection[bytes]) -> None:
-        self._snapshot, self._roots = snapshot, roots
+        self._snapshot, self._roots, self._secret = snapshot, roots, snapshot.names().secret
 
-    def find(self, wanted: PromptDigest) -> TokenIds | None:
-        """Returns the token ids of the prompt with this digest, None if it is not among them."""
+    def find(self, wanted: PromptDigest) -> SeenRecord | None:
+        """Returns the prompt with this digest, None if it is not among them."""
         for key in self._by_length.get(wanted.num_tokens, ()):
             with suppress(StoreCorrupt):
-                token_ids = seen_prompt(self._snapshot, key).token_ids
-                if PromptDigest.of(self._snapshot.names().secret, token_ids) == wanted:
-                    return token_ids
+                seen = seen_prompt(self._snapshot, key)
+                if PromptDigest.of(self._secret, seen.token_ids) == wanted:
+                    return seen
         return None
 
     @cached_property
@@ -268,25 +281,43 @@ class _Joins:
         these are all of a text."""
         num_tokens, record = seen_length(self._snapshot, key)
         name, after = self._join(record.parent)
-        start, rest = _end(self._snapshot, name, self._root), np.frombuffer(record.rest, "<i4").astype(np.int32)
-        if after:
-            node = self._snapshot.node_or_ghost(after)
-            rest = rest[:0] if node is None else node.token_ids
+        start, rest = _end(self._snapshot, name, self._root), self._tokens_after(record, after)
         found = [(start + common_prefix_length(text[start:], rest), len(text)) for text in self._texts[name]]
         return num_tokens, max(common for common, _ in found), any(common == length for common, length in found)
+
+    def num_kept(self, key: bytes, removal: Removal) -> int:
+        """Returns how many of a seen prompt's first tokens stay stored."""
+        _, record = seen_length(self._snapshot, key)
+        name, after = record.parent, b""
+        # Bound: positions fall.
+        while name != self._root and not removal.stays(name):
+            name, after = self._before(name), name
+        rest = self._tokens_after(record, after).tobytes()
+        return _end(self._snapshot, name, self._root) + removal.num_shared(name, rest)
 
     def _join(self, name: bytes) -> tuple[bytes, bytes]:
         passed, after = list[bytes](), b""
         # Bound: positions fall.
         while name not in self._texts and name not in self._left_at:
             passed.append(name)
-            position = self._position(name)
-            name, after = self._snapshot.parent(name), name
-            if not name or (name != self._root and self._position(name) >= position):
-                raise StoreCorrupt("the blocks of a recent prompt do not join")
+            name, after = self._before(name), name
         join = self._left_at.get(name, (name, after))
         self._left_at.update(dict.fromkeys(passed, join))
         return join
+
+    def _tokens_after(self, record: PromptRecord, after: bytes) -> TokenIds:
+        """Returns the tokens of the block `after`; those at the end of the prompt without one."""
+        if not after:
+            return np.frombuffer(record.rest, "<i4").astype(np.int32)
+        node = self._snapshot.node_or_ghost(after)
+        return np.empty(0, np.int32) if node is None else node.token_ids
+
+    def _before(self, name: bytes) -> bytes:
+        """Returns the node that a block of a seen prompt continues, or the root."""
+        parent = self._snapshot.parent(name)
+        if not parent or (parent != self._root and self._position(parent) >= self._position(name)):
+            raise StoreCorrupt("the blocks of a recent prompt do not join")
+        return parent
 
     def _position(self, name: bytes) -> int:
         return node_position(self._snapshot.get_record("nodes", name) or b"")

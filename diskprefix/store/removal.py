@@ -58,14 +58,22 @@ class Removal:
         size = path.block_size
         for num_blocks in reversed(range(path.num_blocks + 1)):
             name = path.parent(num_blocks)
-            if num_blocks and (name in self.nodes or not self._snapshot.has_record("usage", name)):
-                continue
-            rest = path.token_ids[num_blocks * size : (num_blocks + 1) * size].tobytes()
-            similar = (other for other in self._snapshot.similar_children(name, rest) if other not in self.nodes)
-            nearest = next(similar, None)
-            node = None if nearest is None else self._snapshot.node(nearest)
-            return num_blocks * size + (0 if node is None else num_common(rest, node.token_ids.tobytes()))
+            if not num_blocks or self.stays(name):
+                rest = path.token_ids[num_blocks * size : (num_blocks + 1) * size].tobytes()
+                return num_blocks * size + self.num_shared(name, rest)
         raise AssertionError("a root is the beginning of all prompts")
+
+    def stays(self, name: bytes) -> bool:
+        """Returns whether a node is stored and does not go."""
+        return name not in self.nodes and self._snapshot.has_record("usage", name)
+
+    def num_shared(self, name: bytes, token_ids: bytes) -> int:
+        """Returns how many of these token ids (int32, little-endian) a node has that continues this node or root, and
+        stays."""
+        similar = (other for other in self._snapshot.similar_children(name, token_ids) if other not in self.nodes)
+        nearest = next(similar, None)
+        node = None if nearest is None else self._snapshot.node(nearest)
+        return 0 if node is None else num_common(token_ids, node.token_ids.tobytes())
 
     def _node(self, name: bytes) -> NodeRecord:
         node = self._snapshot.node(name)
@@ -81,7 +89,7 @@ class Removal:
         num_left = 0 if usage is None else usage.children - self._gone_children[name]
         if num_left == 1 and node.root in self._with_states:
             bare = node_name(self._secret, name, b"", NodeKind.CHECKPOINT)
-            if self._is_stored(bare) and not self._is_other_entry(bare):
+            if self.stays(bare) and not self._is_other_entry(bare):
                 self._add(bare, name)
                 return True
         return num_left <= 0
@@ -100,7 +108,7 @@ class Removal:
         Leaves out those that go."""
         if node.root in self._with_states:
             for names in reversed(checkpoint_names(self._secret, parent, token_ids)):
-                yield from (name for kind, name in names if kind == NodeKind.CHECKPOINT and self._is_stored(name))
+                yield from (name for kind, name in names if kind == NodeKind.CHECKPOINT and self.stays(name))
 
     def _others(self, name: bytes, parent: bytes, token_ids: bytes) -> Iterator[bytes]:
         """Yields the nodes that continue `parent` beside this one with all these token ids, and stay."""
@@ -113,9 +121,6 @@ class Removal:
     def _begins_with(self, name: bytes, token_ids: bytes) -> bool:
         node = self._snapshot.node(name)
         return node is not None and node.token_ids.tobytes().startswith(token_ids)
-
-    def _is_stored(self, name: bytes) -> bool:
-        return name not in self.nodes and self._snapshot.has_record("usage", name)
 
     def _is_other_entry(self, name: bytes) -> bool:
         return self._snapshot.has_record("entries", name) and name not in self._deleted

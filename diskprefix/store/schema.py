@@ -229,6 +229,11 @@ class EntryRecord(msgspec.Struct, frozen=True, kw_only=True):
         """Returns whether this entry takes the place of another one at the same node."""
         return _RANKS[self.kind] > _RANKS[other.kind]
 
+    def passes_to(self, other: EntryRecord) -> bool:
+        """Returns whether this entry ends once `other` continues it, of another part of the same prompt for example."""
+        is_same = self.kind not in OWN_KINDS and (self.kind, self.came_from) == (other.kind, other.came_from)
+        return is_same or self.kind in PASSING_KINDS
+
     def shortened(self, num_tokens: int) -> EntryRecord:
         """Returns the entry of what is left of the state, the first `num_tokens` tokens."""
         kind: EntryKind = "partial" if self.kind in OWN_KINDS else self.kind

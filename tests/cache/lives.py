@@ -214,15 +214,17 @@ class Lives:
         finally:
             cached.leave()
 
-    def delete_by_id(self, number: int) -> None:
-        """Deletes what is listed of a conversation, as its user sees it: first the prompts that were saved."""
-        store = self.runner.cache.store
+    def delete_by_id(self, number: int) -> bool:
+        """Deletes what is listed of a conversation, as its user sees it: first the prompts that were saved. Returns
+        whether anything was."""
+        store, was_listed = self.runner.cache.store, False
         # Bound: each round deletes an entry.
         while True:
             with store.reads.snapshot() as snapshot:
                 listed = [(entry.kind, name) for name, entry in snapshot.entries() if word_of(number) in entry.preview]
             if not listed:
-                return
+                return was_listed
+            was_listed = True
             own = [name for kind, name in listed if kind in ("saved", "imported")] or [name for _, name in listed]
             self.runner.cache.delete(self.rng.choice(sorted(own)).hex())
 

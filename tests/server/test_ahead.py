@@ -24,6 +24,7 @@ from tests.engine.driving import recorded_requests, write_model
 from tests.model import tiny
 from tests.server.daemon_process import reply_to
 from tests.server.scripted import AppServer, real_app
+from tests.store.building import stored_texts
 from tests.waiting import wait_for
 
 TEMPLATE = """\
@@ -83,6 +84,31 @@ def ask(server: AppServer, messages: list[dict[str, str]], **options: Any) -> di
 
 def wait_for_ahead(server: AppServer) -> None:
     wait_for(lambda: server.engine.ahead.wait_s is None)
+
+
+SECRET = "My password is swordfish and I live at number 17."
+
+
+def with_secret(serving: AppServer) -> list[str]:
+    """The texts of all paths of stored nodes that have the secret."""
+    assert serving.engine.cache.writer.flush(10)
+    with serving.engine.cache.store.snapshot() as snapshot:
+        texts = [serving.engine.tokenizer.decode(token_ids) for token_ids in stored_texts(snapshot).values()]
+    return [text for text in texts if SECRET in text]
+
+
+def test_what_was_computed_ahead_is_listed_and_goes_with_the_prompt_that_it_came_from(serving: AppServer) -> None:
+    cache = serving.engine.cache
+    ask(serving, [LOOP[0], said("user", SECRET), *LOOP[2:]])
+    wait_for_ahead(serving)
+    assert len(with_secret(serving)) > 1
+    with cache.store.snapshot() as snapshot:
+        kinds = {name: entry.kind for name, entry in snapshot.entries()}
+    assert sorted(set(kinds.values())) == ["ahead", "saved"]
+    for name in [name for name, kind in kinds.items() if kind == "saved"]:
+        cache.delete(name.hex())
+    assert with_secret(serving) == []
+    assert cache.store.counts()["blocks"] == cache.store.counts()["prompts"] == 0
 
 
 def next_question(reply: dict[str, Any]) -> list[dict[str, str]]:

@@ -145,6 +145,20 @@ def test_a_restart_computes_the_prompts_that_wait(model: Path, tmp_path: Path) -
         assert server.engine.cache.counters["ahead_tokens"] == 0, "it is stored by now"
 
 
+def test_after_a_restart_a_prompt_has_the_options_of_its_request(model: Path, tmp_path: Path) -> None:
+    with start(model, tmp_path) as server:
+        server.engine.ahead.pause(is_long=True)
+        ask_ahead(server, ttl=600, scope="full")
+    with start(model, tmp_path) as server:
+        wait_for(lambda: server.engine.cache.counters["ahead_tokens"] > 0)
+        wait_computed(server)
+        with server.engine.cache.store.snapshot() as snapshot:
+            found = {(entry.kind, entry.scope, entry.ttl_s) for _, entry in snapshot.entries()}
+            times = {snapshot.usage(name).ttl_s for name in snapshot.keys("usage")}  # type: ignore[union-attr]
+        assert found == {("opening", "full", 600)}
+        assert times == {600}
+
+
 def test_a_prompt_belongs_to_its_tenant_and_a_purge_deletes_it(server: AppServer, tmp_path: Path) -> None:
     serving = server.daemon.serving
     assert serving is not None

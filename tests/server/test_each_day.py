@@ -21,12 +21,14 @@ from diskprefix.engine.idle import ahead_jobs
 from diskprefix.errors import SettingsError
 from diskprefix.server import daemon, openings
 from diskprefix.settings import Settings
+from diskprefix.store.note_record import NoteKind
 from tests.agent_bodies import words
 from tests.engine.driving import write_model
 from tests.model import tiny
 from tests.server.chat_model import CHAT_TEMPLATE
 from tests.server.daemon_process import command, reply_to
 from tests.server.scripted import AppServer, real_app
+from tests.store.building import stored_texts
 from tests.waiting import wait_for
 
 TEMPLATE = "<|im_start|>system\nToday: {{ strftime_now('%d %B %Y') }}<|im_end|>\n" + CHAT_TEMPLATE
@@ -110,6 +112,31 @@ def test_the_first_question_of_a_day_is_a_next_turn(server: AppServer, clock: Cl
     restored, sent = tokens_of(answer)
     assert sent - 40 < restored < sent
     assert answer["choices"] == cold(server, first("And three lakes?"))
+
+
+def test_what_is_computed_for_a_new_day_has_the_options_of_its_request_and_goes_with_its_prompt(
+    server: AppServer, clock: Clock
+) -> None:
+    cache, secret = server.engine.cache, "My password is swordfish and I live at number 17."
+    ask(server, first(secret), prefix_cache={"scope": "full", "ttl": 600})
+    wait_for(lambda: server.engine.ahead.wait_s is None)
+    before = num_ahead(server)
+    clock.days = 1
+    wait_for_ahead(server, before)
+    assert cache.writer.flush(10)
+    with cache.store.snapshot() as snapshot:
+        entries = {name: entry for name, entry in snapshot.entries() if entry.kind == "opening"}
+        assert entries
+        assert {(entry.scope, entry.ttl_s) for entry in entries.values()} == {("full", 600)}
+        assert {snapshot.usage(name).ttl_s for name in stored_texts(snapshot)} == {600}  # type: ignore[union-attr]
+        saved = [name for name, entry in snapshot.entries() if entry.kind == "saved"]
+    for name in saved:
+        cache.delete(name.hex())
+    counts = cache.store.counts()
+    assert (counts["entries"], counts["blocks"], counts["prompts"]) == (0, 0, 0)
+    with cache.store.snapshot() as snapshot:
+        kinds = {note.kind for note in snapshot.notes()}
+    assert kinds <= {NoteKind.SAVINGS}
 
 
 def cold(server: AppServer, messages: list[dict[str, str]]) -> Any:

@@ -185,6 +185,19 @@ def recent_prompts(snapshot: Snapshot, root: bytes, limit: int) -> list[tuple[by
     return [(one.record.group, one.token_ids) for one in islice(newest_first(snapshot, root), limit)][::-1]
 
 
+def stored_texts(snapshot: Snapshot) -> dict[bytes, TokenIds]:
+    """Returns the token ids of each path of stored nodes, by the name of its last node, whatever is listed."""
+    nodes = {name: node for name in snapshot.keys("usage") if (node := snapshot.node(name)) is not None}
+    texts = {}
+    for name in nodes.keys() - {node.parent for node in nodes.values()}:
+        ids, at = list[TokenIds](), name
+        while at in nodes:
+            ids.insert(0, nodes[at].token_ids)
+            at = nodes[at].parent
+        texts[name] = np.concatenate(ids)
+    return texts
+
+
 def read_payload(snapshot: Snapshot, node: NewNode) -> bytes:
     """Returns the stored payload of a node, decoded. Raises `StoreCorrupt`."""
     parts: list[bytes] = []

@@ -11,9 +11,10 @@ import hashlib
 import json
 import tempfile
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from diskprefix.store.changes import NewNode
 from diskprefix.store.codec.codec import Codec, decode_piece, piece_seed
@@ -22,7 +23,7 @@ from diskprefix.store.epochs import of_tenants, purges_of
 from diskprefix.store.note_record import ENCODED_TEXT, NoteKind
 from diskprefix.store.notes import Notes
 from diskprefix.store.pieces import PayloadLayout, split_payload
-from diskprefix.store.schema import FORMAT_VERSION, RootRecord
+from diskprefix.store.schema import FORMAT_VERSION, EntryKind, RootRecord
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
 from tests.store.building import (
@@ -50,7 +51,8 @@ def with_waves(node: NewNode) -> NewNode:
 
 
 def write(folder: Path) -> None:
-    """Writes the store into a folder: blocks, tails, checkpoints, ghosts, entries, notes, and pieces in each codec."""
+    """Writes the store into a folder: blocks, tails, checkpoints, ghosts, each kind of entry and note, pieces in each
+    codec."""
     store = open_store(folder, clock=Clock(1.7e9))
     shared = prompt(1, 3 * BLOCK + 5)
     found: list[tuple[Codec, Publication]] = [
@@ -58,6 +60,11 @@ def write(folder: Path) -> None:
         (Codec.ZSTD, publication(store, np.concatenate([shared[: 2 * BLOCK], prompt(2, BLOCK + 1)]), layout=LAYOUT)),
         (Codec.RAW, publication(store, prompt(3, 2 * BLOCK), layout=LAYOUT)),
     ]
+    for number, kind in enumerate(get_args(EntryKind)):
+        made = publication(store, prompt(10 + number, BLOCK + number), layout=LAYOUT)
+        assert made.entry is not None
+        entry = replace(made.entry, kind=kind, ttl_s=number * 60, share=f"share {number}")
+        found.append((Codec.PLANES, replace(made, entry=entry)))
     found.append((Codec.RAW, publication(store, np.concatenate([shared[:BLOCK], prompt(4, BLOCK)])).without_nodes()))
     for codec, made in found:
         store.codec = codec
@@ -80,8 +87,7 @@ def contents(store: Store) -> dict[str, str]:
         found = {f"node {name.hex()}": node_text(snapshot, name) for name in snapshot.keys("usage")}
         found["purges"] = str(purges_of(snapshot).ids)
         for name, entry in snapshot.entries():
-            values = (entry.root.hex(), entry.num_tokens, entry.scope, entry.preview, entry.created_at)
-            found[f"entry {name.hex()}"] = str(values)
+            found[f"entry {name.hex()}"] = str(astuple(entry))
         for root, record in snapshot.roots():
             found[f"root {root.hex()}"] = f"{record.model} {record.block_size} {record.layout}"
             prompts = [token_ids.tolist() for _, token_ids in recent_prompts(snapshot, root, 100)]

@@ -20,7 +20,8 @@ from diskprefix.store.compact import compact_folder
 from diskprefix.store.note_record import ENCODED_TEXT, NoteKind
 from diskprefix.store.notes import Notes, TenantNotes
 from diskprefix.store.purge import Purged, PurgeFilter, PurgePlan, plan_purge, purge
-from diskprefix.store.schema import EntryRecord, ModelRecord, NodeKind, RootRecord
+from diskprefix.store.schema import EntryRecord, ModelRecord, NodeKind, NodeRecord, RootRecord
+from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.statistics.lost_tokens import LostTokens
 from diskprefix.store.statistics.savings import SavingsLog, Tally, read_savings
 from diskprefix.store.store import Publication, Store
@@ -340,6 +341,33 @@ def test_replies_go_with_the_conversation_that_they_are_a_part_of_and_those_of_o
         assert notes.get(kind, "first") is notes.get(kind, "last") is None
         assert notes.get(kind, "longer") is None, "nothing tells that it is not from a later turn"
         assert notes.get(kind, "other") == b"content"
+
+
+@pytest.mark.parametrize("is_seen", [False, True])
+def test_deleting_one_prompt_reads_no_more_blocks_beside_many_others(
+    store: Store, is_seen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They share its beginning, as prompts of agents do, or leave it at once."""
+    shared, read = prompt(1, 40 * BLOCK), list[bytes]()
+    gone = saved(store, np.concatenate([shared, prompt(2, BLOCK + 3)]))
+    node_of = Snapshot.node_or_ghost
+
+    def node_or_ghost(self: Snapshot, name: bytes) -> NodeRecord | None:
+        read.append(name)
+        return node_of(self, name)
+
+    monkeypatch.setattr(Snapshot, "node_or_ghost", node_or_ghost)
+    counts = list[int]()
+    for others in (range(3, 8), range(8, 40)):
+        for number in others:
+            begin = shared if number % 2 else prompt(number, 10 * BLOCK)
+            pub = publication(store, np.concatenate([begin, prompt(100 + number, BLOCK)]), root=gone.root)
+            store.publish(pub if is_seen else replace(pub, prompt=None))
+        read.clear()
+        assert plan_of(store, PurgeFilter(entries=frozenset({last_node(gone)}))).nodes
+        counts.append(len(read))
+    few, many = counts
+    assert many - few <= (3 * 32 if is_seen else 0), "those that were seen: where they leave the deleted one"
 
 
 TURNS = prompt(1, 4 * BLOCK)

@@ -18,8 +18,8 @@ from tests.store.released_format import FORMATS, contents
 
 RELEASED = sorted(FORMATS.glob("*.mdb.gz"))
 DIGESTS = {
-    "11.json": "ed74a656d32067649ddf40d9bcb9d102a12be8bbea28da555c8a165f7d8529b5",
-    "11.mdb.gz": "ba0d248cd6a0c1b5519922e61b4966b5b8a2902855221396bc4e35ee4e32438a",
+    "12.json": "9b6383097b392190f10bd436d258e5f814d25bab9093653ae2dc32490c297f82",
+    "12.mdb.gz": "b7d3d00bdfefe77c3fa92e0adeed92c53dccb4300485e0505c8d409ffc5e21cd",
 }
 
 
