@@ -45,7 +45,7 @@ from diskprefix.store.schema import NodeKind, child_keys
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.verify import verify_index
-from diskprefix.tokens import LEAST_TOKENS, TokenIds
+from diskprefix.tokens import LEAST_TOKENS, PromptDigest, TokenIds
 from diskprefix.values import SHARED
 from tests.examples import examples
 from tests.store.building import (
@@ -194,13 +194,18 @@ class Seen(NamedTuple):
     token_ids: list[int]
 
 
+class Entry(NamedTuple):
+    num_tokens: int
+    kind: str
+
+
 class Model:
     """The content that must be in the store, in plain dictionaries."""
 
     def __init__(self) -> None:
         self.nodes: dict[bytes, ModelNode] = {}
-        self.entries: dict[bytes, int] = {}
-        """Number of tokens of each saved prompt, by the name of its last node."""
+        self.entries: dict[bytes, Entry] = {}
+        """By the names of their nodes."""
         self.seen: dict[bytes, list[Seen]] = {root: [] for root in SALTS}
         """The recent prompts of each root, oldest first."""
 
@@ -256,16 +261,34 @@ class Model:
             for name in self.shorter(new):
                 if node.is_kept_as_long(self.nodes[name]):
                     node.restores += self.nodes[name].restores
-                    self.remove([name])
-        if last_node is None:
-            return
+                    del self.nodes[name]
+                    self.entries.pop(name, None)
         assert publication.entry is not None
-        assert publication.prompt is not None
-        self.touch(last_node, now, 0, publication.ttl_s)
-        if last_node == publication.last_node:
-            self.entries.setdefault(last_node, publication.entry.num_tokens)
+        kind, base = publication.entry.kind, publication.base or b""
+        if last_node is not None:
+            self.touch(last_node, now, 0, publication.ttl_s)
+        if last_node is not None and last_node == publication.last_node:
+            self.put_entry(last_node, Entry(publication.entry.num_tokens, kind))
+        passing = self.entries.pop(base) if self.entries.get(base, Entry(0, "saved")).kind == "partial" else None
+        for new in reversed(publication.nodes):
+            if new.name in self.nodes and not self.is_covered(new.name):
+                self.put_entry(new.name, Entry(new.end, kind))
+        if passing is not None and not self.is_covered(base):
+            self.put_entry(base, passing)
+        if publication.prompt is None:
+            return
         own_s, token_ids = publication.prompt_ttl_s, publication.prompt.token_ids.tolist()
         self.seen[publication.root].append(Seen(now, own_s, publication.prompt_group, token_ids))
+
+    def put_entry(self, name: bytes, entry: Entry) -> None:
+        if self.entries.get(name, Entry(0, "partial")).kind == "partial":
+            self.entries[name] = entry
+
+    def is_covered(self, name: bytes) -> bool:
+        """Tells whether a node belongs to an entry. The checkpoints here have no tokens."""
+        above = self.nodes[name].new.parent
+        is_beside = self.is_checkpoint(name) and (above in self.entries or len(self.children(above)) > 1)
+        return name in self.entries or bool(self.children(name)) or is_beside
 
     def longer(self, new: NewNode) -> bytes | None:
         """Returns the node that holds all of one that is not stored: of several the first in the index of children."""
@@ -288,9 +311,13 @@ class Model:
             node.asked_s.add(ttl_s)
 
     def remove(self, names: Iterable[bytes]) -> None:
+        """Removes nodes. What is left of their entries ends where it belongs to no other one."""
         for name in names:
             del self.nodes[name]
             self.entries.pop(name, None)
+        for name in sorted(self.nodes, key=lambda name: -self.nodes[name].new.end):
+            if not self.is_covered(name):
+                self.entries[name] = Entry(self.nodes[name].new.end, "partial")
 
     def expired(self, ttl_s: float, now: float, pinned: set[bytes]) -> set[bytes]:
         kept = {name for name, node in self.nodes.items() if not node.is_over(ttl_s, now)}
@@ -322,7 +349,7 @@ def is_part(node: NewNode, other: NewNode) -> bool:
 
 def goes_with(seen: list[int], text: list[int], kept: list[list[int]]) -> bool:
     """Tells whether a recent prompt goes with a deleted text: one begins with the other, or it has tokens of that text
-    that no saved prompt has which stays; unless one that stays has all of it."""
+    that nothing has which stays; unless something that stays has all of it."""
     alike, least = num_alike(seen, text), max((num_alike(seen, other) for other in kept), default=0)
     return least < len(seen) and (alike == min(len(seen), len(text)) or alike > max(LEAST_TOKENS - 1, least))
 
@@ -403,6 +430,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.identity = self.store.store_id, self.store.secret
         self.model = Model()
         self.prompts: list[Prompt] = []
+        self.sent: dict[PromptDigest, list[int]] = {}
         self.pins: list[bytes] = []
         self.most_file_bytes = BUDGET
 
@@ -463,6 +491,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def publish(self, process: str, prompt: Prompt, codec: Codec, matched: bool, end: int | None = None) -> None:
         self.prompts.append(prompt)
+        self.sent[PromptDigest.of(self.store.secret, prompt.token_ids)] = prompt.token_ids.tolist()
         whole = publication_of(self.store, prompt, 0, end)
         new = publication_of(self.store, prompt, self.model.stored_prefix(whole.nodes) if matched else 0, end)
         sizes, used = self.sizes(), self.store.counts()["used_bytes"]
@@ -488,11 +517,15 @@ class StoreMachine(RuleBasedStateMachine):
         assert not need or self.store.counts()["used_bytes"] <= self.usable(process) + (64 << 10)
         self.model.publish(new, self.clock.now)
         if written.evicted > len(evicted):
-            self.take_over_restores(new)
+            self.take_over(new)
 
-    def take_over_restores(self, publication: Publication) -> None:
-        """From the store: what was evicted before it was replaced has left its uses to nobody."""
+    def take_over(self, publication: Publication) -> None:
+        """From the store: what was evicted before it was replaced has left its uses to nobody, and its entry to the
+        node before it."""
         with self.store.snapshot() as snapshot:
+            for name, entry in snapshot.entries():
+                if entry.kind == "partial" and self.model.children(name):
+                    self.model.entries.setdefault(name, Entry(entry.num_tokens, entry.kind))
             for node in publication.nodes:
                 if (usage := snapshot.usage(node.name)) is not None:
                     self.model.nodes[node.name].restores = usage.restores
@@ -603,7 +636,7 @@ class StoreMachine(RuleBasedStateMachine):
         if what == "damage":
             self.quarantine(process, data.draw(st.sampled_from(sorted(self.model.entry(last_node)))))
         elif what == "prompt":
-            # The one that continues most of the others: those must stay.
+            # The one that continues most of the others: saved ones must stay.
             self.forget_prompt(process, max(sorted(self.model.entries), key=self.num_entries_within))
         else:
             self.forget_tenant(process, self.model.nodes[last_node].root)
@@ -623,24 +656,68 @@ class StoreMachine(RuleBasedStateMachine):
         self.model.seen[root] = []
 
     def forget_prompt(self, process: str, last_node: bytes) -> None:
-        text = self.model.text(last_node)
-        whole = self.model.entry(last_node)
-        others = (self.model.entries.keys() | self.model.nodes.keys() - whole) - {last_node}
-        free = whole - self.model.with_ancestors(others)
-        # A checkpoint goes where its block does.
-        doomed = {
-            name for name in free if not self.model.is_checkpoint(name) or self.model.nodes[name].new.parent in free
-        }
+        root, model = self.model.nodes[last_node].root, self.model
+        gone = self.going_with(last_node)
+        needed = {node for name in model.entries.keys() - gone for node in model.entry(name)}
+        # A checkpoint here has no tokens, and stays with its block.
+        doomed = {name for name, node in model.nodes.items() if node.root == root} - needed
+        texts, sources = [model.text(name) for name in gone], [self.source(name) for name in gone]
         assert self.do(process, forget, PurgeFilter(entries=frozenset([last_node])), self.clock.now) == len(doomed)
-        root = self.model.nodes[last_node].root
-        kept = [
-            self.model.text(name)
-            for name in self.model.entries
-            if name != last_node and self.model.nodes[name].root == root
+        for name in gone:
+            model.entries.pop(name)
+        for name in doomed:
+            del model.nodes[name]
+        kept = [model.text(name) for name, node in model.nodes.items() if node.root == root]
+        living = {tuple(self.source(name)) for name, entry in model.entries.items() if entry.kind == "saved"}
+        model.seen[root] = [
+            one
+            for one in model.seen[root]
+            if not any(goes_with(one.token_ids, text, kept) for text in texts)
+            and not (
+                one.token_ids in sources
+                and tuple(one.token_ids) not in living
+                and max((num_alike(one.token_ids, other) for other in kept), default=0) < len(one.token_ids)
+            )
         ]
-        self.model.remove(doomed)
-        self.model.entries.pop(last_node, None)
-        self.model.seen[root] = [one for one in self.model.seen[root] if not goes_with(one.token_ids, text, kept)]
+
+    def source(self, name: bytes) -> list[int]:
+        """The prompt that an entry came from, as the store has it: which of several is left to a node is its choice."""
+        with self.store.snapshot() as snapshot:
+            entry = snapshot.entry(name)
+        assert entry is not None
+        return self.sent[entry.came_from]
+
+    def going_with(self, chosen: bytes) -> set[bytes]:
+        """The entries that go with a chosen one: the partial ones whose prompt begins with a deleted text or continues
+        it, unless a saved one stays that has their prompt."""
+        model, root = self.model, self.model.nodes[chosen].root
+        own = {name: entry for name, entry in model.entries.items() if model.nodes[name].root == root}
+        living = [self.source(name) for name, entry in own.items() if entry.kind == "saved" and name != chosen]
+        seen = [one.token_ids for one in model.seen[root]]
+        gone, texts, sources = {chosen}, [model.text(chosen)], [self.source(chosen)]
+        if own[chosen].kind == "partial" and sources[0] in seen:
+            texts.append(sources[0])
+        sources = [source for source in sources if source not in living]
+
+        def follows(name: bytes, text: list[int]) -> bool:
+            source, stored = self.source(name), model.text(name)
+            if source in sources or num_alike(source, text) == len(source):
+                return True
+            # How a longer prompt goes on is known if it was seen, or from what is stored of it.
+            known = source if source in seen else stored
+            alike = num_alike(known, text)
+            return len(source) > len(text) and (alike == len(text) or (known is stored and alike == len(stored)))
+
+        # Bound: each text is taken once, and there are as many as entries.
+        while texts:
+            text = texts.pop()
+            others = [name for name, entry in own.items() if entry.kind == "partial" and name not in gone]
+            for name in others:
+                if self.source(name) not in living and follows(name, text):
+                    gone.add(name)
+                    texts += [] if model.children(name) else [model.text(name)]
+            sources += [self.source(name) for name in gone if self.source(name) not in (*living, *sources)]
+        return gone
 
     @rule(budget_bytes=st.sampled_from([BUDGET, SMALLER_BUDGET]), alone=st.booleans())
     def reopen(self, budget_bytes: int, alone: bool) -> None:
@@ -687,7 +764,9 @@ class StoreMachine(RuleBasedStateMachine):
             for node in self.model.nodes.values():
                 assert is_there(snapshot, node.new)
                 assert read_payload(snapshot, node.new) == b"".join(node.new.payload)
-            assert {name: entry.num_tokens for name, entry in snapshot.entries()} == self.model.entries
+            entries = {name: Entry(entry.num_tokens, entry.kind) for name, entry in snapshot.entries()}
+            assert entries == self.model.entries
+            assert all(self.model.is_covered(name) for name in self.model.nodes)
             for root, prompts_of_root in self.model.seen.items():
                 found = [(group, prompt.tolist()) for group, prompt in recent_prompts(snapshot, root, 999)]
                 assert found == [(one.group, one.token_ids) for one in prompts_of_root]

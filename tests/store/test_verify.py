@@ -351,6 +351,7 @@ OF_OTHERS: dict[str, tuple[Damage, str]] = {
     "usage of no block": (lambda r, _: r.put("usage", GONE, bytes(40)), "usage"),
     "an entry of another length": (change_entry, "entries"),
     "an entry of no block": (add_an_entry, "entries"),
+    "an entry that is lost": (lambda r, s: r.delete("entries", s.name(-1)), "nodes"),
     "a recent prompt under a strange key": (lambda r, _: r.put("seen", STRANGE_KEY, b"x"), "seen"),
     "a recent prompt of no root": (lambda r, _: put_prompt(r, GONE + bytes(8), GONE), "seen"),
     "a recent prompt that continues no block": (lambda r, s: put_prompt(r, s.first.root + b"\xff" * 8, GONE), "seen"),
