@@ -104,7 +104,7 @@ def test_the_answer_says_how_much_is_ready_and_the_rest_is_computed_later(server
 
 
 @pytest.mark.parametrize("route", BODIES)
-def test_a_prompt_asked_ahead_is_rendered_in_a_turn_and_not_where_others_wait_for_stored_turns(
+def test_a_prompt_asked_ahead_is_rendered_in_a_turn_of_its_caller(
     server: AppServer, route: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rendered_on = list[str]()

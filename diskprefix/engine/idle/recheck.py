@@ -149,8 +149,8 @@ class Recheck:
                 return None
             # After a kill, a prompt may have nodes but no entry.
             ends = [name for name, _ in snapshot.entries() if name in root_of] or [*root_of]
-            found = (self._prefix_of(tree, name, own[root_of[name]]) for name in ends)
-            prefixes = [*islice((prefix for prefix in found if prefix is not None), _LOOKED_AT)]
+            of_ends = (self._prefix_of(tree, name, own[root_of[name]]) for name in ends)
+            prefixes = [*islice((prefix for prefix in of_ends if prefix is not None), _LOOKED_AT)]
         prefixes.sort(key=lambda prefix: (prefix.num_computed, len(prefix.token_ids)))
         others = [prefix for prefix in prefixes[1:_PROMPTS] if prefix.num_computed <= _MAX_COMPUTED]
         return [*others[::-1], *prefixes[:1]]
