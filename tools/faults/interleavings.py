@@ -32,7 +32,7 @@ from rich.console import Console
 
 from diskprefix.control_groups import num_cpus
 from tests.faults.interleavings import world
-from tests.faults.interleavings.history import History, Wrong
+from tests.faults.interleavings.history import EDITION, History, Wrong
 from tests.faults.interleavings.mutants import MUTANTS, bad, without_protection
 from tools.measuring.options import FOLDER, JSON
 from tools.measuring.report import new_table
@@ -92,14 +92,16 @@ def _too_long(_signal: int, _frame: FrameType | None) -> None:
     raise Wrong(f"it takes more than {_HANG_S} s")
 
 
-def run_histories(seeds: Iterable[int], folder: Path, *, without: str = "", until: str | None = None) -> Result:
-    """Runs one history after the other. `without` names a protection that is taken away. With `until`, only a failure
-    that says this counts, and is the last one."""
+def run_histories(
+    seeds: Iterable[int], folder: Path, *, without: str = "", until: str | None = None, edition: int = EDITION
+) -> Result:
+    """Runs one history of an `edition` after the other. `without` names a protection that is taken away. With `until`,
+    only a failure that says this counts, and is the last one."""
     result, began_s = Result(), time.process_time()
     mutant = without_protection(without) if without else nullcontext()
     with _quiet(), world.patched(), mutant:
         for seed in seeds:
-            failure = run_history(seed, folder, result)
+            failure = run_history(seed, folder, result, edition=edition)
             if without and bad:
                 result.bad += bad
                 break
@@ -113,9 +115,11 @@ def run_histories(seeds: Iterable[int], folder: Path, *, without: str = "", unti
     return result
 
 
-def run_history(seed: int, folder: Path, result: Result, trace: Callable[[str], None] | None = None) -> str:
+def run_history(
+    seed: int, folder: Path, result: Result, trace: Callable[[str], None] | None = None, edition: int = EDITION
+) -> str:
     """Returns why a history failed, "" if it did not. Call it within `world.patched`."""
-    history = History(seed, folder, trace)
+    history = History(seed, folder, trace, edition)
     before = signal.signal(signal.SIGALRM, _too_long)
     signal.alarm(_HANG_S)
     try:
@@ -171,7 +175,7 @@ def simulate(
     return whole
 
 
-def _show_trace(seed: int, folder: Path, without: str) -> str:
+def _show_trace(seed: int, folder: Path, without: str, edition: int) -> str:
     """Prints what every thread of one history does. Returns why it failed."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("             %(message)s"))
@@ -181,7 +185,7 @@ def _show_trace(seed: int, folder: Path, without: str) -> str:
     mutant = without_protection(without) if without else nullcontext()
     gc.disable()
     with world.patched(), mutant:
-        return run_history(seed, folder, Result(), click.echo)
+        return run_history(seed, folder, Result(), click.echo, edition)
 
 
 def _with_fixed_hashes() -> None:
@@ -202,6 +206,13 @@ def _print(result: Result) -> None:
 
 @click.command()
 @click.option("--seed", type=int, help="Print the trace of one history.")
+@click.option(
+    "--edition",
+    type=click.IntRange(1, EDITION),
+    default=EDITION,
+    show_default=True,
+    help="The events of that history: a kept seed has those of the day when it failed.",
+)
 @click.option("--first", type=int, default=0, show_default=True, help="The first seed.")
 @click.option("--histories", type=click.IntRange(min=1), default=20_000, show_default=True)
 @click.option("--mutants", is_flag=True, help="Take each protection away once: a history must fail.")
@@ -211,6 +222,7 @@ def _print(result: Result) -> None:
 @JSON
 def main(
     seed: int | None,
+    edition: int,
     first: int,
     histories: int,
     mutants: bool,
@@ -230,7 +242,7 @@ def main(
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     with tempfile.TemporaryDirectory(prefix="diskprefix-sim-", dir=folder or (shm if shm.is_dir() else None)) as work:
         if seed is not None:
-            failure = _show_trace(seed, Path(work) / "one", without)
+            failure = _show_trace(seed, Path(work) / "one", without, edition)
             click.echo(failure or "nothing is wrong")
             sys.exit(1 if failure else 0)
         if mutants:

@@ -6,7 +6,7 @@ import math
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -61,6 +61,10 @@ _TOOLS = ("purge", "purge", "erase", "verify", "compact", "read", "open")
 _TENANTS = (SHARED, Tenant.of_key("one"), Tenant.of_key("one").with_salt("salt"), Tenant.of_key("two"))
 _REPLIES = Replies()
 _NEEDS_CHECK = FileMark.needs_check
+
+
+EDITION = 2
+"""The events that histories have. More events make other histories of all seeds, so a kept seed has an edition."""
 
 
 class Wrong(AssertionError):
@@ -138,7 +142,10 @@ class Purged:
 class History:
     """Runs one history. `run` raises `Wrong`."""
 
-    def __init__(self, seed: int, folder: Path, trace: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, seed: int, folder: Path, trace: Callable[[str], None] | None = None, edition: int = EDITION
+    ) -> None:
+        self._edition = edition
         self.scheduler = TaskScheduler(seed, 0.0, trace)
         self.random = self.scheduler.random
         self.scheduler.set_switches(self.random.choice((0.01, 0.05, 0.2, 0.5)))
@@ -230,6 +237,7 @@ class History:
                 failure.append(Wrong(str(error)))
             finally:
                 world.kill_all()
+        self.counts["refused by the system"] += threads.num_refused[0]
         if failure:
             raise failure[0]
 
@@ -270,6 +278,12 @@ class History:
             (self._heal, 3),
             (self._look, 4),
         ]
+        if self._edition > 1:
+            events += [
+                (self._purge_prompt, 4),
+                (self._let_resources_be_refused, 3),
+                (self._meet_late_work, 4 if self._layout.exact_at == "token" and not is_alone else 0),
+            ]
         choices, weights = zip(*events, strict=True)
         for _ in range(self.random.randint(5, 24)):
             event = self.random.choices(choices, weights)[0]
@@ -288,6 +302,8 @@ class History:
 
     def _started(self) -> bool:
         process, made, is_sound = object(), list[Daemon](), self._needs_no_check()
+        # A daemon that gets no threads at its start does not start.
+        threads.refusing[:] = [0.0]
         given = self.settings, self._layout, self._num_sequences, process, self.random.choice(self._builds)
         task = self.scheduler.spawn("start", process, lambda: made.append(Daemon(*given)))
         self._join(task, "the daemon does not start")
@@ -441,18 +457,21 @@ class History:
 
     def _continue_ahead(self, one: Asked) -> None:
         """Has the engine compute the reply's last token while nobody waits, as the server does with histories."""
-        if self.random.random() < 0.5:
-            return
+        if self.random.random() >= 0.5:
+            self._compute_ahead(one, one.all_tokens)
+
+    def _compute_ahead(self, one: Asked, token_ids: list[int]) -> None:
+        """Has the engine compute a prompt that begins with a reply while nobody waits."""
         daemon = one.daemon
         owner = daemon.cache.owner(one.tenant)
 
         def make() -> Prompt:
             daemon.cache.notes(one.tenant).get(NoteKind.TURN, one.turn_id)
-            return Prompt(np.array(one.all_tokens, np.int32))
+            return Prompt(np.array(token_ids, np.int32))
 
         options = CacheOptions(scope=parse_scope("full", param="scope"), tenant=one.tenant, ttl_s=one.ttl_s)
         expires_at = daemon.cache.expires_at(one.ttl_s)
-        daemon.engine.ahead.add_job(AheadJob(daemon.engine, make, options, owner, tuple(one.all_tokens), expires_at))
+        daemon.engine.ahead.add_job(AheadJob(daemon.engine, make, options, owner, tuple(token_ids), expires_at))
 
     def _purged(self, daemon: Daemon) -> frozenset[Asked]:
         """Returns the requests of which a daemon may find nothing, because it knows that they were purged."""
@@ -549,17 +568,46 @@ class History:
 
     def _purge_tenant(self, daemon: Daemon, tenant: Tenant | None, *, is_beside: bool) -> None:
         """Purges a tenant, or everything, in a daemon or in another process."""
+        self._run_purge(daemon, lambda process, store: self._purging(process, store, tenant), is_beside=is_beside)
+
+    def _purge_prompt(self) -> None:
+        """Purges one saved prompt. Others may need its beginning, so it is not said what may be found."""
+        daemon, is_beside = self.random.choice(self.daemons), self.random.random() < 0.5
+        if daemon.store.problem is not None or self._has_bucket:
+            return
+        with world.observing(), daemon.store.snapshot() as snapshot:
+            names = sorted(name for name, _ in snapshot.entries())
+        if not names:
+            return
+        name = self.random.choice(names)
+
+        @contextmanager
+        def purging(process: object, store: Store) -> Iterator[PurgeFilter]:
+            yield PurgeFilter(entries=frozenset({name}))
+            with world.observing(), store.snapshot() as snapshot:
+                self.purges.append(Purged(process, self.scheduler.now, purges_of(snapshot), frozenset(), frozenset()))
+
+        self._run_purge(daemon, purging, is_beside=is_beside)
+
+    def _run_purge(
+        self,
+        daemon: Daemon,
+        purging: Callable[[object, Store], AbstractContextManager[PurgeFilter]],
+        *,
+        is_beside: bool,
+    ) -> None:
+        """Purges what `purging` yields, in a daemon or in another process."""
         process = object() if is_beside else daemon.process
 
         def purge_here() -> None:
-            with suppress(CacheError), self._purging(process, daemon.store, tenant) as chosen:
+            with suppress(CacheError), purging(process, daemon.store) as chosen:
                 daemon.store.reads.ask(partial(daemon.cache.purge, chosen), Patience(PATIENCE_S))
 
         def purge_beside() -> None:
             with suppress(CacheError):
                 store = Store(self.settings.kv_cache_dir)
                 self.stores.append(store)
-                with suppress(CacheError), self._purging(process, store, tenant) as chosen:
+                with suppress(CacheError), purging(process, store) as chosen:
                     purge(store, chosen, store.clock())
                 store.close()
 
@@ -820,6 +868,22 @@ class History:
         for one in over:
             self._ask(daemon, one.tenant, one.token_ids)
 
+    def _meet_late_work(self) -> None:
+        """A tenant is purged while a step of its idle work is computed. What that queues afterwards is found by
+        nobody."""
+        self._calm()
+        daemon, tenant = self.random.choice(self.daemons), Tenant.of_key("late")
+        one = self._ask(daemon, tenant, [self._token() for _ in range(16)])
+        self._within(PATIENCE_S, lambda: one.last is not None, "a request never ends")
+        self.model.token_s = 0.1
+        token_ids = [*one.all_tokens, *(self._token() for _ in range(40))]
+        self._compute_ahead(one, token_ids)
+        # Work ahead begins after half a second without a request.
+        self.scheduler.sleep(self.random.choice((0.6, 0.8, 1.2)))
+        self._purge_tenant(daemon, tenant, is_beside=self.random.random() < 0.3)
+        self._ask(daemon, tenant, [*token_ids, self._token()])
+        self.model.token_s = ModelFaults.token_s
+
     def _meet_a_strangers_purge(self) -> None:
         """One tenant is purged while another has a request that runs, prompts that wait to
         be written, and memory: all of that stays."""
@@ -914,6 +978,9 @@ class History:
     def _let_model_fail(self) -> None:
         self.model.failing = self.random.choice((0.05, 0.3))
 
+    def _let_resources_be_refused(self) -> None:
+        threads.refusing[:] = [self.random.choice((0.1, 0.5, 1.0))]
+
     def _let_reads_hang(self) -> None:
         self.disk.hangs = self.random.choice(("payloads", "all"))
 
@@ -926,6 +993,7 @@ class History:
             self.disk.damaged |= {self.random.choice(names) for _ in range(3) if names}
 
     def _heal(self) -> None:
+        threads.refusing[:] = [0.0]
         self.disk.answer()
         self.disk.reading_s, self.disk.free_bytes = self.random.choice((0.0, 0.0, 0.1)), 1 << 40
         self.disk.failing, self.disk.slow_s = 0.0, self.random.choice((0.0, 0.01, 0.3))
@@ -1033,7 +1101,8 @@ class History:
             if tokens != expected[: one.most if is_whole else len(tokens)]:
                 raise Wrong(f"{one.id} got {tokens}, not {expected}")
         if isinstance(one.last, ErrorEvent):
-            is_asked_for = self.counts["let_model_fail"] and "internal error" in str(one.last.error)
+            is_failing = self.counts["let_model_fail"] or self.counts["let_resources_be_refused"]
+            is_asked_for = is_failing and "internal error" in str(one.last.error)
             if not isinstance(one.last.error, QueueFull | NotReady) and not is_asked_for:
                 raise Wrong(f"{one.id} failed: {one.last.error!r}")
             self.counts["refused"] += 1

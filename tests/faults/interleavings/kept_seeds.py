@@ -2,19 +2,22 @@
 
 A seed decides in which order threads continue, so it stays the history that it was until code on its way stops threads
 at other places. From then on it is one more random history, and the mutant of the same protection (`mutants.py`) is
-what finds the fault again.
+what finds the fault again. New events would change all seeds at once, so each seed has the edition of the events
+(`history.EDITION`) with which it failed.
 """
 
 from __future__ import annotations
 
-KEPT_SEEDS = {
-    7300564: "health says degraded, and prompts are saved",
-    7302418: "health says degraded, and prompts are saved",
-    7302518: "got [253, 74], not [253, 98]",
-    7302727: "found 18 tokens, and only 0 could be there for",
-    7305355: "mdb_stat: Invalid argument",
-    8801929: "health says degraded, and prompts are saved",
-    8802628: "found 38 tokens, and only 0 could be there for",
-    8802042: "health says degraded, and prompts are saved",
-    8803890: "health says degraded, and prompts are saved",
+KEPT_SEEDS: dict[int, dict[int, str]] = {
+    1: {
+        7300564: "health says degraded, and prompts are saved",
+        7302418: "health says degraded, and prompts are saved",
+        7302518: "got [253, 74], not [253, 98]",
+        7302727: "found 18 tokens, and only 0 could be there for",
+        7305355: "mdb_stat: Invalid argument",
+        8801929: "health says degraded, and prompts are saved",
+        8802628: "found 38 tokens, and only 0 could be there for",
+        8802042: "health says degraded, and prompts are saved",
+        8803890: "health says degraded, and prompts are saved",
+    }
 }

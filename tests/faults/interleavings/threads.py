@@ -29,6 +29,9 @@ _REAL = threading.get_ident
 _here: list[TaskScheduler] = []
 """The scheduler of the history that is running."""
 _thread: list[int] = []
+refusing = [0.0]
+"""The share of threads and of memory for pages that the system refuses."""
+num_refused = [0]
 
 
 def scheduler() -> TaskScheduler:
@@ -38,6 +41,14 @@ def scheduler() -> TaskScheduler:
 def is_simulated() -> bool:
     """Returns whether the caller is a task of a history."""
     return bool(_here) and _REAL() == _thread[0]
+
+
+def is_refused() -> bool:
+    """Returns whether the system refuses a thread, or memory, now."""
+    if not (refusing[0] > 0.0 and scheduler().random.random() < refusing[0]):
+        return False
+    num_refused[0] += 1
+    return True
 
 
 def wait_in(waiting: list[Task], timeout_s: float | None) -> bool:
@@ -246,6 +257,8 @@ class SimulatedThread:
     def start(self) -> None:
         one = scheduler()
         assert one.current is not None
+        if is_refused():
+            raise RuntimeError("can't start new thread")
         self._task = one.spawn(self.name, one.current.process, self._work)
         one.point()
 

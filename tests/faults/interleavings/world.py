@@ -100,7 +100,7 @@ _transaction, _init_environment, _init_lock = Environment.transaction, Environme
 _init_meter, _check_file = WriteMeter.__init__, Environment.require_survivable
 _pause, _try_later = Writer.pause_writing, Writer._try_later
 _quarantine, _restoring, _report_failure = Store.quarantine, IdleWork.restoring, thread_pool.report_failure
-_expire = Evictor.expire
+_expire, _zeros = Evictor.expire, pages.zeros
 READERS = (
     *("kv-writer", "kv-seen", "kv-match", "kv-load", "kv-prefetch", "picture-load", "draft-fetch", "kv-check"),
     *("disk-reader", "idle", "remote-fetch", "remote-write"),
@@ -270,6 +270,13 @@ def _noted_search(self: Evictor, ttl_s: float) -> int:
     return num_removed
 
 
+def _refused_zeros(shape: tuple[int, ...], dtype: Any) -> Any:
+    """In the place of `pages.zeros`."""
+    if threads.is_simulated() and threads.is_refused():
+        raise MemoryError
+    return _zeros(shape, dtype)
+
+
 def _checked_slowly(self: Environment) -> None:
     """In the place of `Environment.require_survivable`."""
     if threads.is_simulated():
@@ -332,6 +339,7 @@ def patched() -> Iterator[None]:
         (settings_module, "_MIN_WRITTEN", 0),
         # Prompts are short. So are the rows of a step, and nothing is guessed and taken back.
         (pages, "_SLAB_BYTES", 1024),
+        (pages, "zeros", _refused_zeros),
         (sizes, "STEP_TOKENS", LONGEST),
         (sizes, "MAX_TAKEN_BACK", 0),
         (page_cache, "STEP_TOKENS", LONGEST),
@@ -358,6 +366,7 @@ def use(disk: Disk, bucket: SimulatedBucket, map_bytes: int) -> None:
     checked.clear()
     held_at.clear()
     searched_at.clear()
+    threads.refusing[:], threads.num_refused[:] = [0.0], [0]
     shared_file.reset(map_bytes)
 
 
