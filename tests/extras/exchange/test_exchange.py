@@ -29,7 +29,7 @@ from diskprefix.store.pieces import LAYOUT_VERSION
 from diskprefix.store.schema import ModelRecord
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.verify import verify_index
-from diskprefix.tokens import TokenIds
+from diskprefix.tokens import PromptDigest, TokenIds
 from tests.cli.conftest import Run, overwrite, saved
 from tests.cli.conftest import run as run
 from tests.devices import DEVICES
@@ -130,8 +130,11 @@ def test_an_entry_is_the_same_in_a_store_of_another_secret_and_codec(
             assert theirs.last_node is not None
             assert (done.ids, done.new_nodes) == ([theirs.last_node.hex()], len(theirs.nodes))
             assert done.new_bytes == theirs.payload_bytes
+            assert theirs.entry is not None
+            came_from = PromptDigest.of(target.secret, PROMPT[: theirs.entry.num_tokens])
             with target.snapshot() as snapshot:
-                assert snapshot.entry(theirs.last_node) == theirs.entry
+                stored = snapshot.entry(theirs.last_node)
+            assert stored == replace(theirs.entry, kind="imported", came_from=came_from)
             assert verify_index(target).problems == ()
 
 
@@ -313,9 +316,16 @@ def test_an_interrupted_import_leaves_a_shorter_prefix_that_the_next_completes(
     monkeypatch.undo()
     theirs = entry_of(target, prompt(3, 7 * BLOCK + 1))
     assert is_whole(target, replace(theirs, nodes=theirs.nodes[:4]))
-    assert target.counts()["entries"] == 0
+    assert kinds(target) == ["partial"]
     assert import_file(target, path).new_nodes == 4
     assert is_whole(target, theirs)
+    assert kinds(target) == ["imported"]
+
+
+def kinds(store: Store) -> list[str]:
+    """The kinds of the entries."""
+    with store.snapshot() as snapshot:
+        return [entry.kind for _, entry in snapshot.entries()]
 
 
 def test_what_changes_after_it_was_verified_is_not_imported(target: Store, file: Path) -> None:
