@@ -1,4 +1,4 @@
-"""What a process must have before a command runs, whoever started it."""
+"""The state of a process before a command runs: its standard files and its signals."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ def test_a_trusted_pack_is_used_at_once_and_each_answer_names_it(model: Path, pa
         assert [answer["restored"] > 100 for answer in answers] == [False, True]
 
 
-def test_a_preview_is_of_the_prompt_s_tokens_and_not_what_a_pack_without_a_signature_says(
+def test_a_preview_is_of_the_prompt_s_tokens_not_of_an_unsigned_pack(
     model: Path, pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     header, data = split(pack.read_bytes())
