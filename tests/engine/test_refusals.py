@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -32,27 +33,28 @@ from tests.examples import examples
 from tests.server.picture_models import image_bytes, write_llava
 from tests.waiting import wait_for
 
-MANY = 1 << 60
-
 
 class Refusal:
-    """Counts calls of one kind, and refuses the one with the number `at`, from 0."""
+    """Notes from where calls of one kind come, and refuses one of them."""
 
     def __init__(self, error: Callable[[], Exception]) -> None:
         self._error, self._lock = error, threading.Lock()
-        self.at, self.num_calls = MANY, 0
-        self.callers: set[str] = set()
-        """The names of the threads that made the calls."""
+        self.places: Counter[str] = Counter()
+        """The number of calls by place: a kind of thread and a line of a function."""
+        self._at: tuple[str, int] | None = None
 
-    def begin(self, at: int = MANY) -> None:
-        self.at, self.num_calls = at, 0
-        self.callers.clear()
+    def begin(self, place: str | None = None, number: int = 1) -> None:
+        """Forgets all calls. Has the call with this number from a place refused, none without a place."""
+        self._at = None if place is None else (place, number)
+        self.places.clear()
 
     def __call__(self) -> None:
+        frame, thread = sys._getframe(2), threading.current_thread().name.rpartition("_")
+        place = f"{thread[0] or thread[2]}: {frame.f_code.co_qualname}:{frame.f_lineno}"
         with self._lock:
-            number, self.num_calls = self.num_calls, self.num_calls + 1
-            self.callers.add(threading.current_thread().name)
-        if number == self.at:
+            self.places[place] += 1
+            is_refused = (place, self.places[place]) == self._at
+        if is_refused:
             raise self._error()
 
 
@@ -118,7 +120,7 @@ class Life:
         ]
         self.later = [request(self.ahead, logprobs=0), request(stored, logprobs=0)]
         self.expected: dict[int, list[Any]] = {}
-        self._num_calls: dict[str, int] = {}
+        self._places: dict[str, list[tuple[str, int]]] = {}
 
     def open_again(self) -> None:
         assert self.engine.close()
@@ -151,12 +153,14 @@ class Life:
         assert not fatal
         return clients
 
-    def num_calls(self, kind: str, refusal: Refusal) -> int:
-        """Returns how many calls of a kind a life makes in which nothing is refused."""
-        if kind not in self._num_calls:
+    def places(self, kind: str, refusal: Refusal) -> list[tuple[str, int]]:
+        """Returns the places from which calls of a kind come in a life in which nothing is refused, each with the
+        number of calls, in a random order."""
+        if kind not in self._places:
             assert not self.require_bits(self.live(refusal.begin))
-            self._num_calls[kind] = refusal.num_calls
-        return self._num_calls[kind]
+            self._places[kind] = sorted(refusal.places.items())
+            random.Random(kind).shuffle(self._places[kind])
+        return self._places[kind]
 
     def require_bits(self, clients: list[Client]) -> int:
         """Returns the number of requests that failed. All others must have their bits."""
@@ -212,13 +216,14 @@ def test_what_is_refused_once_fails_one_request_and_leaves_nothing_behind(kind: 
         if kind == "thread":
             # Its pools have no more than their first threads.
             life.open_again()
-        at = random.Random(f"{kind} {number}").randrange(life.num_calls(kind, refusal))
+        places = life.places(kind, refusal)
+        place, num_calls = places[number % len(places)]
         if kind == "thread":
-            assert "engine" not in refusal.callers
+            assert not any(place.startswith("engine:") for place, _ in places)
             life.open_again()
-        clients = life.live(partial(refusal.begin, at))
-        print(kind, at, "of", refusal.num_calls)
-        assert life.require_bits(clients) <= 1
+        at = random.Random(number).randint(1, num_calls)
+        print(place, at, "of", num_calls, "of", len(places), "places")
+        assert life.require_bits(life.live(partial(refusal.begin, place, at))) <= 1
         refusal.begin()
         life.require_nothing_left()
         assert not life.require_bits(life.live())
