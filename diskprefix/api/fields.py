@@ -543,9 +543,11 @@ def _logit_bias(bias: dict[str, float], vocab_size: int) -> dict[int, float]:
     return valid
 
 
-def cache_options(body: CacheFields, *, scope: Scope, caller: Tenant, session: str | None = None) -> CacheOptions:
-    """Returns the cache options of a request. The daemon's `scope` is the default, and `session` names the group of a
-    request without a `prompt_cache_key`.
+def cache_options(
+    body: CacheFields, *, scope: Scope, caller: Tenant, share: str = "", session: str | None = None
+) -> CacheOptions:
+    """Returns the cache options of a request of a `share`. The daemon's `scope` is the default, and `session` names the
+    group of a request without a `prompt_cache_key`.
 
     Raises `InvalidScope` for a window with a scope that has none, and `InvalidRequest` for two different salts.
     """
@@ -563,6 +565,7 @@ def cache_options(body: CacheFields, *, scope: Scope, caller: Tenant, session: s
         ttl_s=ttl_s,
         replay=options.replay,
         is_asked=any(value is not None for value in (asked, options.window, ttl_s)),
+        share=share,
     )
 
 

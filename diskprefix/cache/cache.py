@@ -335,6 +335,7 @@ class PrefixCache:
             "write_budget_bytes": written.budget_bytes,
             "unaffordable": self.counters["unaffordable"],
             "dropped": self.writer.dropped,
+            "notes_removed": self.writer.notes.removed,
             "evicted_blocks": self.writer.evicted,
             "expired_blocks": self.writer.housekeeping.expired,
             "quarantined": self.writer.housekeeping.quarantined,

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.choosing import ttl_at
@@ -112,4 +113,5 @@ class RequestContext:
 
     def notes(self, ttl_s: float | None = None) -> TenantNotes:
         """Returns the tenant's notes; see `PrefixCache.notes_of`."""
-        return self.cache.notes_of(self.namespace.root, self.namespace.record, ttl_s, self.epoch)
+        notes = self.cache.notes_of(self.namespace.root, self.namespace.record, ttl_s, self.epoch)
+        return replace(notes, share=self.options.share)

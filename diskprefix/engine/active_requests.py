@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from heapq import heapify, heappop, heappush
@@ -36,9 +36,9 @@ log = logging.getLogger("diskprefix")
 _SCORED_ROWS = 64
 """The most rows of a step in which each row has logits: these take 4 bytes per row and token of the vocabulary."""
 
-_CALLERS_PER_SEQUENCE = 4
-"""For each of `max_sequences`, this many callers may have one reply above the limit. There must be a limit for callers
-too, because a client without an API key can be any number of callers by using salts."""
+_SHARES_PER_SEQUENCE = 4
+"""For each of `max_sequences`, this many shares may have one reply above the limit. There must be a limit for shares
+too, because a client may have any number of addresses."""
 
 _WRITE_S = 0.25
 """The longest wait of a step, in seconds, for publications to be written when all pages are in use."""
@@ -80,7 +80,7 @@ class ActiveRequests:
 
     def admit(self, tickets: list[Ticket]) -> Iterator[Reply]:
         """Yields the replies that get memory: first accepted replies, by age, then the first replies of waiting
-        requests, whose callers take turns. Nothing overtakes a reply or request that waits for memory, unless it gives
+        requests, whose shares take turns. Nothing overtakes a reply or request that waits for memory, unless it gives
         way."""
         waiters: Iterator[Ticket | Reply] = chain(self.waiting, self._turns(tickets))
         for waiter in waiters:
@@ -115,33 +115,40 @@ class ActiveRequests:
                 reply.is_background = False
 
     def _turns(self, tickets: list[Ticket]) -> Iterator[Ticket]:
-        """Yields the waiting requests that may begin. Callers take turns.
+        """Yields the waiting requests that may begin. Shares take turns, and within a share its conversations.
 
-        A caller with nothing running may start one request even when all places are taken: the replies of others may
-        take minutes, and one more row per step costs them little.
+        A share or conversation with nothing running may start one request even when all places are taken: the replies
+        of others may take minutes, and one more row per step costs them little.
         """
-        waiting, seen = defaultdict[Hashable, deque[tuple[int, Ticket]]](deque), None
+        waiting, seen = defaultdict[tuple[str, str], deque[tuple[int, Ticket]]](deque), None
         for number, ticket in enumerate(tickets):
-            waiting[ticket.request.caller].append((number, ticket))
+            waiting[ticket.request.turn].append((number, ticket))
         # Bound: each round takes a request.
         while waiting:
             if seen != self.requests:
                 seen = list(self.requests)
-                num_of = Counter[Hashable](running.request.caller for running in seen)
-                turns = [(num_of[caller], queue[0][0], caller) for caller, queue in waiting.items()]
+                shares = Counter(running.request.share for running in seen)
+                conversations = Counter(running.request.turn for running in seen)
+                turns = [(shares[turn[0]], conversations[turn], queue[0][0], turn) for turn, queue in waiting.items()]
                 heapify(turns)
-            _, _, caller = heappop(turns)
-            has_place = not num_of[caller] and len(num_of) < _CALLERS_PER_SEQUENCE * self._served.max_sequences
-            if not has_place and not self.has_place:
+            _, _, _, turn = heappop(turns)
+            if not self.has_place and not self._may_exceed(turn, shares, conversations):
                 for _, ticket in chain.from_iterable(waiting.values()):
                     self._bring_forward(ticket)
                 return
-            _, ticket = waiting[caller].popleft()
-            if waiting[caller]:
-                heappush(turns, (num_of[caller], waiting[caller][0][0], caller))
+            _, ticket = waiting[turn].popleft()
+            if waiting[turn]:
+                heappush(turns, (shares[turn[0]], conversations[turn], waiting[turn][0][0], turn))
             else:
-                del waiting[caller]
+                del waiting[turn]
             yield ticket
+
+    def _may_exceed(self, turn: tuple[str, str], shares: Counter[str], conversations: Counter[tuple[str, str]]) -> bool:
+        """Returns whether a request may begin above the limit: the first of its share or of its conversation."""
+        most, own = self._served.max_sequences, turn[0]
+        if own not in shares:
+            return len(shares) < _SHARES_PER_SEQUENCE * most
+        return turn not in conversations and sum(share == own for share, _ in conversations) <= most
 
     def _memory_for(self, waiter: Ticket | Reply) -> State | PrefixWait | MemoryWait | None:
         """Returns memory that begins with the longest prefix in memory. Returns a `MemoryWait` if others must end
@@ -232,7 +239,8 @@ class ActiveRequests:
                 most_rows=_SCORED_ROWS if request.scores_prompt else NO_LIMIT,
                 running=running,
                 index=index,
-                tenant=request.caller,
+                share=request.share,
+                conversation=request.conversation,
                 arrived=self._num_arrived + index + 1,
                 prompt_tokens=len(prompt),
                 packs=served.packs,

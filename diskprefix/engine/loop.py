@@ -256,7 +256,7 @@ class Loop:
             # Fully stored prompts get their first tokens meanwhile. If the load fails, a step raises the error.
             return []
         self._served.speculation.plan(self._scheduler.next_replies())
-        return self._scheduler.schedule(self._served.pace.max_prompt_rows(self._scheduler.callers))
+        return self._scheduler.schedule(self._served.pace.max_prompt_rows(self._scheduler.shares))
 
     def _compute_step(self, step: list[Chunk[Reply]]) -> bool:
         """Computes a step. Returns False if it must wait for a fetch to free memory."""

@@ -88,6 +88,8 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     prompt: Prompt
     sampling: SamplingParams
     cache: CacheOptions
+    conversation: str = ""
+    """The conversation of the request, for turns within its share."""
     constraint: Constraint | None = None
     thought_budget: ThoughtBudget | None = None
     reading: Reading | None = None
@@ -108,9 +110,14 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
         return self.echo is not None and self.echo.logprobs is not None
 
     @property
-    def caller(self) -> tuple[str, ...]:
-        """The key for fair scheduling: all requests with one API key count as one caller."""
-        return self.cache.tenant.ids[:1]
+    def share(self) -> str:
+        """The share that the request counts for, in turns for memory and rows."""
+        return self.cache.share
+
+    @property
+    def turn(self) -> tuple[str, str]:
+        """The share and its conversation."""
+        return self.share, self.conversation
 
 
 class TokenLogprob(Struct, frozen=True):

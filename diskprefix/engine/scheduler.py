@@ -1,10 +1,11 @@
 """Chooses the rows that the next step computes. The choice depends on counts and measured times only, not on a clock.
 
 A step has a row for each sequence that decodes. The other rows, or as many of them as `Pace` allows, are for prompts,
-then for guesses (`speculation`). The tenant that had the fewest rows comes first, and of its prompts the one with the
-fewest tokens left, so that a short request overtakes a long one. A waiting prompt moves towards the front with each row
-that overtakes it: after four times its own length, no new prompt overtakes it. A step in which a prompt ends is filled
-only with prompts that also end in it, because a part of another prompt would delay the first token.
+then for guesses (`speculation`). The share that had the fewest rows comes first, then its conversation that had the
+fewest, and of its prompts the one with the fewest tokens left, so that a short request overtakes a long one. A waiting
+prompt moves towards the front with each row that overtakes it: after four times its own length, no new prompt overtakes
+it. A step in which a prompt ends is filled only with prompts that also end in it, because a part of another prompt
+would delay the first token.
 
 A prompt in the background (`is_background`), because no client waits for a reply, is computed only while there is no
 other sequence, in small steps. Once a request waits for its state, it no longer gives way.
@@ -12,10 +13,10 @@ other sequence, in small steps. Once a request waits for its state, it no longer
 Sequences that do not pack take turns: the sequence that was computed longest ago comes first, and all prompts count as
 one.
 
-While prompts of others wait, a caller with many replies has only some of them in each step, in turns.
+While prompts of others wait, a share with many replies has only some of them in each step, in turns.
 
 The pace: a step with prompts takes longer than a step that only decodes, and each reply in the step waits that long for
-its token. So the prompts of one caller get a short time in each step. If more callers wait, each of the others gets
+its token. So the prompts of one share get a short time in each step. If more shares wait, each of the others gets
 twice that time, because small steps compute fewer rows per second. Two times are measured: the fixed time of such a
 step, and the time that each prompt row adds. When other programs slow the machine down, the fixed time grows. Then few
 rows per step would make prompts wait without a gain for replies.
@@ -24,7 +25,7 @@ rows per step would make prompts wait without a gain for replies.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from typing import Generic, NamedTuple, TypeVar
 
 from msgspec import Struct, field
@@ -35,11 +36,11 @@ _AGING = 0.25
 """For each token that overtook a prompt, the prompt counts as this many tokens shorter."""
 
 MAX_REPLIES = 4
-"""The most replies of one caller in a step while other callers have prompts."""
+"""The most replies of one share in a step while other shares have prompts."""
 
 TARGET_S = 0.05
-"""The maximum seconds of a step with replies and prompts, if the prompts are of one caller: the pause of a reply for
-the prompts of others. Each further caller with prompts adds twice this time."""
+"""The maximum seconds of a step with replies and prompts, if the prompts are of one share: the pause of a reply for
+the prompts of others. Each further share with prompts adds twice this time."""
 MIN_ROWS = 16
 """The minimum number of prompt rows beside replies, so that a prompt always makes progress."""
 IDLE_ROWS = 32
@@ -60,9 +61,10 @@ class ScheduledReply(Struct, eq=False, kw_only=True):
     computed alone: its prompt in steps that end at multiples of `grid`, then one token per step.
     """
 
-    tenant: Hashable
+    share: str
     arrived: int
     prompt_tokens: int
+    conversation: str = ""
     packs: bool = True
     is_background: bool = False
     grid: int = 256
@@ -93,6 +95,11 @@ class ScheduledReply(Struct, eq=False, kw_only=True):
         return self.num_known - self.num_computed
 
     @property
+    def turn(self) -> tuple[str, str]:
+        """The share and its conversation."""
+        return self.share, self.conversation
+
+    @property
     def is_decoding(self) -> bool:
         return self.num_left == 1 and self.num_computed >= self.prompt_tokens
 
@@ -112,14 +119,15 @@ class ScheduledReply(Struct, eq=False, kw_only=True):
         return end
 
 
-class Callers(NamedTuple):
-    """The number of callers with replies that decode, and of callers with prompts."""
+class Shares(NamedTuple):
+    """The number of shares with replies that decode, and of shares with prompts."""
 
     replying: int
     waiting: int
 
 
 S = TypeVar("S", bound=ScheduledReply)
+K = TypeVar("K", bound=Hashable)
 
 
 class Chunk(Struct, Generic[S], frozen=True):
@@ -141,9 +149,11 @@ class Scheduler(Generic[S]):
     def __init__(self, max_rows: int = MAX_ROWS) -> None:
         self._max_rows = max_rows
         self.sequences: list[S] = []
-        self._rows_of: dict[Hashable, int] = {}
-        """The prompt rows of each tenant. Only tenants that have prompts, or that had more rows than these, are
+        self._rows_of: dict[str, float] = {}
+        """The prompt rows of each share. Only shares that have prompts, or that had more rows than these, are
         counted."""
+        self._rows_of_conversation: dict[tuple[str, str], float] = {}
+        """The same of each conversation of a share that has prompts."""
         self._num_steps = 0
         self._last_packed = 0
         """The number of the last step with sequences that pack."""
@@ -162,26 +172,26 @@ class Scheduler(Generic[S]):
             self.sequences.remove(sequence)
 
     @property
-    def callers(self) -> Callers:
-        """The callers of the sequences."""
+    def shares(self) -> Shares:
+        """The shares of the sequences."""
         replying, waiting = (
-            {s.tenant for s in self.sequences if s.is_decoding == is_reply} for is_reply in (True, False)
+            {s.share for s in self.sequences if s.is_decoding == is_reply} for is_reply in (True, False)
         )
-        return Callers(len(replying), len(waiting))
+        return Shares(len(replying), len(waiting))
 
     def next_replies(self) -> list[S]:
         """Returns the sequences that decode in the next packed step: all of them, or as many as fit, in turns. While
-        another caller has prompts, at most `MAX_REPLIES` of each caller."""
+        another share has prompts, at most `MAX_REPLIES` of each share."""
         packed = [sequence for sequence in self._present if sequence.packs]
-        waiting = {sequence.tenant for sequence in packed if not sequence.is_decoding}
+        waiting = {sequence.share for sequence in packed if not sequence.is_decoding}
         decoding = [sequence for sequence in packed if sequence.is_decoding]
         decoding.sort(key=lambda s: (s.last_step, s.arrived))
         if not waiting:
             return decoding[: self._max_rows]
-        num_of, chosen = Counter[Hashable](), list[S]()
+        num_of, chosen = Counter[str](), list[S]()
         for sequence in decoding:
-            num_of[sequence.tenant] += 1
-            if num_of[sequence.tenant] <= MAX_REPLIES or waiting == {sequence.tenant}:
+            num_of[sequence.share] += 1
+            if num_of[sequence.share] <= MAX_REPLIES or waiting == {sequence.share}:
                 chosen.append(sequence)
         # If not all of them fit, they take turns, and leave a quarter of the rows to prompts.
         return chosen[: self._max_rows - self._max_rows // 4]
@@ -209,7 +219,8 @@ class Scheduler(Generic[S]):
             if id(sequence) not in taking_part and not sequence.is_decoding:
                 sequence.overtaken += num_rows
         for chunk in prefilled:
-            self._rows_of[chunk.sequence.tenant] += chunk.num_rows
+            self._rows_of[chunk.sequence.share] += chunk.num_rows
+            self._rows_of_conversation[chunk.sequence.turn] += chunk.num_rows
             if not chunk.sequence.packs:
                 self._last_prompt = self._num_steps
         for chunk in step:
@@ -224,13 +235,10 @@ class Scheduler(Generic[S]):
         return [sequence for sequence in self.sequences if not sequence.is_background] or self.sequences
 
     def _count_turns(self) -> None:
-        """Begins to count rows for new tenants with a prompt. A tenant neither saves up turns while it has no prompt,
-        nor gets the first turn again by leaving for a moment."""
-        tenants = {sequence.tenant for sequence in self.sequences if not sequence.is_decoding}
-        counted = [rows for tenant, rows in self._rows_of.items() if tenant in tenants] or self._rows_of.values()
-        fewest = min(counted, default=0)
-        remaining = {tenant: rows for tenant, rows in self._rows_of.items() if tenant in tenants or rows > fewest}
-        self._rows_of = dict.fromkeys(tenants, fewest) | remaining if tenants else {}
+        """Begins to count rows for new shares with a prompt, and for their conversations."""
+        prompts = [sequence for sequence in self.sequences if not sequence.is_decoding]
+        self._rows_of = fair_counts(self._rows_of, {sequence.share for sequence in prompts})
+        self._rows_of_conversation = fair_counts(self._rows_of_conversation, {sequence.turn for sequence in prompts})
 
     def _next_alone(self) -> S | None:
         """Returns the next sequence that does not pack."""
@@ -271,12 +279,30 @@ class Scheduler(Generic[S]):
 
     def _by_turns(self, prompts: list[S]) -> Iterator[S]:
         """Yields the prompts in the order in which they are computed."""
-        rows_of, left = dict(self._rows_of), list(prompts)
+        rows_of, of_conversation, left = dict(self._rows_of), dict(self._rows_of_conversation), list(prompts)
+
+        def turn(prompt: S) -> tuple[float, float, float, int]:
+            num_left = prompt.num_left - _AGING * prompt.overtaken
+            return rows_of[prompt.share], of_conversation[prompt.turn], num_left, prompt.arrived
+
         while left:
-            best = min(left, key=lambda s: (rows_of[s.tenant], s.num_left - _AGING * s.overtaken, s.arrived))
+            best = min(left, key=turn)
             left.remove(best)
             yield best
-            rows_of[best.tenant] += best.num_left
+            rows_of[best.share] += best.num_left
+            of_conversation[best.turn] += best.num_left
+
+
+def fair_counts(counts: Mapping[K, float], waiting: Collection[K]) -> dict[K, float]:
+    """Returns the counts of rows or seconds by which those that wait take turns, from the `counts` until now. One that
+    comes begins with the fewest: it neither saves up turns while it does not wait, nor gets the first turn again by
+    leaving for a moment."""
+    if not waiting:
+        return {}
+    known = [count for key, count in counts.items() if key in waiting] or counts.values()
+    fewest = min(known, default=0)
+    remaining = {key: count for key, count in counts.items() if key in waiting or count > fewest}
+    return dict.fromkeys(waiting, fewest) | remaining
 
 
 class Pace:
@@ -296,10 +322,10 @@ class Pace:
         self._max_rows = MAX_ROWS
         """The limit for the rows of the next step: twice the rows of the last step, in case the line is wrong."""
 
-    def max_prompt_rows(self, callers: Callers) -> int | None:
+    def max_prompt_rows(self, shares: Shares) -> int | None:
         """Returns the maximum number of prompt rows in the next step if it has replies; None for any number.
 
-        Where a step takes longer than the target, each of the `callers` has an equal share of the time, and the prompts
+        Where a step takes longer than the target, each of the `shares` has an equal part of the time, and the prompts
         have at least half of it.
         """
         number, rows, seconds, squares, products = self._sums
@@ -310,9 +336,9 @@ class Pace:
         spread = number * squares - rows * rows
         row_s = min(max((number * products - rows * seconds) / spread, 0.0), seconds / rows)
         fixed_s = (seconds - row_s * rows) / number
-        pause_s = self._target_s * max(1, 2 * callers.waiting - 1)
+        pause_s = self._target_s * max(1, 2 * shares.waiting - 1)
         # With a long fixed time, the target alone would make prompts wait forever, and replies would gain little.
-        for_prompts_s = max(pause_s - fixed_s, fixed_s * max(1.0, callers.waiting / max(1, callers.replying)))
+        for_prompts_s = max(pause_s - fixed_s, fixed_s * max(1.0, shares.waiting / max(1, shares.replying)))
         max_rows = self._max_rows
         if row_s > for_prompts_s / max_rows:
             max_rows = int(for_prompts_s / row_s)

@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from diskprefix.api.dialect import BodyReader, Dialect, EarlyDialect, Head, LoadingDialect, ReplyWriter
-from diskprefix.api.fields import MAX_CACHE_KEY_CHARS, RequestBody, cache_options, with_sampling
+from diskprefix.api.fields import RequestBody, cache_options, with_sampling
 from diskprefix.api.openai import Completions
 from diskprefix.api.openai_chat import Chat
 from diskprefix.api.parsed_request import ParsedRequest
@@ -37,18 +37,13 @@ from diskprefix.server.prepare import Arrival, Rendered, prepare
 from diskprefix.server.recent import lost_tokens, program_of
 from diskprefix.server.remembering import stored_turns
 from diskprefix.server.routes import STREAMED, Routes
+from diskprefix.server.share import session_of
 from diskprefix.server.streaming import EventStream, Write, json_reply, respond_or_keep_alive
 from diskprefix.store.notes import TenantNotes
 from diskprefix.store.reads import Patience
 
 B = TypeVar("B", bound=RequestBody)
 M = TypeVar("M")
-
-SESSION_HEADERS = (
-    *("x-claude-code-session-id", "session_id", "session-id", "conversation_id", "x-session-id"),
-    *("x-opencode-session", "x-session-affinity", "x-qwen-code-session-id"),
-)
-"""The headers in which agents name a session: Claude Code, Codex, OpenCode, Qwen Code and others."""
 
 routes = Routes("completions")
 
@@ -161,7 +156,13 @@ async def arrive(request: Request, dialect: BodyReader[B], body: B, held: AsyncE
     context = log_context(request)
     serving = await daemon.ready()
     serving.require_model(body.model)
-    cache = cache_options(body, scope=serving.scope, caller=context.caller.tenant, session=_session_of(request))
+    cache = cache_options(
+        body,
+        scope=serving.scope,
+        caller=context.caller.tenant,
+        share=str(context.share),
+        session=session_of(request.scope),
+    )
     patience = Patience()
     return Arrival(
         request=request,
@@ -175,12 +176,6 @@ async def arrive(request: Request, dialect: BodyReader[B], body: B, held: AsyncE
         patience=patience,
         turns=stored_turns(serving, cache, patience),
     )
-
-
-def _session_of(request: Request) -> str | None:
-    """Returns the name of an agent's session from the headers, None if no header names one."""
-    named = (request.headers.get(header, "") for header in SESSION_HEADERS)
-    return next((name for name in named if 0 < len(name) <= MAX_CACHE_KEY_CHARS), None)
 
 
 async def submit(rendered: Rendered, made: tuple[ReplyReader, GenerateRequest]) -> Reply:

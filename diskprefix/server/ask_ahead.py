@@ -66,5 +66,6 @@ def ask_ahead(asked: AskedOpening) -> dict[str, Any]:
         "model": serving.model_name,
         "prompt_tokens": len(prompt.token_ids),
         "ready_tokens": job.num_ready,
+        "waits": serving.engine.ahead.has(job),
         "paused": serving.engine.ahead.why_paused(),
     }

@@ -36,7 +36,7 @@ _PAUSE, _PAUSE_BESIDE = 1, 7
 
 
 class Bodies:
-    """Reads the bodies of requests: large ones one at a time, by turns of their callers."""
+    """Reads the bodies of requests: large ones one at a time, by turns of their shares."""
 
     def __init__(self, threads: Threads, is_computing: Callable[[], bool] = lambda: False) -> None:
         self._threads = threads
@@ -44,9 +44,9 @@ class Bodies:
         self._turns, self._pace = Turns(1, _PATIENCE_S, NUM_BESIDE["large"]), BodyPace(is_computing)
 
     async def read_json(self, request: Request, model: type[Model], held: AsyncExitStack) -> Model:
-        """Returns the body as `model`. A large body takes a turn of its caller. The turn lasts until `held` is closed,
+        """Returns the body as `model`. A large body takes a turn of its share. The turn lasts until `held` is closed,
         after the prompt is rendered, and for a pause. Meanwhile the thread `large` does all work for the large body, so
-        that the caller's other requests do not lengthen the turn.
+        that the share's other requests do not lengthen the turn.
 
         Raises `InvalidRequest`, `HttpError` 415, and the errors of `BodyPace.whole_body`.
         """
@@ -57,15 +57,15 @@ class Bodies:
         # In a thread, because it would block the event loop.
         if len(body) <= LARGE_BYTES:
             return await self._threads.run_for(request, "parsing", _parse, body, model)
-        caller = log_context(request).turn
-        await self._turns.take(caller)
+        record = log_context(request)
+        turn = await self._turns.take(record.share, record.conversation)
         loop = asyncio.get_running_loop()
         took_s, began = 0.0, loop.time()
 
         def give_back() -> None:
             request.state.is_large = False
             pause = _PAUSE_BESIDE if self._is_computing() else _PAUSE
-            loop.call_later(pause * took_s, self._turns.give_back, caller)
+            loop.call_later(pause * took_s, self._turns.give_back, turn)
 
         request.state.is_large = True
         held.callback(give_back)

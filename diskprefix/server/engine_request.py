@@ -51,6 +51,7 @@ def engine_request(rendered: Rendered) -> tuple[ReplyReader, GenerateRequest]:
     generate = GenerateRequest(
         id=reply_id(arrival.dialect, arrival.context),
         prompt=replayed.prompt,
+        conversation=arrival.context.conversation,
         # Special tokens that end a fill-in are shown as text (below), so that they work as stop strings.
         sampling=replace(sampling, stop=(*sampling.stop, *ends)),
         cache=replace(arrival.cache, scope=Scope("off")) if is_scored else arrival.cache,

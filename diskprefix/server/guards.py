@@ -21,6 +21,7 @@ from diskprefix.errors import DiskPrefixError
 from diskprefix.printable import shown
 from diskprefix.server.keys import NOBODY, TOKEN_PLACE, ApiKeys, Caller, OwnerToken
 from diskprefix.server.limits import InFlight
+from diskprefix.server.share import Share, conversation_of, share_of_connection
 
 OPEN_PATHS = frozenset({"/", "/chat", "/dashboard", "/favicon.ico", "/health"})
 """The paths that need no key: load balancers, service managers, probing clients and pages have none."""
@@ -30,8 +31,9 @@ _LINKED_PATHS = OPEN_PATHS | {"/docs"}
 
 
 class Auth:
-    """ASGI middleware: records the caller of a request, or answers 401. With a token instead of keys, all callers are
-    served, and routes for the owner check the caller. Too many requests get the errors of `InFlight.counted`."""
+    """ASGI middleware: records the caller and the share of a request, or answers 401. With a token instead of keys, all
+    callers are served, and routes for the owner check the caller. Too many requests get the errors of
+    `InFlight.counted`."""
 
     def __init__(self, app: ASGIApp, access: ApiKeys | OwnerToken, in_flight: InFlight) -> None:
         self._app = app
@@ -49,8 +51,10 @@ class Auth:
         from diskprefix.server.log_context import log_context
 
         try:
-            log_context(Request(scope)).caller = caller = caller_of(self._access, scope)
-            counted = self._in_flight.counted(scope, caller.account)
+            record = log_context(Request(scope))
+            record.caller = caller_of(self._access, scope)
+            record.share, record.conversation = share_of(scope, record.caller), conversation_of(scope)
+            counted = self._in_flight.counted(scope, record.share, record.conversation)
         except DiskPrefixError as error:
             await refuse(scope, receive, send, error)
             return
@@ -65,7 +69,7 @@ def caller_of(access: ApiKeys | OwnerToken, scope: Scope) -> Caller:
     key = headers.get("x-api-key")
     authorization = headers.get("authorization") or (key and f"Bearer {key}")
     if isinstance(access, OwnerToken):
-        caller = access.caller(authorization, asking_user(scope))
+        caller = access.caller(authorization, share_of_connection(scope).user)
     else:
         caller = access.caller(authorization)
     if caller is not None:
@@ -78,19 +82,9 @@ def caller_of(access: ApiKeys | OwnerToken, scope: Scope) -> Caller:
     raise HttpError(401, "the API key is not one of this daemon's" if authorization else missing)
 
 
-USER_HEADER = b"diskprefix-user"
-"""The header in which the router names the client's user to a worker. Only workers read it, and the router removes it
-from the requests of clients."""
-
-
-def asking_user(scope: Scope) -> int | None:
-    """Returns the user of this machine who opened the connection, None if the kernel named none."""
-    state = scope.get("state") or {}
-    if not state.get("is_behind_router"):
-        user: int | None = state.get("user")
-        return user
-    users = [value for name, value in scope["headers"] if name == USER_HEADER]
-    return int(users[0]) if users else None
+def share_of(scope: Scope, caller: Caller) -> Share:
+    """Returns the share of a request: its caller's key, or else its connection's."""
+    return share_of_connection(scope) if caller.name is None else Share("key", caller.name)
 
 
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})

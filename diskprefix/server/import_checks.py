@@ -77,9 +77,9 @@ class ImportChecks(Struct):
         cache = self.serving.engine.cache
         tenants, prompts = tenants_of_model(self.serving), list[tuple[Tenant, bytes, ImportedPrompt, PromptDigest]]()
         notes = cache.writer.notes.newest(NoteKind.IMPORTED, tenants, before=math.inf, at_most=_MAX_READ)
-        for root, content, digest in notes:
+        for note in notes:
             with suppress(ValueError):
-                prompts.append((tenants[root], root, decode_imported(content), digest))
+                prompts.append((tenants[note.root], note.root, decode_imported(note.content), note.prompt))
         prompts.sort(key=lambda item: (item[2].digest, item[2].number))
         self.waiting = len(prompts)
         if cache.must_recheck:
@@ -92,7 +92,12 @@ class ImportChecks(Struct):
     def _is_computed(self, tenant: Tenant, root: bytes, prompt: ImportedPrompt, digest: PromptDigest) -> bool:
         """Returns whether a prompt was computed, or could not be. Has its next part computed otherwise."""
         cache, computed = self.serving.engine.cache, self._computed.setdefault(prompt.id, _Computed())
-        if computed.job is not None and self.serving.engine.ahead.has(computed.job):
+        ahead = self.serving.engine.ahead
+        if computed.job is not None and ahead.has(computed.job):
+            return False
+        if computed.job is not None and computed.job.was_dropped:
+            # Nobody has tried to compute it.
+            ahead.add_job(computed.job)
             return False
         if computed.tries and not computed.left:
             # What was computed is compared as it is on the disk.
@@ -103,7 +108,7 @@ class ImportChecks(Struct):
         if not computed.left:
             computed.left, computed.tries = prompt.ends(has_states=bool(cache.layout.states)), computed.tries + 1
         computed.job = self._job(tenant, prompt, computed.left.pop(0), digest)
-        self.serving.engine.ahead.add_job(computed.job)
+        ahead.add_job(computed.job)
         return False
 
     def _compared(self, root: bytes, prompt: ImportedPrompt) -> Comparison:

@@ -53,11 +53,6 @@ class Caller(Struct, frozen=True):
     is_other_user: bool = False
     is_owner: bool = False
 
-    @property
-    def account(self) -> Tenant:
-        """The caller for limits and turns: one for each API key, or one for all clients, who may choose any bearer."""
-        return SHARED if self.name is None else self.tenant
-
     def require_admin(self) -> None:
         """Raises `HttpError` 403 unless the caller `sees_all`, and 401 for another user of this machine: figures of all
         requests show one tenant what another does."""

@@ -12,7 +12,7 @@ from starlette.requests import HTTPConnection
 from diskprefix.engine.gauges import Activity
 from diskprefix.engine.request import DoneEvent
 from diskprefix.server.keys import NOBODY, Caller
-from diskprefix.values import Tenant
+from diskprefix.server.share import UNNAMED, Share
 
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that left. Only the access log and the metrics show it."""
@@ -29,6 +29,9 @@ class LogContext(Struct):
     began_at: float = field(default_factory=time.perf_counter)
     status: int = 500
     caller: Caller = NOBODY
+    share: Share = UNNAMED
+    conversation: str = ""
+    """The conversation for turns within the share."""
     error: str | None = None
     generation_id: str | None = None
     """The id of the reply, once the engine has the request."""
@@ -37,11 +40,6 @@ class LogContext(Struct):
     done: DoneEvent | None = None
     cancelled_at: Activity | None = None
     """The progress of a request for a reply when it was cancelled."""
-
-    @property
-    def turn(self) -> Tenant | str:
-        """The key for fair turns: the API key, or without keys the request, because a client may choose any bearer."""
-        return self.request_id if self.caller.name is None else self.caller.tenant
 
     @property
     def is_stopped(self) -> bool:

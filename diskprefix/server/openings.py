@@ -16,6 +16,8 @@ from datetime import date, datetime, time
 from functools import partial
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from diskprefix.cache.context import Origin
 from diskprefix.chat.conversation_opening import decode_opening
 from diskprefix.chat.messages import Conversation
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("diskprefix")
 
 _MAX_OPENINGS = 8
-"""The most openings that are computed for a day, the latest first. As many wait at most."""
+"""The most openings of a share that are computed for a day, the latest first. As many wait at most."""
 _CHECK_S = 20.0
 """Seconds between two looks at the clock, which may jump."""
 
@@ -71,15 +73,16 @@ def add_openings(serving: Serving, today: date) -> int:
         kinds[NoteKind.OPENING] = datetime.combine(today, time()).timestamp()
     for kind, before in kinds.items():
         notes = serving.engine.cache.writer.notes.newest(kind, tenants, before=before, at_most=_MAX_OPENINGS)
-        for root, content, came_from in notes:
+        for note in notes:
             with suppress(ValueError, InvalidScope):
-                kept = KeptOpening.decode(content)
-                opening, options = decode_opening(kept.content), kept.options(tenants[root])
-                jobs.append(job_of(serving, options, opening, kept.content, kept.label, came_from))
+                kept = KeptOpening.decode(note.content)
+                options = replace(kept.options(tenants[note.root]), share=note.share)
+                opening = decode_opening(kept.content)
+                jobs.append(job_of(serving, options, opening, kept.content, kept.label, note.prompt))
     # A job that is added later is computed earlier.
-    for job in reversed(jobs[:_MAX_OPENINGS]):
+    for job in reversed(jobs):
         serving.engine.ahead.add_job(job)
-    return len(jobs[:_MAX_OPENINGS])
+    return sum(map(serving.engine.ahead.has, jobs))
 
 
 def job_of(

@@ -1,8 +1,7 @@
-"""Reads the body of a request and renders its prompts, on threads and in turns of its caller."""
+"""Reads the body of a request and renders its prompts, on threads and in turns of its share."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
@@ -42,7 +41,7 @@ class Arrival(Struct, frozen=True, kw_only=True):
     cache: CacheOptions
 
     held: AsyncExitStack
-    """The caller's turns, for a large body and to read stored responses."""
+    """The share's turn for a large body."""
     patience: Patience
     """The time that the request may wait for the disk."""
     turns: StoredTurns | None
@@ -50,7 +49,8 @@ class Arrival(Struct, frozen=True, kw_only=True):
 
     def notes(self) -> TenantNotes:
         """Returns the notes of the request's tenant."""
-        return replace(self.serving.engine.cache.notes(self.cache.tenant), patience=self.patience)
+        notes = self.serving.engine.cache.notes(self.cache.tenant)
+        return replace(notes, patience=self.patience, share=self.cache.share)
 
 
 class Rendered(Struct, frozen=True):
@@ -74,7 +74,7 @@ class Rendered(Struct, frozen=True):
 async def prepare(arrival: Arrival, make: Callable[[Rendered], M], kind: WorkKind = "rendering") -> tuple[Rendered, M]:
     """Reads the body, renders its prompts, and returns them with the result of `make`.
 
-    A single text prompt takes one turn of the caller for this `kind` of work, and several prompts take one turn each.
+    A single text prompt takes one turn of the share for this `kind` of work, and several prompts take one turn each.
     Pictures, constraints and reads from the disk have threads of their own; reads take no turn. Raises
     `InvalidRequest`, `DiskStalled`, and `ClientDisconnect`.
     """
@@ -96,11 +96,9 @@ async def prepare(arrival: Arrival, make: Callable[[Rendered], M], kind: WorkKin
 
     stored: ParsedRequest | None = None
     if arrival.body.needs_stored_items:
-        began = time.monotonic()
-        await arrival.held.enter_async_context(arrival.daemon.stored_turns.of(arrival.context.caller.account))
-        # This wait counts: the request with the previous turn may have waited for the disk.
-        arrival.patience.spend(time.monotonic() - began)
-        stored = await threads.run("reading", read)
+        # Others wait for reads alone, and no wait for a turn is a wait for the disk.
+        async with arrival.daemon.stored_turns.of(arrival.context.share, arrival.context.conversation):
+            stored = await threads.run("reading", read)
 
     def begin() -> tuple[ParsedRequest, Rendered | None, M | None]:
         parsed = read() if stored is None else stored
@@ -117,7 +115,7 @@ async def prepare(arrival: Arrival, make: Callable[[Rendered], M], kind: WorkKin
         prompts = [await run(kind, write, arrival, wanted) for wanted in (parsed.prompt, *parsed.more_prompts)]
         rendered = Rendered(arrival, parsed, prompts)
     if made is None:
-        # The turn is given back first: other callers do not wait for a constraint to compile.
+        # The turn is given back first: other shares do not wait for a constraint to compile.
         await arrival.held.aclose()
         made = await run("compiling" if parsed.is_constrained else kind, make, rendered)
     return rendered, made

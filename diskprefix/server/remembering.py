@@ -75,7 +75,7 @@ def stored_turns(serving: Serving, cache: CacheOptions, patience: Patience | Non
     """Returns the stored turns that a prompt may reuse, None if the request uses none."""
     if not cache.replay or cache.scope.kind == "off":
         return None
-    notes = replace(serving.engine.cache.notes(cache.tenant), patience=patience)
+    notes = replace(serving.engine.cache.notes(cache.tenant), patience=patience, share=cache.share)
     return StoredTurns(notes if cache.ttl_s is None else replace(notes, ttl_s=cache.ttl_s))
 
 
@@ -120,6 +120,8 @@ def reply_memory(serving: Serving, cache: CacheOptions, asked: Conversation, rep
 
         origin = Origin("ahead", PromptDigest.of(secret, replayed.prompt.token_ids))
         expires_at = engine.cache.expires_at(cache.ttl_s)
+        # The next request may come soon after a reply.
+        engine.ahead.pause()
         engine.ahead.add_job(AheadJob(engine, make, cache, owner, tuple(asked.messages), expires_at, origin=origin))
 
     if replayed.origin.began is not None and cache.scope.most is None and serving.renderer.writes_today:

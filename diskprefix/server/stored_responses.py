@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -53,25 +52,22 @@ P = TypeVar("P", bound=StoredParameters)
 
 
 async def _answer(request: Request, of: type[P], read: Callable[[ResponseStore, str, P], Json]) -> Response:
-    """Runs `read` in a thread, for one request of a caller at a time: a note of kilobytes may hold megabytes. Raises
+    """Runs `read` in a thread, in turns of the shares: a note of kilobytes may hold megabytes. Raises
     `DiskStalled`."""
     daemon: Daemon = request.app.state.daemon
-    caller, id_ = log_context(request).caller, request.path_params["response_id"]
+    context, id_ = log_context(request), request.path_params["response_id"]
     parameters = read_parameters(request, of)
     serving = await daemon.ready()
     salt = parameters.cache_salt
-    tenant = caller.tenant if salt is None else caller.tenant.with_salt(salt)
-    patience, began = Patience(), time.monotonic()
-    notes = replace(serving.engine.cache.notes(tenant), patience=patience)
+    tenant = context.caller.tenant if salt is None else context.caller.tenant.with_salt(salt)
+    notes = replace(serving.engine.cache.notes(tenant), patience=Patience())
 
     def work() -> bytes:
         from diskprefix.api.response_store import ResponseStore
 
         return json_text(read(ResponseStore(notes.holder(NoteKind.RESPONSE, id_)), id_, parameters))
 
-    async with daemon.stored_turns.of(caller.account):
-        # This wait counts: the request with the previous turn may have waited for the disk.
-        patience.spend(time.monotonic() - began)
+    async with daemon.stored_turns.of(context.share, context.conversation):
         content = await daemon.threads.run("reading", work)
     return Response(content, media_type="application/json")
 

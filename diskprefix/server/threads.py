@@ -43,7 +43,7 @@ _LOW_PRIORITY: tuple[WorkKind, ...] = ("large", "images", "counting")
 """Threads with a lower priority than the engine's, which wait for each other: one without a processor delays all."""
 _NICE = 10
 _REST_BESIDE, _MAX_REST_S = 7, 15.0
-"""The pause before a caller's next work of these kinds while the engine computes: as a multiple of the last work's
+"""The pause before a share's next work of these kinds while the engine computes: as a multiple of the last work's
 time, and at most, in seconds. Threads of one process cannot run Python at once, whatever their priorities."""
 _PATIENCE_S: dict[WorkKind, float] = {"parsing": 5.0, "rendering": 5.0, "counting": 10.0, "images": 60.0}
 """The time after which work of a request leaves its place to others, and goes on beside them. Without pictures, the
@@ -113,15 +113,14 @@ class Threads:
         return await self._result(*self._submit(kind, work, *values))
 
     async def run_for(self, request: Request, kind: WorkKind, work: Callable[..., T], *values: Any) -> T:
-        """Runs `work` in a thread when it is the turn of the request's caller, and returns its result.
+        """Runs `work` in a thread when it is the turn of the request's share, and returns its result.
 
-        An API key has one turn at a time for each kind of work. A turn lasts until the work ends, even if the client
-        leaves. The work of a request with a large body runs in the thread `large`, without a turn. Raises
-        `ClientDisconnect` if the client has left when its turn comes.
+        A turn lasts until the work ends, even if the client leaves. The work of a request with a large body runs in the
+        thread `large`, without a turn. Raises `ClientDisconnect` if the client has left when its turn comes.
         """
         if getattr(request.state, "is_large", False):
             return await self.run("large", work, *values)
-        loop, turns, caller = asyncio.get_running_loop(), self._turns[kind], log_context(request).turn
+        loop, turns, record = asyncio.get_running_loop(), self._turns[kind], log_context(request)
         began = 0.0
 
         def give_back(_: Future[T]) -> None:
@@ -129,11 +128,11 @@ class Threads:
             rest_s = min(_MAX_REST_S, _REST_BESIDE * (self._clock() - began)) if rests else 0.0
             # The event loop may have ended with the process.
             with suppress(RuntimeError):
-                loop.call_soon_threadsafe(turns.give_back, caller, rest_s)
+                loop.call_soon_threadsafe(turns.give_back, turn, rest_s)
 
         with ExitStack() as held:
-            await turns.take(caller)
-            held.callback(turns.give_back, caller)
+            turn = await turns.take(record.share, record.conversation)
+            held.callback(turns.give_back, turn)
             if await request.is_disconnected():
                 raise ClientDisconnect
             began, (running, state) = self._clock(), self._submit(kind, work, *values)

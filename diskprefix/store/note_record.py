@@ -10,11 +10,12 @@ import hashlib
 import struct
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -37,7 +38,9 @@ _RECORD_AFTER = 1 / 16
 """Another use of a note is recorded only after this part of its time to live: an agent uses all its turns in each
 turn."""
 _TIMES, _PROMPT = struct.Struct("<ddI"), struct.Struct(f"<I{HASH_BYTES}s")
-_HEADER_BYTES = _TIMES.size + _PROMPT.size
+_SHARE_AT = _TIMES.size + _PROMPT.size
+"""The offset of the share's text, behind its length in one byte."""
+_MAX_SHARE_BYTES = 255
 _OWN_PAGE_BYTES = 2000
 """A value of more bytes shares no page with others."""
 _KEY_BYTES = 2 * HASH_BYTES + 1
@@ -99,16 +102,22 @@ class NoteTimes(NamedTuple):
         return self._replace(last_used=max(self.last_used, when))
 
 
-def encode_note(key: bytes, content: bytes, times: NoteTimes, prompt: PromptDigest = NO_PROMPT) -> bytes:
-    return with_checksum(key, _TIMES.pack(*times) + _PROMPT.pack(*prompt) + compress(content))
+def encode_note(
+    key: bytes, content: bytes, times: NoteTimes, prompt: PromptDigest = NO_PROMPT, share: str = ""
+) -> bytes:
+    """Returns the record of a note, whose room counts for a `share`; of a long text the first 255 bytes count."""
+    whose = share.encode()[:_MAX_SHARE_BYTES]
+    header = _TIMES.pack(*times) + _PROMPT.pack(*prompt) + bytes([len(whose)]) + whose
+    return with_checksum(key, header + compress(content))
 
 
 def decode_note(key: bytes, value: bytes | memoryview) -> tuple[NoteTimes, bytes]:
     """Returns the times and the content of a note. Raises `StoreCorrupt`."""
     packed = verified(key, value)
-    if len(key) != _KEY_BYTES or key[HASH_BYTES] not in _KINDS or len(packed) < _HEADER_BYTES:
+    content_at = _SHARE_AT + 1 + packed[_SHARE_AT] if len(packed) > _SHARE_AT else len(packed) + 1
+    if len(key) != _KEY_BYTES or key[HASH_BYTES] not in _KINDS or len(packed) < content_at:
         raise StoreCorrupt(f"a note of {len(value)} bytes under a key of {len(key)} bytes cannot be")
-    return NoteTimes(*_TIMES.unpack_from(packed)), decompress(packed[_HEADER_BYTES:], max_bytes=MAX_NOTE_BYTES)
+    return NoteTimes(*_TIMES.unpack_from(packed)), decompress(packed[content_at:], max_bytes=MAX_NOTE_BYTES)
 
 
 def used_note(key: bytes, value: bytes | memoryview, when: float) -> bytes:
@@ -121,9 +130,16 @@ def used_note(key: bytes, value: bytes | memoryview, when: float) -> bytes:
 def note_prompt(value: bytes | memoryview) -> PromptDigest:
     """Returns the prompt that a note came from, without verifying the record; `NO_PROMPT` if it came from none, or from
     several."""
-    if len(value) < CHECKSUM_BYTES + _HEADER_BYTES:
+    if len(value) < CHECKSUM_BYTES + _SHARE_AT:
         return NO_PROMPT
     return PromptDigest(*_PROMPT.unpack_from(value, CHECKSUM_BYTES + _TIMES.size))
+
+
+def _share_of(value: bytes | memoryview) -> str:
+    """Returns the share that a note's room counts for, without verifying the record."""
+    length_at = CHECKSUM_BYTES + _SHARE_AT
+    length = value[length_at] if len(value) > length_at else 0
+    return bytes(value[length_at + 1 : length_at + 1 + length]).decode(errors="replace")
 
 
 class StoredNote(Struct, frozen=True):
@@ -133,13 +149,14 @@ class StoredNote(Struct, frozen=True):
     times: NoteTimes
     num_bytes: int
     """The size in the file."""
+    share: str = ""
 
     @classmethod
     def of(cls, key: bytes, value: bytes | memoryview) -> StoredNote:
         """Reads the beginning of a record. A record that is too short counts as expired."""
         is_whole = len(value) >= CHECKSUM_BYTES + _TIMES.size
         times = _TIMES.unpack_from(value, CHECKSUM_BYTES) if is_whole else (0.0, 0.0, 0)
-        return cls(key, NoteTimes(*times), note_bytes(len(value)))
+        return cls(key, NoteTimes(*times), note_bytes(len(value)), _share_of(value))
 
     @property
     def root(self) -> bytes:
@@ -186,40 +203,65 @@ def total_limit(budget_bytes: int) -> int:
 
 def surplus_notes(read: Callable[[], Iterable[StoredNote]], budget_bytes: int, stored_bytes: int = 0) -> list[bytes]:
     """Returns the keys of the notes to remove, in the order of `read`, so that first the notes of each root and then
-    all notes fit their shares of the budget. Chooses logits first, then the least recently used notes. An exceeded
-    share is left three quarters full. `stored_bytes` is the size of all notes in the file, if the notes are all notes
-    and exceed their share.
+    all notes fit their shares of the budget. Above the share of all notes, the notes of the `StoredNote.share` that has
+    most go first, so that each keeps an equal part. Chooses logits first, then the least recently used notes. An
+    exceeded share of the budget is left three quarters full. `stored_bytes` is the size of all notes in the file, if
+    the notes are all notes and exceed their share.
 
     `read` is called twice, and yields the same notes each time: there may be millions, so only a few numbers of each
     note are kept in memory.
     """
-    ages, num_bytes, is_logits, owners = array("d"), array("q"), bytearray(), array("L")
-    sizes: Counter[bytes] = Counter()
-    numbers: dict[bytes, int] = {}
+    ages, num_bytes, is_logits, of_root, of_share = array("d"), array("q"), bytearray(), array("L"), array("L")
+    roots, shares = dict[bytes, int](), dict[str, int]()
     for note in read():
         ages.append(note.times.last_used)
         num_bytes.append(note.num_bytes)
         is_logits.append(note.kind == NoteKind.LOGITS)
-        owners.append(numbers.setdefault(note.root, len(numbers)))
-        sizes[note.root] += note.num_bytes
+        of_root.append(roots.setdefault(note.root, len(roots)))
+        of_share.append(shares.setdefault(note.share, len(shares)))
+    sizes = np.array(num_bytes, np.int64)
     oldest_first = np.lexsort((np.array(ages), 1 - np.array(is_logits, np.int8)))
-    of_roots, is_surplus = list(sizes.values()), bytearray(len(ages))
+    is_surplus = np.zeros(len(ages), bool)
     # The pages may be more or less full than `note_bytes` assumes.
-    file_bytes_each = stored_bytes / max(1, sum(of_roots))
-    allowed = [_allowed_bytes(size, root_limit(budget_bytes)) for size in of_roots]
-    for row in map(int, oldest_first):
-        if of_roots[owners[row]] > allowed[owners[row]]:
-            is_surplus[row] = True
-            of_roots[owners[row]] -= num_bytes[row]
-    total = sum(of_roots) * file_bytes_each
-    total_allowed = _allowed_bytes(total, total_limit(budget_bytes))
-    for row in map(int, oldest_first):
-        if total <= total_allowed:
-            break
-        if not is_surplus[row]:
-            is_surplus[row] = True
-            total -= num_bytes[row] * file_bytes_each
+    file_bytes_each = stored_bytes / max(1, int(sizes.sum()))
+    limit = root_limit(budget_bytes)
+    _take_surplus(is_surplus, oldest_first, of_root, sizes, lambda size: _allowed_bytes(size, limit))
+    left = int(sizes[~is_surplus].sum()) * file_bytes_each
+    if left > (allowed := _allowed_bytes(left, total_limit(budget_bytes))):
+        held = np.bincount(np.array(of_share)[~is_surplus], sizes[~is_surplus], len(shares))
+        part = _equal_part(held.tolist(), allowed / file_bytes_each)
+        _take_surplus(is_surplus, oldest_first, of_share, sizes, lambda _: part)
     return [note.key for note, is_gone in zip(read(), is_surplus, strict=True) if is_gone] if any(is_surplus) else []
+
+
+def _take_surplus(
+    is_surplus: npt.NDArray[np.bool_],
+    oldest_first: npt.NDArray[np.intp],
+    owners: Sequence[int],
+    sizes: npt.NDArray[np.int64],
+    allowed: Callable[[float], float],
+) -> None:
+    """Marks the oldest notes of each owner as surplus until the others have at most the bytes that are `allowed` for
+    their sum."""
+    held = Counter[int]()
+    for row in map(int, np.flatnonzero(~is_surplus)):
+        held[owners[row]] += int(sizes[row])
+    most = {owner: allowed(size) for owner, size in held.items()}
+    for row in map(int, oldest_first):
+        if not is_surplus[row] and held[owners[row]] > most[owners[row]]:
+            is_surplus[row] = True
+            held[owners[row]] -= int(sizes[row])
+
+
+def _equal_part(held: Sequence[float], allowed: float) -> float:
+    """Returns the most bytes that each owner may keep, so that all together keep `allowed` of what they have."""
+    left = allowed
+    for number, size in enumerate(sorted(held)):
+        part = left / (len(held) - number)
+        if size > part:
+            return part
+        left -= size
+    return allowed
 
 
 def _allowed_bytes(num_bytes: float, limit: int) -> float:

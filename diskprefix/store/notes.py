@@ -6,7 +6,6 @@ just before it. For the format see `note_record`.
 
 from __future__ import annotations
 
-import heapq
 import logging
 import threading
 from collections import Counter, OrderedDict
@@ -90,6 +89,8 @@ class Notes:
         self._sizes: OrderedDict[bytes, int] = OrderedDict()
         """The approximate size of all notes of each root that this process wrote to, the latest last."""
         self.dropped = 0
+        self.removed = 0
+        """The number of notes that had no room."""
 
     @property
     def is_waiting(self) -> bool:
@@ -106,15 +107,16 @@ class Notes:
         content: bytes,
         ttl_s: float,
         prompt: TokenIds | None = None,
+        share: str = "",
     ) -> bool:
-        """Queues a note, which replaces any note with the same kind and id. The note is deleted with the `prompt` that
-        it came from. It is stored only until `epoch`, the epoch of its request, is over. Returns False if it is over
-        now, if the note is too large, or if the store fails and too many notes wait already."""
+        """Queues a note of a `share`, which replaces any note with the same kind and id. The note is deleted with the
+        `prompt` that it came from. It is stored only until `epoch`, the epoch of its request, is over. Returns False if
+        it is over now, if the note is too large, or if the store fails and too many notes wait already."""
         assert epoch.tenant == record.tenant, "the epoch is that of another tenant"
         key, now = note_key(root, kind, id_), self._store.clock()
         times = NoteTimes(now, now, max(1, min(round(ttl_s), 2**31 - 1)))
         came_from = NO_PROMPT if prompt is None else PromptDigest.of(epoch.secret, prompt)
-        value = encode_note(key, content, times, came_from) if len(content) <= MAX_NOTE_BYTES else b""
+        value = encode_note(key, content, times, came_from, share) if len(content) <= MAX_NOTE_BYTES else b""
         fits = bool(value) and note_bytes(len(value)) <= note_limit(self._store.budget_bytes)
         self._store.evictor.may_have_own_ttls |= times.ttl_s < SHORT_TTL_S
         with self._lock:
@@ -207,21 +209,22 @@ class Notes:
         with self._written:
             return self._written.wait_for(lambda: key not in self._waiting, (patience or Patience()).left_s)
 
-    def newest(
-        self, kind: NoteKind, roots: Iterable[bytes], *, before: float, at_most: int
-    ) -> list[tuple[bytes, bytes, PromptDigest]]:
-        """Returns root, content and prompt of the notes of a kind under these roots, the latest first: `at_most` ones,
-        put before a time in seconds since the epoch. Leaves out notes that expired, that are damaged, or that are not
-        written yet. Does not count a use. Raises `CacheError`."""
-        now, found = self._store.clock(), list[tuple[bytes, bytes, PromptDigest]]()
+    def newest(self, kind: NoteKind, roots: Iterable[bytes], *, before: float, at_most: int) -> list[FoundNote]:
+        """Returns the notes of a kind under these roots, the latest first: `at_most` of each share, put before a time
+        in seconds since the epoch. Leaves out notes that expired, that are damaged, or that are not written yet. Does
+        not count a use. Raises `CacheError`."""
+        now, latest, num_of = self._store.clock(), list[FoundNote](), Counter[str]()
         with self._store.reads.snapshot() as snapshot:
             stored = (note for root in roots for note in snapshot.notes_of(root, kind))
             wanted = (note for note in stored if note.times.created_at < before and not note.times.is_expired(now))
-            for note in heapq.nlargest(at_most, wanted, key=lambda note: note.times.created_at):
-                with suppress(StoreCorrupt):
-                    value = snapshot.get_record("notes", note.key)
-                    found.append((note.root, decode_note(note.key, value)[1], note_prompt(value)))
-        return found
+            for note in sorted(wanted, key=lambda note: note.times.created_at, reverse=True):
+                num_of[note.share] += 1
+                if num_of[note.share] <= at_most:
+                    with suppress(StoreCorrupt):
+                        value = snapshot.get_record("notes", note.key)
+                        content = decode_note(note.key, value)[1]
+                        latest.append(FoundNote(note.root, note.share, content, note_prompt(value)))
+        return latest
 
     def models(self, patience: Patience | None = None) -> list[ModelRecord]:
         """Returns the models that the store was served with. Raises `CacheError`."""
@@ -348,6 +351,10 @@ class Notes:
             full = [root for root, size in self._sizes.items() if size > limit]
             is_full = stored_bytes > total_limit(budget_bytes)
             surplus = self._surplus(snapshot, None if is_full else full, stored_bytes) if full or is_full else []
+        if surplus:
+            self.removed += len(surplus)
+            few = "%d stored responses and other notes are removed for room, of those who have most of them"
+            log.info(f"[disk-cache] {few}", len(surplus))
         for some in batches(surplus, RECORDS_AT_ONCE):
             with self._store.changes() as changes:
                 keep_counts(changes, {key[:HASH_BYTES] for key in some if kind_of(key) == NoteKind.SAVINGS})
@@ -384,6 +391,16 @@ class _Waiting(NamedTuple):
         return _WAITING_BYTES + len(self.value or b"")
 
 
+class FoundNote(NamedTuple):
+    """A note that was found by its kind."""
+
+    root: bytes
+    share: str
+    content: bytes
+    prompt: PromptDigest
+    """The prompt that it came from."""
+
+
 class TenantNotes(Struct, frozen=True):
     """The notes of one tenant. See `Notes` for the methods, and for the threads that may call them."""
 
@@ -398,6 +415,8 @@ class TenantNotes(Struct, frozen=True):
     patience: Patience | None = None
     """The time that the request may still wait for the disk. With None, reads wait as long as the disk answers, and
     `settle` waits as long as a new `Patience` allows."""
+    share: str = ""
+    """The share that the room of new notes counts for."""
 
     def holder(self, kind: NoteKind, id_: str) -> TenantNotes:
         """Returns this tenant's notes, of this model or another model of the store, that contain the given note.
@@ -411,7 +430,7 @@ class TenantNotes(Struct, frozen=True):
                 yield replace(self, root=root)
 
     def put(self, kind: NoteKind, id_: str, content: bytes, prompt: TokenIds | None = None) -> bool:
-        return self.notes.put(self.epoch, self.root, self.record, kind, id_, content, self.ttl_s, prompt)
+        return self.notes.put(self.epoch, self.root, self.record, kind, id_, content, self.ttl_s, prompt, self.share)
 
     def recent(self, kind: NoteKind, id_: str) -> tuple[bool, bytes | None]:
         return self.notes.recent(self.root, kind, id_)

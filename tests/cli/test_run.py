@@ -166,11 +166,15 @@ def test_ps_says_what_was_computed_ahead(run: Run, ahead: dict[str, Any], line: 
 
 
 def test_ps_shows_the_progress_of_prompts_that_clients_asked_for(run: Run) -> None:
-    asked = [{"label": "Claude Code", "tokens": 18_692, "ready": 8100}, {"label": "Codex", "tokens": None, "ready": 0}]
+    asked = [
+        {"label": "Claude Code", "tokens": 18_692, "ready": 8100, "waits": True},
+        {"label": "Codex", "tokens": None, "ready": 0, "waits": False},
+    ]
     ahead = {"tokens": 0, "waiting": 2, "paused": None, "cpu_s": 0.0, "cpu_left_s": 1.0, "asked": asked}
     with small_daemon(props=[(200, PROPS | {"running": [], "ahead": ahead})]) as daemon:
         shown = run("ps", "--url", daemon.url).stdout.splitlines()
-    assert shown[3:] == ["m: ahead for Claude Code: 8,100 of 18,692 tokens", "m: ahead for Codex: not begun"]
+    dropped = "not begun, and it waits no longer: others of its client came after it"
+    assert shown[3:] == ["m: ahead for Claude Code: 8,100 of 18,692 tokens", f"m: ahead for Codex: {dropped}"]
 
 
 def test_a_daemon_that_refuses_the_key_hides_no_other(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

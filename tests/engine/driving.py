@@ -86,6 +86,8 @@ def request(
     name: str = "",
     scope: str = "full",
     tenant: Tenant = SHARED,
+    share: str = "",
+    conversation: str = "",
     save: bool = True,
     constraint: Constraint | None = None,
     shown: frozenset[str] = frozenset(),
@@ -97,7 +99,8 @@ def request(
         id=name or f"{len(token_ids)} tokens",
         prompt=Prompt(token_ids),
         sampling=SamplingParams(**sampling),
-        cache=CacheOptions(scope=parse_scope(scope, param="scope"), tenant=tenant, save=save),
+        cache=CacheOptions(scope=parse_scope(scope, param="scope"), tenant=tenant, save=save, share=share),
+        conversation=conversation,
         constraint=constraint,
         shown_special_tokens=shown,
     )

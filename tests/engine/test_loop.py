@@ -21,7 +21,7 @@ from diskprefix.engine.active_requests import ActiveRequests
 from diskprefix.engine.constraints.constrained_reply import Forbidden, forbidden_by
 from diskprefix.engine.forward import forward
 from diskprefix.engine.loop import Engine
-from diskprefix.engine.request import DoneEvent, ReadEvent, Reading
+from diskprefix.engine.request import DoneEvent, GenerateRequest, ReadEvent, Reading
 from diskprefix.errors import ContextTooLong
 from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.sequence import KVSequence
@@ -127,22 +127,28 @@ def test_a_reply_whose_mask_never_comes_can_be_cancelled(engine: Engine, monkeyp
     assert not any(isinstance(event, DoneEvent) for event in held.events)
 
 
-def test_a_caller_with_many_requests_leaves_every_second_place_to_the_other(folder: Path, tmp_path: Path) -> None:
+def as_of(name: str, value: str, token_ids: TokenIds, **params: Any) -> GenerateRequest:
+    named: dict[str, Any] = {name: value}
+    return request(token_ids, **named, **params)
+
+
+@pytest.mark.parametrize("name", ["share", "conversation"])
+def test_one_with_many_requests_leaves_every_second_place_to_the_other(folder: Path, tmp_path: Path, name: str) -> None:
     engine = load(folder, tmp_path / "kv", max_sequences=2, record=tmp_path / "trace.jsonl")
-    many, one = Tenant.of_key("many"), Tenant.of_key("one")
-    callers = [many, many, many, one]
-    run_together(engine, [request(tokens(80 + i, i), tenant=caller) for i, caller in enumerate(callers)])
+    callers = ["many", "many", "many", "one"]
+    run_together(engine, [as_of(name, caller, tokens(80 + i, i)) for i, caller in enumerate(callers)])
     engine.close()
     ended = [one.prompt_tokens for one in recorded_requests(tmp_path / "trace.jsonl")]
     assert (sorted(ended[:2]), ended[2:]) == ([80, 83], [81, 82])
 
 
-def test_a_caller_who_runs_nothing_does_not_wait_for_the_many_replies_of_another(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["share", "conversation"])
+def test_who_runs_nothing_does_not_wait_for_the_many_replies_of_another(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     engine = load(folder, tmp_path / "kv", max_sequences=2, record=tmp_path / "trace.jsonl")
-    many = request(tokens(80), tenant=Tenant.of_key("many"), n=6, max_tokens=60)
-    one = request(tokens(83, 1), tenant=Tenant.of_key("one"), max_tokens=2)
+    many = as_of(name, "many", tokens(80), n=6, max_tokens=60)
+    one = as_of(name, "one", tokens(83, 1), max_tokens=2)
     with running(engine) as inbox:
         inbox.submit(many, lambda _: None)
         after_steps(monkeypatch, 3, lambda: inbox.submit(one, lambda _: None))

@@ -11,12 +11,12 @@ import pytest
 from msgspec.structs import replace
 
 from diskprefix.engine import scheduler as module
-from diskprefix.engine.scheduler import IDLE_ROWS, MAX_REPLIES, MAX_ROWS, MIN_ROWS, Callers, Chunk, Pace, Scheduler
+from diskprefix.engine.scheduler import IDLE_ROWS, MAX_REPLIES, MAX_ROWS, MIN_ROWS, Chunk, Pace, Scheduler, Shares
 from diskprefix.engine.scheduler import ScheduledReply as Tokens
 from tests.examples import examples
 
 GRID = 64
-TWO = Callers(replying=1, waiting=1)
+TWO = Shares(replying=1, waiting=1)
 
 
 @dataclass
@@ -27,12 +27,12 @@ class World:
     replies: dict[Tokens, int] = field(default_factory=dict)
     """How many tokens each reply has."""
     prefilled: dict[str, int] = field(default_factory=dict)
-    """Prompt rows by tenant."""
+    """Prompt rows by share."""
     num_arrived: int = 0
 
-    def arrive(self, prompt_tokens: int, reply: int = 1, *, tenant: str = "a", **others: Any) -> Tokens:
+    def arrive(self, prompt_tokens: int, reply: int = 1, *, share: str = "a", **others: Any) -> Tokens:
         self.num_arrived += 1
-        one = Tokens(tenant=tenant, arrived=self.num_arrived, prompt_tokens=prompt_tokens, grid=GRID, **others)
+        one = Tokens(share=share, arrived=self.num_arrived, prompt_tokens=prompt_tokens, grid=GRID, **others)
         self.replies[one] = reply
         self.scheduler.add_sequence(one)
         return one
@@ -41,8 +41,8 @@ class World:
         step = self.scheduler.schedule()
         prompts = [chunk for chunk in step if not chunk.sequence.is_decoding]
         for chunk in prompts:
-            tenant = str(chunk.sequence.tenant)
-            self.prefilled[tenant] = self.prefilled.get(tenant, 0) + chunk.num_rows
+            share = str(chunk.sequence.share)
+            self.prefilled[share] = self.prefilled.get(share, 0) + chunk.num_rows
         self.scheduler.advance(step)
         for chunk in step:
             self._sample(chunk.sequence)
@@ -70,7 +70,7 @@ def some_arrive(chance: random.Random, world: World) -> None:
         world.arrive(
             length,
             chance.choice([1, 2, 10, 40]),
-            tenant=chance.choice("abc"),
+            share=chance.choice("abc"),
             packs=chance.random() < 0.8,
             num_computed=chance.choice([0, length // 2 // GRID * GRID]),
         )
@@ -92,10 +92,10 @@ def check(step: Sequence[Chunk[Tokens]], present: list[Tokens]) -> None:
     if named and named[0].packs:
         assert sum(chunk.num_rows for chunk in step) <= MAX_ROWS
         packed = [one for one in present if one.packs]
-        waiting = {one.tenant for one in packed if not one.is_decoding}
-        for tenant in {one.tenant for one in packed}:
-            decoding = [one for one in packed if one.tenant == tenant and one.is_decoding]
-            most = MAX_REPLIES if waiting - {tenant} else len(decoding)
+        waiting = {one.share for one in packed if not one.is_decoding}
+        for share in {one.share for one in packed}:
+            decoding = [one for one in packed if one.share == share and one.is_decoding]
+            most = MAX_REPLIES if waiting - {share} else len(decoding)
             assert sum(one in named for one in decoding) == min(len(decoding), most)
         ends = {chunk.end == chunk.sequence.num_known for chunk in step if not chunk.sequence.is_decoding}
         assert len(ends) <= 1, "a step in which a prompt ends has others that end, but no part of one"
@@ -189,7 +189,7 @@ def test_a_prompt_without_a_reply_gives_way_to_all_others(packs: bool) -> None:
 def test_a_prompt_that_left_the_background_is_computed_beside_the_replies_of_others() -> None:
     """500 steps in which another reply decodes."""
     world = World()
-    reply = world.arrive(100, 600, tenant="b")
+    reply = world.arrive(100, 600, share="b")
     world.step()
     ahead = world.arrive(2000, is_background=True)
     for _ in range(50):
@@ -239,26 +239,26 @@ def test_of_the_prompts_that_wait_the_first_is_no_new_one_once_it_was_overtaken_
 
 
 def same_turn(one: Tokens, other: Tokens) -> bool:
-    return (one.tenant, one.packs) == (other.tenant, other.packs)
+    return (one.share, one.packs) == (other.share, other.packs)
 
 
 @pytest.mark.parametrize("decodes", [True, False], ids=["and decodes", "and leaves between two"])
 @pytest.mark.parametrize("length", [40, 300, 6000])
-def test_tenants_share_by_turns(length: int, decodes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shares_take_turns(length: int, decodes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One has a long prompt, the other sends one after another."""
 
     def gap() -> int:
         world = World()
         if decodes:
-            world.arrive(1, 10_000, tenant="b")
+            world.arrive(1, 10_000, share="b")
             world.step()
-        world.arrive(20_000, tenant="a")
-        theirs = world.arrive(length, tenant="b")
+        world.arrive(20_000, share="a")
+        theirs = world.arrive(length, share="b")
         world.prefilled.clear()
         gaps = [0]
         while world.prefilled.get("a", 0) < 10_000 and gaps[-1] <= 20 * MAX_ROWS:
             if theirs not in world.replies:
-                theirs = world.arrive(length, tenant="b")
+                theirs = world.arrive(length, share="b")
             world.step()
             gaps.append(abs(world.prefilled.get("a", 0) - world.prefilled.get("b", 0)))
         return max(gaps)
@@ -270,12 +270,12 @@ def test_tenants_share_by_turns(length: int, decodes: bool, monkeypatch: pytest.
 
 def test_nobody_saves_up_turns_while_only_replies_are_computed() -> None:
     world = World()
-    world.arrive(1, 10_000, tenant="a")
+    world.arrive(1, 10_000, share="a")
     world.step()
-    world.arrive(20_000, tenant="b")
+    world.arrive(20_000, share="b")
     for _ in range(40):
         world.step()
-    world.arrive(20_000, tenant="a")
+    world.arrive(20_000, share="a")
     world.prefilled.clear()
     for _ in range(20):
         world.step()
@@ -288,7 +288,7 @@ def test_a_reply_has_its_turn_however_many_short_prompts_come_that_do_not_pack(p
     reply = world.arrive(10, 1000, packs=packs)
     for _ in range(100):
         if not any(one is not reply for one in world.replies):
-            world.arrive(20, 1, packs=False, tenant="b")
+            world.arrive(20, 1, packs=False, share="b")
         world.step()
     assert reply.num_known > 40
 
@@ -312,19 +312,17 @@ def test_sequences_that_do_not_pack_take_turns() -> None:
 # The pace.
 
 
-def settled(
-    pace: Pace, always_s: float, row_s: float, num_steps: int = 60, callers: Callers = TWO
-) -> tuple[int, float]:
+def settled(pace: Pace, always_s: float, row_s: float, num_steps: int = 60, shares: Shares = TWO) -> tuple[int, float]:
     """Has a machine compute steps of a reply and a prompt; returns the rows and the seconds of the last whole step."""
     for _ in range(num_steps):
-        rows = rows_of_next(pace, callers)
+        rows = rows_of_next(pace, shares)
         pace.record_step(1, rows, always_s + rows * row_s)
-    rows = min(rows_of_next(pace, callers), rows)
+    rows = min(rows_of_next(pace, shares), rows)
     return rows, always_s + rows * row_s
 
 
-def rows_of_next(pace: Pace, callers: Callers = TWO) -> int:
-    most = pace.max_prompt_rows(callers)
+def rows_of_next(pace: Pace, shares: Shares = TWO) -> int:
+    most = pace.max_prompt_rows(shares)
     return MAX_ROWS if most is None else min(MAX_ROWS, most)
 
 
@@ -385,34 +383,34 @@ def test_now_and_then_a_step_has_other_rows_so_that_two_times_can_be_told_apart(
     assert others == pytest.approx([factor] * 3, abs=0.1)
 
 
-def test_a_crowd_with_prompts_has_as_much_time_as_its_share_of_the_callers() -> None:
+def test_a_crowd_with_prompts_has_as_much_time_as_its_part_of_the_shares() -> None:
     """Where a step takes longer than the target. Without a crowd, prompts have half of the time."""
-    for callers, times in ((TWO, 1), (Callers(2, 6), 3), (Callers(3, 1), 1)):
-        assert settled(Pace(0.05), 0.5, 0.01, callers=callers)[1] == pytest.approx(0.5 + 0.5 * times, abs=0.03)
+    for shares, times in ((TWO, 1), (Shares(2, 6), 3), (Shares(3, 1), 1)):
+        assert settled(Pace(0.05), 0.5, 0.01, shares=shares)[1] == pytest.approx(0.5 + 0.5 * times, abs=0.03)
     world = World()
-    world.arrive(1, reply=1000, tenant="a")
+    world.arrive(1, reply=1000, share="a")
     world.step()
-    assert world.scheduler.callers == (1, 0)
-    for tenant in "abbc":
-        world.arrive(100, tenant=tenant)
-    assert world.scheduler.callers == (1, 3)
+    assert world.scheduler.shares == (1, 0)
+    for share in "abbc":
+        world.arrive(100, share=share)
+    assert world.scheduler.shares == (1, 3)
 
 
 @pytest.mark.parametrize(("waiting", "seconds"), [(0, 0.05), (1, 0.05), (2, 0.15), (3, 0.25)])
-def test_each_further_caller_with_a_prompt_has_twice_the_time_of_the_first(waiting: int, seconds: float) -> None:
+def test_each_further_share_with_a_prompt_has_twice_the_time_of_the_first(waiting: int, seconds: float) -> None:
     for replying in (1, 4):
-        callers = Callers(replying, waiting)
-        assert settled(Pace(0.05), 0.015, 0.001, callers=callers)[1] == pytest.approx(seconds, abs=0.002)
+        shares = Shares(replying, waiting)
+        assert settled(Pace(0.05), 0.015, 0.001, shares=shares)[1] == pytest.approx(seconds, abs=0.002)
 
 
-def test_while_others_have_prompts_the_replies_of_a_caller_take_turns() -> None:
+def test_while_others_have_prompts_the_replies_of_a_share_take_turns() -> None:
     world = World()
-    many = [world.arrive(1, 10_000, tenant="many") for _ in range(3 * MAX_REPLIES)]
-    few = [world.arrive(1, 10_000, tenant="few") for _ in range(MAX_REPLIES)]
+    many = [world.arrive(1, 10_000, share="many") for _ in range(3 * MAX_REPLIES)]
+    few = [world.arrive(1, 10_000, share="few") for _ in range(MAX_REPLIES)]
     world.step()
-    world.arrive(100, tenant="many")
+    world.arrive(100, share="many")
     assert {id(chunk.sequence) for chunk in world.step()} >= {*map(id, many), *map(id, few)}, "nobody else has a prompt"
-    world.arrive(10_000, tenant="other")
+    world.arrive(10_000, share="other")
     before = {id(one): one.num_computed for one in (*many, *few)}
     for _ in range(6):
         world.step()

@@ -253,6 +253,7 @@ class ScriptedNotes(Struct):
     tenant: Tenant
     ttl_s: float = 1.0
     patience: Patience | None = None
+    share: str = ""
 
     def put(self, kind: NoteKind, id_: str, content: bytes, _prompt: TokenIds | None = None) -> bool:
         # The tokens of scripted replies are made up, so they must not stand in a prompt.

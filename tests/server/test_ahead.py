@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from diskprefix.engine.idle import ahead_jobs, cpu_waits
 from diskprefix.engine.idle.ahead_jobs import AheadJob, AheadJobs, AheadModel
@@ -186,6 +187,7 @@ def test_a_budget_is_spent_and_comes_back_with_time(monkeypatch: pytest.MonkeyPa
     clock = Clock()
     jobs = AheadJobs(24 * 36.0, clock)
     jobs.add_job(AheadJob(MODEL, lambda: None, OPTIONS, OWNER))
+    jobs.pause()
     assert jobs.next() is None, "a request may come at once"
     clock.now = 1.0
     assert (job := jobs.next()) is not None
@@ -267,10 +269,74 @@ def test_a_later_turn_replaces_earlier_ones_and_off_takes_none() -> None:
         job = AheadJob(MODEL, lambda: None, OPTIONS, owner, tuple(messages))
         jobs.add_job(job)
         off.add_job(job)
-    assert ["".join(map(str, job.content)) for job in jobs._jobs] == ["abcd", "ab", "x"]
+    assert ["".join(map(str, job.content)) for job in jobs._jobs[""]] == ["abcd", "ab", "x"]
     assert off.wait_s is None
     jobs.drop_gone(lambda owner: owner == OWNER)
-    assert ["".join(map(str, job.content)) for job in jobs._jobs] == ["ab"]
+    assert ["".join(map(str, job.content)) for job in jobs._jobs[""]] == ["ab"]
+
+
+def job_of(share: str, content: str, label: str = "") -> AheadJob:
+    return AheadJob(MODEL, lambda: None, replace(OPTIONS, share=share), OWNER, content.encode(), label=label)
+
+
+@pytest.fixture
+def jobs(monkeypatch: pytest.MonkeyPatch) -> AheadJobs:
+    monkeypatch.setattr(ahead_jobs, "runs_on_battery", lambda: False)
+    return AheadJobs(1e6, Clock())
+
+
+def test_shares_with_prompts_ahead_take_turns_and_have_equal_seconds(jobs: AheadJobs) -> None:
+    hers = job_of("alice", "hers", "hers")
+    jobs.add_job(hers)
+    for number in range(43):
+        jobs.add_job(job_of("bob", f"bob {number:02}", f"bob {number}"))
+    assert jobs.has(hers)
+    assert jobs.figures["waiting"] == 9
+    computed = list[str]()
+    while (job := jobs.next()) is not None:
+        assert jobs.spend(job, 30.0 if job is hers else 10.0)
+        jobs.drop_job(job)
+        computed.append(job.share)
+        if len(computed) == 3:
+            jobs.add_job(job_of("alice", "another"))
+    # Hers took as long as three of his.
+    assert computed == ["alice", *["bob"] * 4, "alice", *["bob"] * 4]
+
+
+def test_a_prompt_ahead_that_was_dropped_says_that_it_waits_no_longer(jobs: AheadJobs) -> None:
+    asked = [job_of("bob", f"{number}", f"prompt {number}") for number in range(9)]
+    for job in asked:
+        jobs.add_job(job)
+    assert [job.was_dropped for job in asked] == [True] + [False] * 8
+    waits = {one["label"]: one["waits"] for one in jobs.figures["asked"]}
+    assert waits == {job.label: job is not asked[0] for job in asked}
+    jobs.add_job(asked[0])
+    waits = {one["label"]: one["waits"] for one in jobs.figures["asked"]}
+    assert waits == {job.label: job is not asked[1] for job in asked}
+
+
+def test_chats_push_out_no_prompt_that_was_asked_for(jobs: AheadJobs) -> None:
+    asked = [job_of("alice", f"{number}", "asked") for number in range(3)]
+    for job in (*asked, *(job_of("alice", f"chat {number:02}") for number in range(40))):
+        jobs.add_job(job)
+    assert all(jobs.has(job) for job in asked)
+    assert jobs.figures["waiting"] == 8
+
+
+def test_many_shares_with_prompts_ahead_are_bounded(jobs: AheadJobs) -> None:
+    all_jobs = [job_of(f"address 192.0.2.{number}", "x", "x") for number in range(100)]
+    for job in all_jobs:
+        jobs.add_job(job)
+    assert jobs.figures["waiting"] == sum(not job.was_dropped for job in all_jobs) == 64
+
+
+def test_a_prompt_that_is_added_ahead_pauses_nothing(jobs: AheadJobs) -> None:
+    first = job_of("alice", "first")
+    jobs.add_job(first)
+    jobs.add_job(job_of("bob", "second"))
+    assert jobs.next() is first
+    jobs.pause()
+    assert jobs.next() is None
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,9 @@ from diskprefix.errors import ModelError
 from diskprefix.memo import PREFILL_SPEEDS
 from diskprefix.server import limits as reading
 from diskprefix.server import streaming
-from diskprefix.server.answer import SESSION_HEADERS
 from diskprefix.server.engine_request import MAX_LOGPROBS
 from diskprefix.server.process import process
+from diskprefix.server.share import SESSION_HEADERS
 from diskprefix.server.threads import _DEADLINE_S
 from diskprefix.tenant_ids import group_of
 from diskprefix.thread_work import CHAT_TEMPLATE, begin_step, in_step

@@ -95,7 +95,13 @@ def test_the_answer_says_how_much_is_ready_and_the_rest_is_computed_later(server
     answer = ask_ahead(server, route).json()
     num_tokens = answer.pop("prompt_tokens")
     assert num_tokens > 300
-    assert answer == {"object": "prefix_cache.ahead", "model": "asked", "ready_tokens": 0, "paused": None}
+    assert answer == {
+        "object": "prefix_cache.ahead",
+        "model": "asked",
+        "ready_tokens": 0,
+        "waits": True,
+        "paused": None,
+    }
     wait_computed(server)
     again = ask_ahead(server, route).json()
     assert num_tokens - 2 <= again["ready_tokens"] <= num_tokens == again["prompt_tokens"]

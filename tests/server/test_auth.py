@@ -272,21 +272,22 @@ def arriving(server: AppServer, key: str) -> socket.socket:
 
 def test_one_key_cannot_take_the_whole_queue(chat_model: Path, keys_file: Path) -> None:
     with scripted_app(chat_model, api_keys=keys_file, max_queue=4) as server, server.client() as client:
+        # In the conversation of the requests that arrive.
+        client.headers["user-agent"] = ""
 
         def status(key: str) -> int:
             return client.post(CHAT, json=HELLO, headers=bearer(key)).status_code
 
-        # One that would run, and half of those that could wait.
-        held = [arriving(server, ALICE) for _ in range(3)]
+        held = [arriving(server, ALICE) for _ in range(5)]
+        assert status(ALICE) == 503, "she has taken all"
+        assert status(BOB) == 200
+        held += [arriving(server, BOB) for _ in range(2)]
         refused = client.post(CHAT, json=HELLO, headers=bearer(ALICE))
         assert (refused.status_code, int(refused.headers["retry-after"]) >= 1) == (429, True)
         error = refused.json()["error"]
         assert (error["type"], error["code"]) == ("rate_limit_error", "too_many_requests")
-        assert error["message"].startswith("3 requests with this API key are not answered yet")
-        assert status(BOB) == 200
-        held += [arriving(server, BOB) for _ in range(2)]
-        assert status(BOB) == 503, "the queue is full for all"
-        assert status(NAMELESS) == 200, "but who has none in flight"
+        assert error["message"].startswith("5 requests are not answered yet, and this client has its part of them")
+        assert [status(key) for key in (BOB, NAMELESS)] == [429, 200]
         for connection in held:
             connection.close()
         wait_until(lambda: status(ALICE) == 200, "the places are free again")

@@ -206,7 +206,7 @@ def test_the_latest_openings_are_computed_latest_first(model: Path, clock: Clock
         wait_for(lambda: serving.engine.ahead.wait_s is None)
         serving.engine.ahead.pause(is_long=True)
         assert openings.add_openings(serving, tomorrow) == openings._MAX_OPENINGS
-        texts = [job.make() for job in serving.engine.ahead._jobs]
+        texts = [job.make() for some in serving.engine.ahead._jobs.values() for job in some]
     shown = [serving.renderer.detokenize(prompt.token_ids.tolist()) for prompt in texts if prompt is not None]
     numbers = [int(text.split("You are number ")[1].split(".")[0]) for text in shown]
     assert numbers == [*range(9, 1, -1)]

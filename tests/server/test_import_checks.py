@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from diskprefix.engine.idle import ahead_jobs
+from diskprefix.engine.idle.ahead_jobs import AheadJob
 from diskprefix.errors import SettingsError
 from diskprefix.extras.exchange.exchange import encoded_notes, export_pack, put_notes
 from diskprefix.extras.exchange.pack_file import PackReader
@@ -20,7 +21,7 @@ from diskprefix.server import import_checks
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.store import Store
 from diskprefix.tokens import TokenIds
-from diskprefix.values import Prompt
+from diskprefix.values import SHARED, CacheOptions, Prompt, Scope
 from tests.agent_bodies import words
 from tests.engine.driving import write_model
 from tests.extras.exchange.exported import import_file, sealed, split, with_payload
@@ -119,6 +120,30 @@ def test_a_pack_is_used_once_this_machine_has_computed_the_same(model: Path, pac
             assert answer["choices"] == cold(server, longer)
     with closing(Store(tmp_path / "kv", read_only=True)) as store, store.snapshot() as snapshot:
         assert not any(note.kind == NoteKind.IMPORTED for note in snapshot.notes())
+
+
+def test_an_import_waits_until_it_can_be_computed(
+    model: Path, pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note(tmp_path / "kv", [pack])
+    on_battery = True
+    monkeypatch.setattr(ahead_jobs, "runs_on_battery", lambda: on_battery)
+    with start(model, tmp_path / "kv", ahead="auto") as server:
+        checks, jobs = server.daemon.imports, server.engine.ahead
+        assert checks is not None
+        wait_for(lambda: checks.waiting and jobs.figures["waiting"])
+        waiting, owner = checks.waiting, server.engine.cache.owner(SHARED)
+        for number in range(40):
+            # A chat, and a prompt that is asked for under the share of imports.
+            for label in ("", "asked"):
+                options = CacheOptions(scope=Scope("full"), tenant=SHARED)
+                content = f"{label} {number:02}".encode()
+                jobs.add_job(AheadJob(server.engine, lambda: None, options, owner, content, label=label))
+            checks.look()
+        assert checks.figures == {"waiting": waiting, "equal": 0, "different": 0, "unkept": 0}
+        on_battery = False
+        jobs._not_before = 0.0
+        wait_for(lambda: checks.equal == waiting)
 
 
 def forged(pack: Path, seed: int, path: Path) -> Path:

@@ -67,7 +67,7 @@ def test_another_user_learns_no_more_of_a_right_guess_than_of_a_wrong_one(daemon
         httpx.Client(base_url=url, timeout=60) as other,
         daemon.client() as own,
     ):
-        for headers in ({}, bearer("unused"), {"diskprefix-user": "0"}, {"Diskprefix-User": "0"}):
+        for headers in ({}, bearer("unused"), {"diskprefix-share": "user 0"}, {"Diskprefix-Share": "user 0"}):
             guesses = []
             for guess in (secret, wrong):
                 before = counters(own)
@@ -81,7 +81,7 @@ def test_another_user_learns_no_more_of_a_right_guess_than_of_a_wrong_one(daemon
         daemon.wait_saved()
         assert restored(other, wrong, bearer("ollama")) > 0, "it has a tenant of its own"
     with httpx.Client(base_url=daemon.url, timeout=60) as own:
-        for headers in ({}, {"diskprefix-user": str(OTHER_USER)}):
+        for headers in ({}, {"diskprefix-share": f"user {OTHER_USER}"}):
             assert restored(own, wrong, headers) == in_common
 
 
@@ -122,7 +122,7 @@ def test_a_user_whom_the_kernel_does_not_name_is_the_tenant_of_its_bearer(daemon
         asked(client, prompt, bearer("a-long-secret"), save=True)
         daemon.wait_saved()
         assert restored(client, prompt, bearer("a-long-secret")) > 0
-        for headers in ({}, bearer("unused"), {"diskprefix-user": "0"}):
+        for headers in ({}, bearer("unused"), {"diskprefix-share": "user 0"}):
             assert restored(client, prompt, headers) == 0
 
 
@@ -150,7 +150,7 @@ def test_a_caught_key_of_an_agent_is_worth_nothing(
 
 def test_the_kernels_word_gives_no_right_of_the_owner(daemon: DaemonProcess) -> None:
     with httpx.Client(base_url=daemon.url, timeout=60) as client:
-        for headers in ({}, bearer("unused"), {"diskprefix-user": "0"}):
+        for headers in ({}, bearer("unused"), {"diskprefix-share": "user 0"}):
             assert [client.request(method, path, headers=headers).status_code for method, path in OWN] == [401] * 4
         page = {"origin": "http://evil.example"}
         assert client.post(COMPLETIONS, json={"prompt": "x"}, headers=page).status_code == 403

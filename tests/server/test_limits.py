@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack
 from functools import partial
@@ -28,15 +28,14 @@ from diskprefix.model.load import template_sandbox
 from diskprefix.server import body as body_module
 from diskprefix.server import limits
 from diskprefix.server.body import Bodies
-from diskprefix.server.keys import Caller
-from diskprefix.server.limits import LARGE_BYTES, BodyPace, InFlight, Turns
+from diskprefix.server.limits import LARGE_BYTES, BodyPace, GivenTurn, InFlight, Turns
 from diskprefix.server.log_context import LogContext
 from diskprefix.server.process import connection as connections
 from diskprefix.server.process import peer_user
+from diskprefix.server.share import UNNAMED, Share
 from diskprefix.server.threads import Threads, WorkKind
 from diskprefix.settings import Settings
 from diskprefix.thread_work import NobodyWaits, begin_step
-from diskprefix.values import SHARED, Tenant
 from tests.server import test_auth as auth
 from tests.server.chat_model import write_chat_model
 from tests.server.daemon_process import open_raw, wait_until
@@ -46,7 +45,7 @@ from tests.server.test_auth import bearer
 CHAT = "/v1/chat/completions"
 MIB = 1 << 20
 WAIT_S = 60
-ALICE, BOB = Tenant.of_key("alice"), Tenant.of_key("bob")
+ALICE, BOB, CAROL = (Share("key", name) for name in ("alice", "bob", "carol"))
 POST = {"method": "POST", "path": CHAT, "headers": []}
 
 
@@ -69,42 +68,70 @@ def test_a_body_above_the_limit_is_a_413_and_a_declared_one_is_not_read(
     assert (refused.value.http_status, len(taken)) == (413, 0 if declared else 3)
 
 
-def test_a_place_is_given_back_and_without_keys_the_queue_is_for_all() -> None:
-    """`test_auth` has the shares of keys."""
+def test_a_share_alone_has_all_places_and_gives_them_back() -> None:
     in_flight = InFlight(Settings(max_queue=4, max_sequences=2))
-    held = [in_flight.counted(POST, SHARED) for _ in range(6)]
-    with pytest.raises(QueueFull, match=r"^6 requests are not answered yet"):
-        in_flight.counted(POST, SHARED)
+    held = [in_flight.counted(POST, ALICE) for _ in range(6)]
+    with pytest.raises(QueueFull, match=r"^6 requests are not answered yet; try") as refused:
+        in_flight.counted(POST, ALICE)
+    assert refused.type is QueueFull
     with held.pop():
         assert in_flight.num == 6
     assert in_flight.num == 5
 
 
-def test_waiting_bodies_are_bounded_and_each_key_has_room_for_one(
-    tmp_path: Path,
-) -> None:
-    in_flight = InFlight(Settings(api_keys=tmp_path))
-    carol = Tenant.of_key("carol")
+@pytest.mark.parametrize("other", [BOB, Share("user", "1000"), Share("address", "192.0.2.7"), UNNAMED])
+def test_who_takes_all_places_leaves_another_share_its_part(other: Share) -> None:
+    in_flight = InFlight(Settings(max_queue=4, max_sequences=2))
     with ExitStack() as stack:
-        for caller in (ALICE, BOB):
-            for _ in range(2):
-                stack.enter_context(in_flight.counted(POST, caller)).add(limits.MAX_BODY_BYTES)
-            with pytest.raises(ShareFull, match=r"with this API key that wait may have 64\.0 MiB together"):
-                in_flight.counted(POST | {"headers": [(b"content-length", b"1")]}, caller)
-        place = stack.enter_context(in_flight.counted(POST, carol))
-        place.add(limits.MAX_BODY_BYTES)
-        with pytest.raises(QueueFull, match=r"128\.0 MiB"):
-            place.add(1)
-        place.release()
-        place.add(1)
+        for _ in range(6):
+            stack.enter_context(in_flight.counted(POST, ALICE))
+        for _ in range(3):
+            stack.enter_context(in_flight.counted(POST, other))
+        for share in (ALICE, other):
+            with pytest.raises(ShareFull, match="this client has its part of them"):
+                in_flight.counted(POST, share)
+    assert in_flight.num == 0
+
+
+def test_many_addresses_refuse_no_key_and_have_a_bound() -> None:
+    in_flight = InFlight(Settings(max_queue=4, max_sequences=2))
+    addresses = [Share("address", f"192.0.2.{number}") for number in range(20)]
+    with ExitStack() as stack:
+        for address in addresses[:12]:
+            stack.enter_context(in_flight.counted(POST, address, "c"))
+        with pytest.raises(ShareFull):
+            in_flight.counted(POST, addresses[12], "c")
+        stack.enter_context(in_flight.counted(POST, ALICE))
+
+
+def test_an_agents_requests_leave_a_place_to_the_chat_of_the_same_user() -> None:
+    in_flight = InFlight(Settings(max_queue=4, max_sequences=2))
+    with ExitStack() as stack:
+        for _ in range(6):
+            stack.enter_context(in_flight.counted(POST, ALICE, "agent"))
+        for conversation in ("chat", "another"):
+            stack.enter_context(in_flight.counted(POST, ALICE, conversation))
+            with pytest.raises(QueueFull):
+                in_flight.counted(POST, ALICE, conversation)
+        with pytest.raises(QueueFull):
+            in_flight.counted(POST, ALICE, "a name for each request")
+
+
+def test_waiting_bodies_are_bounded_and_each_share_has_room_for_its_part() -> None:
+    in_flight = InFlight(Settings())
+    with ExitStack() as stack:
+        for _ in range(4):
+            stack.enter_context(in_flight.counted(POST, ALICE)).add(limits.MAX_BODY_BYTES)
+        with pytest.raises(QueueFull, match=r"128\.0 MiB together; try"):
+            in_flight.counted(POST | {"headers": [(b"content-length", b"1")]}, ALICE)
+        for share, part in ((BOB, 2 * limits.MAX_BODY_BYTES), (CAROL, 4 * limits.MAX_BODY_BYTES // 3)):
+            place = stack.enter_context(in_flight.counted(POST, share))
+            place.add(part)
+            with pytest.raises(ShareFull, match=r"128\.0 MiB together, and this client has its part"):
+                place.add(1)
+            place.release()
+            place.add(part)
     assert not in_flight.bytes_of
-    open_to_all = InFlight(Settings())
-    with ExitStack() as stack:
-        for number in range(4):
-            caller = SHARED.with_salt(str(number))
-            stack.enter_context(open_to_all.counted(POST, caller)).add(limits.MAX_BODY_BYTES)
-        with pytest.raises(QueueFull), open_to_all.counted(POST, SHARED.with_salt("new")) as last:
-            last.add(1)
 
 
 @pytest.mark.parametrize("is_chunked", [False, True])
@@ -113,10 +140,10 @@ def test_bodies_that_never_end_leave_room_for_another_key(
 ) -> None:
     monkeypatch.setattr(limits, "MAX_BODY_BYTES", 64 * 1024)
     with ExitStack() as stack, keyed.client() as client:
-        for _ in range(3):
+        for _ in range(6):
             last = stack.enter_context(unfinished_body(keyed.port, auth.ALICE, 50 * 1024, is_chunked=is_chunked))
-        assert last.recv(100).startswith(b"HTTP/1.1 429 ")
-        assert keyed.daemon.in_flight.bytes_of.total() <= 128 * 1024
+        assert last.recv(100).startswith(b"HTTP/1.1 503 ")
+        assert keyed.daemon.in_flight.bytes_of.total() <= 256 * 1024
         served = client.post(CHAT, json={"messages": [TEXT_MESSAGE]}, headers=bearer(auth.BOB))
         assert served.status_code == 200
     wait_until(lambda: not keyed.daemon.in_flight.bytes_of, "they are given back")
@@ -142,7 +169,7 @@ def unfinished_body(port: int, key: str, num_bytes: int, *, is_chunked: bool) ->
 )
 def test_requests_that_take_memory_are_counted(method: str, path: str, is_counted: bool) -> None:
     in_flight = InFlight(Settings())
-    with in_flight.counted({"method": method, "path": path, "headers": []}, SHARED):
+    with in_flight.counted({"method": method, "path": path, "headers": []}, ALICE):
         assert in_flight.num == is_counted
 
 
@@ -163,7 +190,7 @@ def test_callers_take_single_turns_least_recent_first(most: int, names: str, at_
         turns, began, go_on = Turns(most), list[str](), asyncio.Event()
 
         async def work(name: str) -> None:
-            async with turns.of(name[0]):
+            async with turns.of(Share("key", name[0]), ""):
                 began.append(name)
                 await go_on.wait()
 
@@ -181,19 +208,54 @@ def test_callers_take_single_turns_least_recent_first(most: int, names: str, at_
 def test_work_that_takes_too_long_keeps_its_turn_and_leaves_its_place() -> None:
     async def scenario() -> None:
         turns = Turns(1, patience_s=0.0, max_beside=2)
-        for caller in "abc":
-            await asyncio.wait_for(turns.take(caller), WAIT_S)
-        again, other = (asyncio.ensure_future(turns.take(caller)) for caller in "ad")
+
+        def take(name: str) -> Awaitable[GivenTurn]:
+            return asyncio.wait_for(turns.take(Share("key", name), ""), WAIT_S)
+
+        held = {name: await take(name) for name in "abc"}
+        again, other = (asyncio.ensure_future(take(name)) for name in "ad")
         await asyncio.sleep(0)
         done, _ = await asyncio.wait([again, other], timeout=0.1)
         assert not done, "the caller has its turn, and three work: one in the place and two beside it"
-        turns.give_back("c")
-        await asyncio.wait_for(other, WAIT_S)
+        turns.give_back(held["c"])
+        last = await other
         assert not again.done()
-        turns.give_back("a")
-        await asyncio.wait_for(again, WAIT_S)
-        for caller in "abd":
-            turns.give_back(caller)
+        turns.give_back(held["a"])
+        for turn in (await again, held["b"], last):
+            turns.give_back(turn)
+
+    asyncio.run(scenario())
+
+
+def test_within_a_share_conversations_take_turns() -> None:
+    async def scenario() -> None:
+        turns, began = Turns(2), list[str]()
+
+        async def work(share: Share, conversation: str) -> None:
+            async with turns.of(share, conversation):
+                began.append(conversation)
+                await asyncio.sleep(0)
+
+        mine = [*(["agent"] * 64), "chat"]
+        tasks = [asyncio.create_task(work(ALICE, name)) for name in mine]
+        await settle()
+        tasks.append(asyncio.create_task(work(BOB, "of another")))
+        await asyncio.gather(*tasks)
+        assert began.index("chat") == 1
+        assert began.index("of another") < 15
+
+    asyncio.run(scenario())
+
+
+def test_one_share_has_half_of_the_places_and_one_conversation_a_quarter() -> None:
+    async def scenario() -> None:
+        turns = Turns(16)
+        tasks = [asyncio.create_task(turns.take(ALICE, name)) for name in [*(["agent"] * 64), *("chat" * 16)]]
+        await settle()
+        assert sum(task.done() for task in tasks[:64]) == 4
+        assert sum(task.done() for task in tasks) == 8
+        for task in tasks:
+            task.cancel()
 
     asyncio.run(scenario())
 
@@ -201,12 +263,12 @@ def test_work_that_takes_too_long_keeps_its_turn_and_leaves_its_place() -> None:
 def test_a_cancelled_wait_passes_its_turn_on() -> None:
     async def scenario() -> None:
         turns = Turns(1)
-        await turns.take("a")
-        waiting, given, last = (asyncio.create_task(turns.take(name)) for name in "bcd")
+        first = await turns.take(ALICE, "")
+        waiting, given, last = (asyncio.create_task(turns.take(Share("key", name), "")) for name in "bcd")
         await settle()
         waiting.cancel()
         await settle()
-        turns.give_back("a")
+        turns.give_back(first)
         given.cancel()
         await last
 
@@ -216,12 +278,11 @@ def test_a_cancelled_wait_passes_its_turn_on() -> None:
 def test_a_caller_who_rests_has_no_turn_and_takes_none_of_others() -> None:
     async def scenario() -> None:
         turns = Turns(1)
-        await turns.take("a")
-        resting, other = (asyncio.ensure_future(turns.take(caller)) for caller in "ab")
+        first = await turns.take(ALICE, "")
+        resting, other = (asyncio.ensure_future(turns.take(share, "")) for share in (ALICE, BOB))
         await settle()
-        turns.give_back("a", 0.01)
-        await other
-        turns.give_back("b")
+        turns.give_back(first, 0.01)
+        turns.give_back(await other)
         assert not resting.done()
         await asyncio.wait_for(resting, WAIT_S)
 
@@ -243,12 +304,12 @@ def test_a_caller_rests_after_long_work_while_the_engine_computes(
     async def scenario() -> None:
         threads = Threads(lambda: is_computing, lambda: now_s)
         try:
-            await threads.run_for(request_of(caller=ALICE), kind, work)
+            await threads.run_for(request_of(share=ALICE), kind, work)
             await settle()
-            again = asyncio.ensure_future(threads.run_for(request_of(caller=ALICE), kind, work))
+            again = asyncio.ensure_future(threads.run_for(request_of(share=ALICE), kind, work))
             done, _ = await asyncio.wait([again], timeout=0.2 if rests else WAIT_S)
             assert bool(done) != rests
-            assert await threads.run_for(request_of(caller=BOB), kind, lambda: 1) == 1
+            assert await threads.run_for(request_of(share=BOB), kind, lambda: 1) == 1
             again.cancel()
         finally:
             threads.close()
@@ -263,15 +324,14 @@ def threads() -> Iterator[Threads]:
     threads.close()
 
 
-def request_of(body: bytes = b"", caller: Tenant = SHARED, *, has_left: bool = False) -> Request:
+def request_of(body: bytes = b"", share: Share = UNNAMED, *, has_left: bool = False) -> Request:
     async def receive() -> dict[str, Any]:
         kind = "http.disconnect" if has_left else "http.request"
         return {"type": kind, "body": body, "more_body": False}
 
     scope = {"method": "POST", "path": "/", "headers": []}
-    with InFlight(Settings()).counted(scope, caller) as place:
-        name = None if caller == SHARED else str(caller)
-        state = {"record": LogContext(caller=Caller(name, caller)), "place": place}
+    with InFlight(Settings()).counted(scope, share) as place:
+        state = {"record": LogContext(share=share), "place": place}
     return Request({"type": "http", "method": "POST", "path": "/", "headers": [], "state": state}, receive)
 
 
@@ -311,9 +371,9 @@ def test_no_kind_of_work_waits_for_another(threads: Threads) -> None:
         async with asyncio.timeout(WAIT_S):
             stuck = [
                 asyncio.create_task(
-                    threads.run_for(request_of(caller=Tenant((str(caller),))), kind, go_on.wait, WAIT_S)
+                    threads.run_for(request_of(share=Share("key", str(number))), kind, go_on.wait, WAIT_S)
                 )
-                for caller in range(100)
+                for number in range(100)
                 for kind in ("compiling", "parsing", "writing")
             ]
             assert await threads.run_for(request_of(), "rendering", lambda: 1) == 1
@@ -326,13 +386,13 @@ def test_no_kind_of_work_waits_for_another(threads: Threads) -> None:
     asyncio.run(fill())
 
 
-def test_without_keys_an_endless_rendering_leaves_room_for_others(threads: Threads) -> None:
+def test_an_endless_rendering_leaves_room_for_others(threads: Threads) -> None:
     go_on = threading.Event()
 
     async def fill() -> None:
         async with asyncio.timeout(WAIT_S):
             stuck = asyncio.create_task(threads.run_for(request_of(), "rendering", go_on.wait, WAIT_S))
-            assert await threads.run_for(request_of(), "rendering", lambda: 1) == 1
+            assert await threads.run_for(request_of(share=ALICE), "rendering", lambda: 1) == 1
             go_on.set()
             await stuck
 
@@ -342,7 +402,6 @@ def test_without_keys_an_endless_rendering_leaves_room_for_others(threads: Threa
 def test_templates_that_never_end_do_not_keep_the_places_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without keys, all clients are one caller."""
     again = "{% for i in range(9000) %}{% for k in range(9000) %}{% endfor %}{% endfor %}"
     template = (
         "{% for message in messages %}{% if 'spin' in message.content %}" + again + "{% endif %}{% endfor %}hello"
@@ -365,7 +424,7 @@ def test_templates_that_never_end_do_not_keep_the_places_of_others(
         wait_until(lambda: not server.daemon.threads.are_busy, "all places are free")
 
 
-@pytest.mark.parametrize("kind", ["compiling", "rendering"])
+@pytest.mark.parametrize("kind", ["parsing", "rendering"])
 def test_a_left_clients_work_is_dropped_or_keeps_its_turn(threads: Threads, kind: WorkKind) -> None:
     began: list[str] = []
     go_on = threading.Event()
@@ -376,7 +435,7 @@ def test_a_left_clients_work_is_dropped_or_keeps_its_turn(threads: Threads, kind
 
     async def leave() -> None:
         async with asyncio.timeout(WAIT_S):
-            run = partial(threads.run_for, request_of(caller=ALICE), kind, work)
+            run = partial(threads.run_for, request_of(share=ALICE), kind, work)
             tasks = [asyncio.create_task(run(name)) for name in ("first", "second")]
             names = ("running", "running", "waiting")
             tasks += [asyncio.create_task(threads.run("writing", work, name)) for name in names]
@@ -663,11 +722,10 @@ def test_beside_waiting_requests_of_one_key_another_key_is_served_at_once(
         assert {answer.result().status_code for answer in waiting} <= {200, 400}
 
 
-@pytest.mark.parametrize("size", [1, LARGE_BYTES])
-def test_prompts_that_take_too_long_keep_no_other_client_from_being_served(
-    size: int, server: AppServer, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("size", "num_slow"), [(1, 2), (LARGE_BYTES, 1)])
+def test_prompts_that_take_too_long_hold_up_no_other_conversation(
+    size: int, num_slow: int, server: AppServer, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without keys: nobody knows whose requests they are."""
     engine.script = say_hello
     threads, replay = server.daemon.threads, PromptRenderer.replay
     turns = server.daemon.bodies._turns if size == LARGE_BYTES else threads._turns["rendering"]
@@ -685,13 +743,40 @@ def test_prompts_that_take_too_long_keep_no_other_client_from_being_served(
         {"messages": [{"role": "user", "content": said}], "ignored": " " * size} for said in ("slow", "quick")
     )
     with ThreadPoolExecutor(4) as clients, server.client() as client:
-        waiting = [clients.submit(client.post, CHAT, json=slow) for _ in range(2)]
+        sessions = [{"session-id": str(number)} for number in range(num_slow)]
+        waiting = [clients.submit(client.post, CHAT, json=slow, headers=session) for session in sessions]
         try:
-            wait_until(lambda: len(began) == 2, "both have begun")
+            wait_until(lambda: len(began) == num_slow, "all have begun")
             assert clients.submit(client.post, CHAT, json=quick).result(WAIT_S).status_code == 200
         finally:
             go_on.set()
-        assert [answer.result(WAIT_S).status_code for answer in waiting] == [200, 200]
+        assert {answer.result(WAIT_S).status_code for answer in waiting} == {200}
+
+
+def test_a_slow_rendering_holds_up_no_stored_response(
+    tmp_path: Path, chat_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replay, began, go_on = PromptRenderer.replay, threading.Event(), threading.Event()
+
+    def held(renderer: PromptRenderer, conversation: Conversation, *others: Any) -> Any:
+        if "slow" in conversation.messages[-1].texts[0].text:
+            began.set()
+            assert go_on.wait(WAIT_S)
+        return replay(renderer, conversation, *others)
+
+    monkeypatch.setattr(PromptRenderer, "replay", held)
+    with real_app(chat_model, tmp_path / "kv") as server, server.client() as client, ThreadPoolExecutor(1) as pool:
+        monkeypatch.setattr(server.daemon.threads._turns["rendering"], "_patience_s", 0.01)
+        body = {"input": "Hello", "max_output_tokens": 4}
+        body["previous_response_id"] = client.post("/v1/responses", json=body).raise_for_status().json()["id"]
+        slow = pool.submit(client.post, "/v1/responses", json=body | {"input": "slow"})
+        try:
+            assert began.wait(WAIT_S)
+            with server.client() as another:
+                assert another.post("/v1/responses", json=body | {"input": "quick"}).status_code == 200
+        finally:
+            go_on.set()
+        assert slow.result(WAIT_S).status_code == 200
 
 
 def test_text_prompts_take_one_turn_and_large_bodies_none_of_theirs(keyed: AppServer) -> None:

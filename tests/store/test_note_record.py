@@ -34,9 +34,14 @@ BUDGET = 64 << 20
 
 
 def stored(
-    number: int, last_used: float, num_bytes: int, root: bytes = ROOT, kind: NoteKind = NoteKind.TURN
+    number: int,
+    last_used: float,
+    num_bytes: int,
+    root: bytes = ROOT,
+    kind: NoteKind = NoteKind.TURN,
+    share: str = "",
 ) -> StoredNote:
-    return StoredNote(note_key(root, kind, str(number)), NoteTimes(last_used, 0.0, 60), num_bytes)
+    return StoredNote(note_key(root, kind, str(number)), NoteTimes(last_used, 0.0, 60), num_bytes, share)
 
 
 def test_a_note_has_the_documented_bytes() -> None:
@@ -46,7 +51,11 @@ def test_a_note_has_the_documented_bytes() -> None:
     assert int.from_bytes(value[:8], "little") == checksum(KEY + value[8:])
     assert value[8:32] == (b"\0\0\0\0\0\0\x34\x40" + b"\0\0\0\0\0\0\x24\x40" + b"\x3c\0\0\0" + b"\0\0\0\0")
     assert value[32:48] == bytes(16)
-    assert value[48:] == compress(b"content")
+    assert value[48:] == b"\0" + compress(b"content")
+    of_share = encode_note(KEY, b"content", TIMES, share="user 1000")
+    assert of_share[48:] == b"\x09user 1000" + compress(b"content")
+    assert StoredNote.of(KEY, of_share).share == "user 1000"
+    assert decode_note(KEY, of_share) == (TIMES, b"content")
     of_prompt = encode_note(KEY, b"content", TIMES, PromptDigest(258, b"d" * 16))
     assert of_prompt[28:48] == b"\2\1\0\0" + b"d" * 16
     assert note_prompt(of_prompt) == PromptDigest(258, b"d" * 16)
@@ -87,7 +96,7 @@ def test_a_size_that_is_read_is_not_allocated() -> None:
     bomb = compress(b"\0" * (MAX_NOTE_BYTES + 1))
     assert len(bomb) < 10_000
     with pytest.raises(StoreCorrupt, match="claims 16777217 bytes"):
-        decode_note(KEY, with_checksum(KEY, b"\0" * 40 + bomb))
+        decode_note(KEY, with_checksum(KEY, b"\0" * 41 + bomb))
 
 
 def test_a_use_renews_a_note_and_a_clock_that_jumps_back_does_not_age_it() -> None:
@@ -131,6 +140,17 @@ def test_of_all_roots_together_the_oldest_used_go_first() -> None:
     gone = surplus_notes(lambda: notes, BUDGET, 5 * limit)
     # The share of all is four times that of one, and three quarters of it stay.
     assert gone == [notes[0].key, notes[1].key]
+
+
+def test_notes_under_many_salts_push_out_no_note_of_another_share() -> None:
+    size, now = root_limit(BUDGET) // 8, 1000.0
+    hers = [stored(n, 0.0, size, b"a" * 16, share="alice") for n in range(4)]
+    theirs = [stored(n, 1.0, size, b"c" * 16, share="carol") for n in range(8)]
+    his = [stored(n, now + n, size, bytes([root]) * 16, share="bob") for root in range(6) for n in range(8)]
+    notes = [*hers, *theirs, *his]
+    gone = set(surplus_notes(lambda: notes, BUDGET, len(notes) * size))
+    # The three quarters that stay have room for 24 of these notes.
+    assert gone == {note.key for note in sorted(his, key=lambda note: note.times.last_used)[:36]}
 
 
 def test_others_stay_where_the_surplus_of_one_root_is_all_that_is_too_much() -> None:

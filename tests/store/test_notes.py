@@ -309,7 +309,7 @@ def test_the_newest_notes_of_a_kind_are_listed(store: Store, clock: Clock, tmp_p
 
     def newest(before_s: float, at_most: int) -> list[tuple[bytes, bytes]]:
         found = notes.newest(NoteKind.OPENING, [ALICE, BOB], before=began + before_s, at_most=at_most)
-        return [(root, content) for root, content, _ in found]
+        return [(note.root, note.content) for note in found]
 
     assert newest(100.0, 9) == [(ALICE, b"3"), (BOB, b"1"), (ALICE, b"0")], "the other one has expired"
     assert newest(30.0, 9) == [(BOB, b"1"), (ALICE, b"0")]

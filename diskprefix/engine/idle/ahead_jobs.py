@@ -1,5 +1,6 @@
-"""The queue of prompts to compute ahead of requests, and the times when they may be computed: within a budget of
-processor seconds, not while the machine runs on its battery, and not while other programs want the CPUs."""
+"""The queues of prompts to compute ahead of requests, one for each share, and the times when they may be computed:
+within a budget of processor seconds, not while the machine runs on its battery, and not while other programs want the
+CPUs."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from msgspec import Struct
 
 from diskprefix.cache.context import Origin
 from diskprefix.engine.idle.cpu_waits import CpuWaits
+from diskprefix.engine.scheduler import fair_counts
 from diskprefix.values import CacheOptions, Prompt
 
 if TYPE_CHECKING:
@@ -25,11 +27,11 @@ if TYPE_CHECKING:
     from diskprefix.kv.sequence import Owner
     from diskprefix.model.runtime import Runtime
 
-_MAX_JOBS = 8
-"""The maximum number of waiting prompts. The oldest is dropped first."""
+_MAX_JOBS, _MAX_SHARES = 8, 64
+"""The maximum number of waiting prompts of one share, and of shares with waiting prompts."""
 _QUIET_S = 0.5
-"""Nothing is computed ahead for this many seconds after a request comes or a reply ends, because the next request may
-come."""
+"""Nothing is computed ahead for this many seconds after a request for a reply comes or the reply ends, because the next
+request may come."""
 _LATER_S = 60.0
 """The seconds until the battery, an exhausted budget or the other programs are checked again."""
 _DAY_S = 86400.0
@@ -51,8 +53,9 @@ class AheadJob(Struct, eq=False):
     """A prompt that a model computes. `make` renders the prompt, which may take long, and returns None if there is no
     prompt. `owner` owns its state in memory. `content` is the conversation that the prompt continues: a later job that
     continues more of this conversation replaces this one. After `expires_at`, on the clock of `AheadJobs`, the job is
-    no longer wanted. `label` is the name under which a client asked for it. Of its `num_tokens`, 0 until they are
-    known, `num_ready` are computed. `origin`: what the entry of its state says."""
+    no longer wanted. `label` is the name under which somebody asked for it. Of its `num_tokens`, 0 until they are
+    known, `num_ready` are computed. `origin`: what the entry of its state says. `was_dropped`: others of its share took
+    its place before it was computed."""
 
     model: AheadModel
     make: Callable[[], Prompt | None]
@@ -64,6 +67,11 @@ class AheadJob(Struct, eq=False):
     num_tokens: int = 0
     num_ready: int = 0
     origin: Origin = Origin("ahead")
+    was_dropped: bool = False
+
+    @property
+    def share(self) -> str:
+        return self.options.share
 
 
 class AheadJobs:
@@ -77,35 +85,69 @@ class AheadJobs:
         self.pause_reason: PauseReason | None = None if budget_s else "off"
         """Why waiting prompts are not computed now, as far as a request is not the reason."""
         self._waits = CpuWaits()
-        self._jobs: list[AheadJob] = []
+        self._jobs: dict[str, list[AheadJob]] = {}
+        """The waiting prompts of each share, the next one first. The share whose turn was longest ago comes first."""
+        self._dropped: dict[str, list[AheadJob]] = {}
+        """The last prompts of each share that somebody asked for and that were dropped."""
+        self._spent_of: dict[str, float] = {}
+        """The processor seconds of each share. Only shares with waiting prompts, or with more than these, are
+        counted."""
         self._left_s, self._counted_at = budget_s, clock()
         self._not_before = 0.0
         self.on_job: Callable[[], None] = lambda: None
         """Called when a job is added."""
 
     def add_job(self, job: AheadJob) -> None:
-        """Adds a prompt, which is computed before the others. It replaces earlier turns of its conversation."""
+        """Adds a prompt, which is computed before the others of its share. It replaces earlier turns of its
+        conversation. Above eight prompts of a share the oldest is dropped, first of those that nobody asked for."""
         if not self._budget_s:
+            job.was_dropped = True
             return
         with self._lock:
-            others = [other for other in self._jobs if not _continues(job, other)]
-            self._jobs = [job, *others][:_MAX_JOBS]
-        self.pause()
+            job.was_dropped = False
+            others = [other for other in self._jobs.pop(job.share, ()) if not _continues(job, other)]
+            dropped = [other for other in self._dropped.pop(job.share, ()) if other.content != job.content]
+            if len(others) == _MAX_JOBS:
+                last = next((other for other in reversed(others) if not other.label), others[-1])
+                others.remove(last)
+                last.was_dropped = True
+                dropped += [last] if last.label else []
+            # A share that has just asked waits for those that asked before.
+            self._jobs[job.share] = [job, *others]
+            self._dropped[job.share] = dropped[-_MAX_JOBS:]
+            self._count_shares()
         self.on_job()
 
     def drop_job(self, job: AheadJob) -> None:
-        with self._lock:
-            self._jobs = [other for other in self._jobs if other is not job]
+        """Removes a job that is over."""
+        self._keep(lambda other: other is not job)
 
     def has(self, job: AheadJob) -> bool:
         """Returns whether a job waits or runs."""
-        return job in self._jobs
+        return job in self._jobs.get(job.share, ())
 
     def drop_gone(self, is_gone: Callable[[Owner], bool]) -> None:
         """Drops the jobs that have expired, and those whose owner's state was purged."""
         now = self._clock()
+        self._keep(lambda job: job.expires_at > now and not is_gone(job.owner))
+
+    def _keep(self, is_kept: Callable[[AheadJob], bool]) -> None:
         with self._lock:
-            self._jobs = [job for job in self._jobs if job.expires_at > now and not is_gone(job.owner)]
+            for queues in (self._jobs, self._dropped):
+                for share, jobs in list(queues.items()):
+                    queues[share] = [job for job in jobs if is_kept(job)]
+                    if not queues[share]:
+                        del queues[share]
+
+    def _count_shares(self) -> None:
+        """Begins to count the seconds of new shares, and drops the prompts of a share above the limit of shares. The
+        caller holds the lock."""
+        if len(self._jobs) > _MAX_SHARES:
+            last = max(self._jobs, key=lambda share: self._spent_of.get(share, 0.0))
+            for job in self._jobs.pop(last):
+                job.was_dropped = True
+            self._dropped.pop(last, None)
+        self._spent_of = fair_counts(self._spent_of, self._jobs)
 
     def pause(self, *, is_long: bool = False) -> None:
         """Lets no job begin for half a second, or with `is_long` for a minute."""
@@ -122,7 +164,10 @@ class AheadJobs:
             self.pause(is_long=True)
             return None
         self._waits.begin()
-        return self._jobs[0]
+        with self._lock:
+            # Of shares with equal seconds, the one that has waited longest.
+            share = min(self._jobs, key=lambda share: self._spent_of[share], default=None)
+            return None if share is None else self._jobs[share][0]
 
     def why_paused(self) -> PauseReason | None:
         """Returns why a prompt that is added now is not computed soon, as far as a request is not the reason. May ask
@@ -139,25 +184,35 @@ class AheadJobs:
         """Subtracts processor seconds from the budget. Returns whether the job may go on."""
         self._left_s -= seconds
         self.spent_s += seconds
+        with self._lock:
+            self._spent_of[job.share] = self._spent_of.get(job.share, 0.0) + seconds
         if self._waits.are_long():
             self.pause_reason = "other programs"
             self.pause(is_long=True)
             return False
-        return self._refill() > 0 and job in self._jobs
+        return self._refill() > 0 and self.has(job)
 
     @property
     def figures(self) -> dict[str, Any]:
         """The number of waiting prompts, the processor seconds that were spent, those that may be spent now, why
-        nothing is computed (`paused`), and the progress of the prompts that clients asked for (`asked`)."""
-        jobs = self._jobs
+        nothing is computed (`paused`), and the progress of the prompts that clients asked for (`asked`), also of those
+        that were dropped and wait no longer."""
+        with self._lock:
+            jobs = [job for some in self._jobs.values() for job in some]
+            dropped = [job for some in self._dropped.values() for job in some]
         return {
             "waiting": len(jobs),
             "cpu_s": round(self.spent_s, 1),
             "cpu_left_s": round(max(0.0, self._left_at(self._clock())), 1),
             "paused": self.pause_reason if jobs or not self._budget_s else None,
             "asked": [
-                {"label": job.label, "tokens": job.num_tokens or None, "ready": job.num_ready}
-                for job in jobs
+                {
+                    "label": job.label,
+                    "tokens": job.num_tokens or None,
+                    "ready": job.num_ready,
+                    "waits": not job.was_dropped,
+                }
+                for job in (*jobs, *dropped)
                 if job.label
             ],
         }

@@ -170,6 +170,7 @@ class DraftModel:
         if may_keep and num_computed + MIN_LACKING <= len(token_ids) < self.max_positions:
             owner = self.cache.owner(options.tenant)._replace(last_purge=running.cached.epoch.last_purge)
             content, expires_at = prompt.token_ids.tobytes(), self.cache.expires_at(options.ttl_s)
+            self._ahead.pause()
             self._ahead.add_job(AheadJob(self, lambda: Prompt(token_ids), options, owner, content, expires_at))
 
     def _end_sequence(

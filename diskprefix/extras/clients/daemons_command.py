@@ -68,6 +68,7 @@ def ps(context: click.Context, url: str, api_key: str | None, as_json: bool) -> 
             click.echo(printable_only(f"{row['model']}: {_ahead_line(ahead)}"))
             for asked in ahead.get("asked", ()):
                 of_all = f"{asked['ready']:,} of {asked['tokens']:,} tokens" if asked["tokens"] else "not begun"
+                of_all += "" if asked["waits"] else ", and it waits no longer: others of its client came after it"
                 click.echo(printable_only(f"{row['model']}: ahead for {asked['label']}: {of_all}"))
 
 

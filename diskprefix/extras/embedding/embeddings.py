@@ -126,12 +126,17 @@ async def read_vectors(request: Request, kind: type[EmbeddingsRequest]) -> Vecto
         state.purpose = state.purpose or await daemon.threads.run("inspecting", read_purpose, serving.engine.origin)
         purpose: Purpose = state.purpose
         purpose.require()
-        cache = cache_options(body, scope=serving.scope, caller=context.caller.tenant)
+        cache = cache_options(body, scope=serving.scope, caller=context.caller.tenant, share=str(context.share))
         serving.engine.on_request()
         prompts, truncated = await daemon.threads.run_for(request, "rendering", _prompts, serving, purpose, body)
         await held.aclose()
         reading = Reading(pooling=purpose.pooling)
-        make = partial(GenerateRequest, sampling=SamplingParams(max_tokens=0), cache=_options(cache, reading))
+        make = partial(
+            GenerateRequest,
+            conversation=context.conversation,
+            sampling=SamplingParams(max_tokens=0),
+            cache=_options(cache, reading),
+        )
         requests = [make(id=f"read-{uuid.uuid4().hex}", prompt=prompt, reading=reading) for prompt in prompts]
         results = await _Readings(request, context, daemon, serving).run(requests)
         usage = _count(context, [done for _, done in results])

@@ -22,7 +22,9 @@ from diskprefix.extras.router.workers import ModelWorker
 from diskprefix.extras.web_page import CHAT_PAGE, DASHBOARD_PAGE, wants_page
 from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.printable import shown
+from diskprefix.server.guards import share_of
 from diskprefix.server.keys import Caller
+from diskprefix.server.share import Share
 
 if TYPE_CHECKING:
     from starlette.types import Message, Scope
@@ -34,13 +36,13 @@ _STORED_S = 40.0
 
 
 class OwnRoutes:
-    """The routes of the router. `load_or_unload` takes a model's name, "load" or "unload", and the caller."""
+    """The routes of the router. `load_or_unload` takes a model's name, "load" or "unload", and a share."""
 
     def __init__(
         self,
         listing: Listing,
         swaps: Swaps[ModelWorker],
-        load_or_unload: Callable[[str, str, Caller], Awaitable[dict[str, str]]],
+        load_or_unload: Callable[[str, str, Share], Awaitable[dict[str, str]]],
         page_token: Callable[[Caller], str],
     ) -> None:
         self._listing, self._swaps = listing, swaps
@@ -54,7 +56,7 @@ class OwnRoutes:
                 raise HttpError(405, f"{path} does not allow {shown(method)}; it allows POST")
             caller.require_owner()
             name, _, action = path.removeprefix("/models/").rpartition("/")
-            return JSONResponse(await self._load_or_unload(name, action, caller))
+            return JSONResponse(await self._load_or_unload(name, action, share_of(scope, caller)))
         if (method, path) == ("POST", "/page-token"):
             return JSONResponse({"token": self._page_token(caller)})
         require_served(path)

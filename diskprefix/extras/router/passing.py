@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import h11
 
 from diskprefix.errors import QueueFull
-from diskprefix.server.guards import USER_HEADER, asking_user
 from diskprefix.server.limits import LARGE_BYTES, BodyPace, CountedRequest
+from diskprefix.server.share import SHARE_HEADER, share_of_connection
 
 if TYPE_CHECKING:
     from starlette.datastructures import Headers
@@ -25,7 +25,7 @@ _HEAD_BYTES = 256 * 1024
 _OF_ONE_CONNECTION = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect")
 )
-_NOT_UP = _OF_ONE_CONNECTION | {USER_HEADER}
+_NOT_UP = _OF_ONE_CONNECTION | {SHARE_HEADER}
 
 
 class NotTaken(Exception):
@@ -158,8 +158,7 @@ def _target(scope: Scope) -> bytes:
 
 def _headers_up(scope: Scope) -> list[tuple[bytes, bytes]]:
     headers = [(name, value) for name, value in scope["headers"] if name not in _NOT_UP]
-    if (user := asking_user(scope)) is not None:
-        headers.append((USER_HEADER, b"%d" % user))
+    headers.append((SHARE_HEADER, str(share_of_connection(scope)).encode()))
     names = {name for name, _ in scope["headers"]}
     if b"transfer-encoding" in names:
         # It has no content-length, or the router's server would have refused it.

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
@@ -31,19 +32,19 @@ from diskprefix.extras.router.listing import Listing
 from diskprefix.extras.router.own_routes import OwnRoutes
 from diskprefix.extras.router.passing import Incoming, NotTaken, WorkerGone
 from diskprefix.extras.router.router_messages import Routing, read_routing, refusal
-from diskprefix.extras.router.swaps import Phase, Swaps
+from diskprefix.extras.router.swaps import Phase, Slot, Swaps
 from diskprefix.extras.router.workers import MAX_UNLOAD_S, ModelWorker, Workers, exit_text
 from diskprefix.model.load.memory import available_ram_bytes, trim_heap
 from diskprefix.printable import shown
-from diskprefix.server.guards import BrowserGuard, caller_of
-from diskprefix.server.keys import ApiKeys, Caller, OwnerToken
+from diskprefix.server.guards import BrowserGuard, caller_of, share_of
+from diskprefix.server.keys import ApiKeys, OwnerToken
 from diskprefix.server.limits import LARGE_BYTES, BodyPace, InFlight
 from diskprefix.server.process.process import process_age_s
 from diskprefix.server.process.router_line import LOAD, UNLOAD
 from diskprefix.server.process.systemd import notify, watchdog_s
+from diskprefix.server.share import Share, conversation_of
 from diskprefix.settings import Settings
 from diskprefix.units import counted, format_size
-from diskprefix.values import Tenant
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -224,7 +225,7 @@ class RouterApp:
             pause_s = self._failures[name].record(str(error), self._loop.time(), min_s=_MIN_PAUSE_S)
             self._in_background(self._keep_loaded(name, pause_s))
 
-    def _start(self, known: KnownModel, caller: Tenant | None) -> ModelWorker:
+    def _start(self, known: KnownModel, share: Share | None) -> ModelWorker:
         """Starts the worker of a model. It waits for its turn to load. Raises `DiskPrefixError` and `OSError`."""
         settings = replace(known.settings, host=self._settings.host, port=self._settings.port)
         needed, lines = 0, list[str]()
@@ -238,8 +239,8 @@ class RouterApp:
             waits_since=self._loop.time(),
             is_pinned=self._listing.stays_loaded(known),
             idle_unload_s=self._listing.idle_unload_s(known),
-            callers=set() if caller is None else {caller},
-            is_ordered=caller is None or self._listing.stays_loaded(known),
+            shares=set() if share is None else {share},
+            is_ordered=share is None or self._listing.stays_loaded(known),
         )
         self._swaps.require_room(worker, lines)
         self._workers.start(worker, settings)
@@ -321,12 +322,14 @@ class RouterApp:
         if (meant := tidied_path(path := scope["path"])) != path:
             # Refused here: the body may name no model, and then no worker could refuse it.
             raise HttpError(404, no_such_route(scope["method"], path, meant))
-        with self._in_flight.counted(scope, caller.account) as incoming.counted:
+        share = share_of(scope, caller)
+        with self._in_flight.counted(scope, share, conversation_of(scope)) as incoming.counted:
             known, keep_alive_s = await self._choose_model(scope, incoming)
             if scope["path"] == _SHOW and self._listing.only is None:
                 return self._routes.shown(known.name, caller)
             if not incoming.has_disconnected:
-                await self._pass_on(known, scope, incoming, send, caller, keep_alive_s)
+                keep = partial(Slot.record_use, keep_alive_s=keep_alive_s, overrides=caller.is_owner)
+                await self._pass_on(known, scope, incoming, send, share, keep)
         return None
 
     async def _pass_on(
@@ -335,16 +338,17 @@ class RouterApp:
         scope: Scope,
         incoming: Incoming,
         send: Send,
-        caller: Caller,
-        keep_alive_s: float | None,
+        share: Share,
+        record_use: Callable[[Slot, Share, float], None],
     ) -> None:
+        """`record_use` records the end of a request in a worker's slot."""
         for _ in range(_ATTEMPTS):
             # Programs that poll, such as the dashboard, neither load a model nor keep it in memory.
             is_use = scope["method"] == "POST" and scope["path"] != _SHOW
             loads = is_use or scope["path"].startswith(("/v1/models", "/api/tags", _SHOW))
-            worker = await self._worker_for(known, caller.account, loads=loads)
+            worker = await self._worker_for(known, share, loads=loads)
             if loads:
-                self._swaps.begin_request(worker, caller.account)
+                self._swaps.begin_request(worker, share)
                 self._apply_decision()
             try:
                 await passing.pass_on(worker.path, scope, incoming, send)
@@ -368,12 +372,11 @@ class RouterApp:
                 if loads:
                     worker.num_active -= 1
                     if is_use:
-                        now = self._loop.time()
-                        worker.record_use(caller.tenant, now, keep_alive_s, overrides=caller.is_owner)
+                        record_use(worker, share, self._loop.time())
                     self._apply_decision()
         raise NotReady(f"the processes of the model {known.name} die; its log has the reason")
 
-    async def _worker_for(self, known: KnownModel, caller: Tenant, *, loads: bool = True) -> ModelWorker:
+    async def _worker_for(self, known: KnownModel, share: Share, *, loads: bool = True) -> ModelWorker:
         """Returns the worker of a model, or a new one if the request `loads` the model. Raises `DiskPrefixError`."""
         if self._swaps.find(known.name) is None:
             if not loads and not self._listing.stays_loaded(known):
@@ -391,7 +394,7 @@ class RouterApp:
                 for_all=f"{known.name} cannot be served now, and the daemon's log has the reason; {again}",
             )
         try:
-            return self._start(known, caller)
+            return self._start(known, share)
         except OSError as error:
             raise NotReady(f"no process can be started: {error.strerror}") from error
 
@@ -429,13 +432,13 @@ class RouterApp:
         # The event loop would hold up other clients while it reads megabytes.
         return read_routing(body) if len(body) <= LARGE_BYTES else await asyncio.to_thread(read_routing, body)
 
-    async def _load_or_unload(self, name: str, action: str, caller: Caller) -> dict[str, str]:
+    async def _load_or_unload(self, name: str, action: str, share: Share) -> dict[str, str]:
         """Loads or unloads a model. Returns the body of the answer."""
         known = self._listing.only or self._listing.find(name)
         slot = self._swaps.find(known.name)
         if action == "load":
             if slot is None:
-                slot = await self._worker_for(known, caller.account)
+                slot = await self._worker_for(known, share)
                 slot.is_ordered = True
             elif slot.phase is Phase.READY:
                 slot.record_use(None, self._loop.time())

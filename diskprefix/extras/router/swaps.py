@@ -3,7 +3,7 @@
 A waiting model is loaded when it fits beside the others. If it does not fit, unpinned models are unloaded, the one that
 has been idle for longest first. A model that answers is never unloaded. While another model waits for its memory, it
 takes new requests for `PATIENCE_S` seconds only; later requests wait for a second slot of the same model, which is
-loaded after the first is gone. Callers take turns: the next model is that of the caller with the fewest loads.
+loaded after the first is gone. Shares take turns: the next model is that of the share with the fewest loads.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from diskprefix.units import format_size
 
 PATIENCE_S = 15.0
 """How long a model that answers takes new requests while another model waits for its memory."""
-_MAX_CALLERS = 256
-"""The most callers whose last request is remembered for a model: the callers that keep the model longest."""
+_MAX_SHARES = 256
+"""The most shares whose last request is remembered for a model: those that keep the model longest."""
 
 
 class Phase(Enum):
@@ -41,9 +41,9 @@ class Slot:
     idle_unload_s: float | None = None
     """The time after which the idle model is unloaded, None for never."""
     keep_until: dict[Hashable, float] = field(default_factory=dict)
-    """Until when each caller's last request keeps the idle model. None is the owner's order to load it."""
-    callers: set[Hashable] = field(default_factory=set)
-    """The callers for whom it is loaded."""
+    """Until when the last request of each share keeps the idle model. None is the owner's order to load it."""
+    shares: set[Hashable] = field(default_factory=set)
+    """The shares of the requests for which it is loaded."""
     phase: Phase = Phase.WAITING
     num_active: int = 0
     """Requests in progress, with those that wait for the load."""
@@ -72,10 +72,10 @@ class Slot:
         return max(self.keep_until.values(), default=self.used_at + self.max_idle_s)
 
     def record_use(
-        self, caller: Hashable, now: float, keep_alive_s: float | None = None, *, overrides: bool = False
+        self, share: Hashable, now: float, keep_alive_s: float | None = None, *, overrides: bool = False
     ) -> None:
         """Records the end of a request. It keeps the idle model for `keep_alive_s` (may be infinite), but not longer
-        than `idle_unload_s`. One that `overrides` has no such limit, and replaces what other callers asked for."""
+        than `idle_unload_s`. One that `overrides` has no such limit, and replaces what other shares asked for."""
         self.used_at = now
         if keep_alive_s is None or self.is_pinned:
             keep_alive_s = self.max_idle_s
@@ -83,10 +83,10 @@ class Slot:
             self.keep_until.clear()
         else:
             keep_alive_s = min(keep_alive_s, self.max_idle_s)
-        # Without API keys, there is no limit to the number of callers.
-        longest = sorted(self.keep_until, key=self.keep_until.__getitem__)[-_MAX_CALLERS:]
+        # There may be any number of addresses.
+        longest = sorted(self.keep_until, key=self.keep_until.__getitem__)[-_MAX_SHARES:]
         self.keep_until = {other: self.keep_until[other] for other in longest if self.keep_until[other] > now}
-        self.keep_until[caller] = now + keep_alive_s
+        self.keep_until[share] = now + keep_alive_s
 
 
 class NeverFits(ModelError):
@@ -107,7 +107,7 @@ class Swaps(Generic[S]):
     def __init__(self, slots: list[S], limit_bytes: int | None) -> None:
         self.slots, self.limit_bytes = slots, limit_bytes
         self._num_loads: Counter[Hashable] = Counter()
-        """The loads of each caller since a model last had to wait."""
+        """The loads of each share since a model last had to wait."""
 
     @property
     def used_bytes(self) -> int:
@@ -131,10 +131,10 @@ class Swaps(Generic[S]):
                 f"models together may take {format_size(self.limit_bytes)}{others}"
             )
 
-    def begin_request(self, slot: Slot, caller: Hashable) -> None:
+    def begin_request(self, slot: Slot, share: Hashable) -> None:
         slot.num_active += 1
         if slot.phase is Phase.WAITING:
-            slot.callers.add(caller)
+            slot.shares.add(share)
 
     def set_ready(self, slot: Slot, now: float) -> None:
         slot.phase, slot.used_at = Phase.READY, now
@@ -163,7 +163,7 @@ class Swaps(Generic[S]):
             used = self.used_bytes + (0 if self.limit_bytes is None else slot.needed_bytes)
             if self.limit_bytes is None or used <= self.limit_bytes:
                 slot.phase = Phase.LOADING
-                self._num_loads.update(slot.callers)
+                self._num_loads.update(slot.shares)
                 load.append(slot)
                 continue
             unload += self._make_room(slot, used - self.limit_bytes, now, yielded)
@@ -192,7 +192,7 @@ class Swaps(Generic[S]):
         waiting = [slot for slot in self.slots if slot.phase is Phase.WAITING]
 
         def turn(slot: Slot) -> tuple[int, float]:
-            return min((self._num_loads[caller] for caller in slot.callers), default=0), slot.waits_since
+            return min((self._num_loads[share] for share in slot.shares), default=0), slot.waits_since
 
         return sorted(waiting, key=turn)
 

@@ -13,6 +13,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from diskprefix.server.process.peer_user import is_client_open
 from diskprefix.server.process.places import Places
+from diskprefix.server.share import Share
 
 log = logging.getLogger("diskprefix")
 
@@ -56,8 +57,9 @@ class LimitedConnection(H11Protocol):
         peer = transport.get_extra_info("peername")
         # Nothing has been read yet: asyncio reads after this call.
         user = self._user_of(transport.get_extra_info("socket")) if self._user_of else None
-        self.app_state = {**self.app_state, "user": user, "is_behind_router": self._is_behind_router}
-        if not self._places.take(self, peer[0] if isinstance(peer, tuple) else None, user):
+        share = Share.of_connection(peer[0] if isinstance(peer, tuple) else None, user)
+        self.app_state = {**self.app_state, "share": share, "is_behind_router": self._is_behind_router}
+        if not self._places.take(self, share):
             log.warning("[server] a connection is refused: %d are open", self._places.num)
             self.transport = transport
             transport.abort()

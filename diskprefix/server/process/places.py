@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from diskprefix.server.share import UNNAMED, Share
+
 _TRIES = 16
 """The most idle connections to examine for a new one, so that a burst of new connections costs little."""
-_V6_NETWORK_BITS = 64
-"""A client with IPv6 has at least a network of this prefix length."""
 
 
 class Placed(Protocol):
@@ -26,7 +25,7 @@ class Placed(Protocol):
 
 @dataclass(eq=False)
 class _Places:
-    """The connections of all clients, or of one address or user.
+    """The connections of all clients, or of one share.
 
     `new` have not sent a whole request yet, and `idle` have been answered. Both begin with the longest wait.
     """
@@ -37,35 +36,34 @@ class _Places:
 
 
 class Places:
-    """At most `most` connections are open, and at most `most_of_address` from one address or one user of this machine.
-    Connections from a loopback address whose user is unknown have no such limit: all users have the same address.
+    """At most `most` connections are open, and at most `most_of_share` of one share. Those of this machine whose user
+    is unknown have no such limit: they may be anybody's.
 
     A client that opens many connections must close neither connections that others use, nor one whose request is about
     to arrive. So while fewer than `most_new` connections have sent no request, a new one replaces an idle one.
     Otherwise it replaces the oldest one without a request, which has had time until `most_new` more were open.
     """
 
-    def __init__(self, most: int, most_new: int, most_of_address: int) -> None:
-        self.most, self.most_new, self.most_of_address = most, max(1, most_new), most_of_address
+    def __init__(self, most: int, most_new: int, most_of_share: int) -> None:
+        self.most, self.most_new, self.most_of_share = most, max(1, most_new), most_of_share
         self._all = _Places()
-        self._of_addresses: dict[str, _Places] = {}
-        self._address: dict[Placed, str | None] = {}
+        self._of_shares: dict[Share, _Places] = {}
+        self._share: dict[Placed, Share] = {}
 
     @property
     def num(self) -> int:
         return self._all.num
 
-    def take(self, connection: Placed, address: str | None, user: int | None = None) -> bool:
-        """Gives a place to a new connection from an address (None: a Unix socket), or from a known user of this
-        machine. Returns False if no place is free, because all connections are in requests."""
-        network = _network(address) if user is None else f"user {user}"
-        if network is not None:
-            of_address = self._of_addresses.get(network)
-            if of_address is not None and of_address.num >= self.most_of_address and not self._close_one(of_address):
+    def take(self, connection: Placed, share: Share) -> bool:
+        """Gives a place to a new connection of a share. Returns False if no place is free, because all connections are
+        in requests."""
+        if share != UNNAMED:
+            of_share = self._of_shares.get(share)
+            if of_share is not None and of_share.num >= self.most_of_share and not self._close_one(of_share):
                 return False
         if self._all.num >= self.most and not self._close_one(self._all):
             return False
-        self._address[connection] = network
+        self._share[connection] = share
         for places in self._places_of(connection):
             places.num += 1
             places.new[connection] = None
@@ -92,16 +90,16 @@ class Places:
             places.num -= 1
             places.new.pop(connection, None)
             places.idle.pop(connection, None)
-        network = self._address.pop(connection, None)
-        if network is not None and not self._of_addresses[network].num:
-            del self._of_addresses[network]
+        share = self._share.pop(connection, UNNAMED)
+        if share != UNNAMED and not self._of_shares[share].num:
+            del self._of_shares[share]
 
     def _places_of(self, connection: Placed) -> list[_Places]:
         """Returns the groups that count a connection, none for a connection without a place."""
-        if connection not in self._address:
+        if connection not in self._share:
             return []
-        network = self._address[connection]
-        return [self._all] if network is None else [self._all, self._of_addresses.setdefault(network, _Places())]
+        share = self._share[connection]
+        return [self._all] if share == UNNAMED else [self._all, self._of_shares.setdefault(share, _Places())]
 
     def _close_one(self, places: _Places) -> bool:
         """Closes one of `places` for a new connection. Returns False if none can be closed without loss."""
@@ -120,17 +118,3 @@ class Places:
                 return connection
             places.idle.move_to_end(connection)
         return None
-
-
-def _network(address: str | None) -> str | None:
-    """Returns the key of an address for the limit: the address, or its network with IPv6; None for loopback."""
-    if address is None:
-        return None
-    # A listener on `::` names the interface of a link-local address.
-    parsed = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(parsed, ipaddress.IPv6Address):
-        if parsed.ipv4_mapped is None:
-            network = int(parsed) >> (128 - _V6_NETWORK_BITS)
-            return None if parsed.is_loopback else f"{network:x}::"
-        parsed = parsed.ipv4_mapped
-    return None if parsed.is_loopback else str(parsed)

@@ -183,7 +183,7 @@ def uvicorn_config(app: ASGIApp, settings: Settings, *, is_behind_router: bool =
     # A router also has a connection to a worker for each request in flight.
     max_connections = min(in_flight + OTHER_CONNECTIONS, max(_MIN_CONNECTIONS, files - _OTHER_FILES - in_flight))
     spare = max(1, min(OTHER_CONNECTIONS, max_connections) // 2)
-    places = Places(max_connections, most_new=spare, most_of_address=max_connections - spare)
+    places = Places(max_connections, most_new=spare, most_of_share=max_connections - spare)
     # On other addresses, a root process may forward the port of a container.
     user_of_client = partial(user_of, takes_root=os.geteuid() == 0 and is_loopback(settings.host))
     # Keys identify the caller, and a router has asked the kernel itself.

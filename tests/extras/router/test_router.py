@@ -37,8 +37,9 @@ from diskprefix.server.limits import InFlight
 from diskprefix.server.process.listener import listen
 from diskprefix.server.process.process import ListeningServer, uvicorn_config
 from diskprefix.server.process.router_line import LOAD, UNLOAD
+from diskprefix.server.share import Share
 from diskprefix.settings import Settings
-from diskprefix.values import SHARED, Tenant
+from diskprefix.values import SHARED
 from tests.server.test_auth import write_keys
 from tests.server.test_bad_requests import FRAMINGS, REFUSED, refusals_of
 from tests.server.test_limits import unfinished_body
@@ -144,8 +145,15 @@ class Told:
         **fields: Any,
     ) -> asyncio.Task[tuple[int, Any]]:
         headers = [(b"host", b"localhost"), (b"authorization", b"Bearer " + key.encode())]
-        scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": query}
-        scope |= {"headers": headers, "client": ("::1", 1)}
+        scope: dict[str, Any] = {
+            "type": "http",
+            "method": method,
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": query,
+        }
+        # As if each key were sent by a user of its own.
+        scope |= {"headers": headers, "client": ("::1", 1), "state": {"share": Share("user", str(ord(key[0])))}}
         return asyncio.create_task(self._ask({"model": model} | fields, scope))
 
     async def _ask(self, body: Any, scope: dict[str, Any]) -> tuple[int, Any]:
@@ -347,7 +355,7 @@ async def test_a_request_counts_for_its_key_until_its_end_and_a_look_neither_use
         tasks = [told.ask("one", key=key) for key in (admin, other)]
         await until(lambda: len(passed) == 2)
         assert in_flight.num == 2
-        assert told.router._swaps.slots[0].callers == {Tenant.of_key(admin)}, "for turns"
+        assert told.router._swaps.slots[0].shares == {Share("key", "admin")}, "for turns"
         tasks[1].cancel()
         await until(lambda: in_flight.num == 1)
         slot = told.router._swaps.slots[0]
@@ -434,11 +442,11 @@ async def test_bodies_that_wait_for_a_worker_have_a_bound_in_bytes_and_its_memor
         await until(lambda: server.started)
         with ExitStack() as stack:
             make = functools.partial(unfinished_body, port, num_bytes=50 * 1024, is_chunked=is_chunked)
-            for _ in range(3):
+            for _ in range(6):
                 last = stack.enter_context(await asyncio.to_thread(make, alice))
-            assert (await asyncio.to_thread(last.recv, 100)).startswith(b"HTTP/1.1 429 ")
+            assert (await asyncio.to_thread(last.recv, 100)).startswith(b"HTTP/1.1 503 ")
             stack.enter_context(await asyncio.to_thread(make, bob))
-            await until(lambda: told.router._in_flight.bytes_of.total() == 150 * 1024)
+            await until(lambda: told.router._in_flight.bytes_of.total() == 300 * 1024)
         await until(lambda: not told.router._in_flight.bytes_of)
         if not is_one_model:
             await trimmed.wait()

@@ -24,7 +24,7 @@ class Models:
         slot = self.swaps.find(model)
         if slot is None:
             more = {"waits_since": self.now} | more
-            slot = Slot(model=model, needed_bytes=needed, callers={caller}, **more)
+            slot = Slot(model=model, needed_bytes=needed, shares={caller}, **more)
             self.swaps.require_room(slot, ["weights 3", "KV 1"])
             self.swaps.slots.append(slot)
         self.swaps.begin_request(slot, caller)

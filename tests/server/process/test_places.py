@@ -15,6 +15,7 @@ import pytest
 
 from diskprefix.server.process.connection import LimitedConnection
 from diskprefix.server.process.places import Places
+from diskprefix.server.share import UNNAMED, Share
 from tests.server.scripted import AppServer, ScriptedEngine, scripted_app
 
 GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -39,7 +40,7 @@ class Connection:
 
 def opened(places: Places, number: int, address: str | None = None, **options: Any) -> list[Connection]:
     connections = [Connection(**options) for _ in range(number)]
-    assert all(places.take(connection, address) for connection in connections)
+    assert all(places.take(connection, Share.of_connection(address, None)) for connection in connections)
     return connections
 
 
@@ -57,7 +58,7 @@ def num_open(connections: list[Connection]) -> int:
 
 
 def test_silent_connections_close_only_their_share_of_idle_ones() -> None:
-    places = Places(100, most_new=40, most_of_address=100)
+    places = Places(100, most_new=40, most_of_share=100)
     idle = used(places, 100)
     flood = opened(places, MANY)
     assert (num_open(idle), num_open(flood), places.num) == (60, 40, 100)
@@ -66,7 +67,7 @@ def test_silent_connections_close_only_their_share_of_idle_ones() -> None:
 
 def test_a_new_connection_has_the_time_until_its_share_is_opened_after_it() -> None:
     for others in (used, opened):
-        places = Places(100, most_new=40, most_of_address=100)
+        places = Places(100, most_new=40, most_of_share=100)
         others(places, 100)
         [tenants] = opened(places, 1)
         opened(places, 39)
@@ -79,7 +80,7 @@ def test_a_new_connection_has_the_time_until_its_share_is_opened_after_it() -> N
 
 
 def test_a_new_head_restarts_the_idle_time() -> None:
-    places = Places(3, most_new=2, most_of_address=3)
+    places = Places(3, most_new=2, most_of_share=3)
     first, second, third = used(places, 3)
     places.begin_head(first)
     opened(places, 1)
@@ -88,21 +89,21 @@ def test_a_new_head_restarts_the_idle_time() -> None:
 
 def test_replacing_a_connection_takes_constant_work() -> None:
     for most in (100, 10_000):
-        places = Places(most, most_new=most // 2, most_of_address=most)
+        places = Places(most, most_new=most // 2, most_of_share=most)
         unsent = used(places, most, has_unsent=True)
         refused = Connection()
-        assert not places.take(refused, None), "nothing is closed that a client has yet to take"
+        assert not places.take(refused, UNNAMED), "nothing is closed that a client has yet to take"
         assert sum(connection.looks for connection in unsent) <= 16
         for connection in unsent:
             connection.is_unsent = False
-        assert places.take(refused, None)
+        assert places.take(refused, UNNAMED)
 
 
 def test_if_all_are_in_requests_a_new_one_is_refused() -> None:
-    places = Places(3, most_new=2, most_of_address=3)
+    places = Places(3, most_new=2, most_of_share=3)
     for connection in opened(places, 3):
         places.begin_request(connection)
-    assert not places.take(Connection(), None)
+    assert not places.take(Connection(), UNNAMED)
     assert places.num == 3
 
 
@@ -119,7 +120,7 @@ def test_if_all_are_in_requests_a_new_one_is_refused() -> None:
     ],
 )
 def test_each_remote_address_has_its_own_limit(addresses: list[str | None], is_limited: bool) -> None:
-    places = Places(100, most_new=40, most_of_address=60)
+    places = Places(100, most_new=40, most_of_share=60)
     others = used(places, 40, "198.51.100.1")
     flood = [used(places, 1, address)[0] for _ in range(20) for address in addresses * (8 // len(addresses))]
     assert num_open(others) == (40 if is_limited else 0)
@@ -127,16 +128,16 @@ def test_each_remote_address_has_its_own_limit(addresses: list[str | None], is_l
     for connection in (*others, *flood):
         places.release(connection)
         places.release(connection)
-    assert (places.num, places._of_addresses, places._address) == (0, {}, {}), "nothing is kept of those that left"
+    assert (places.num, places._of_shares, places._share) == (0, {}, {}), "nothing is kept of those that left"
 
 
 def test_one_user_of_this_machine_leaves_places_to_other_users() -> None:
-    places = Places(100, most_new=40, most_of_address=60)
+    places = Places(100, most_new=40, most_of_share=60)
 
     def open_as(user: int | None, count: int) -> list[Connection]:
         connections = [Connection() for _ in range(count)]
         for connection in connections:
-            assert places.take(connection, "127.0.0.1", user)
+            assert places.take(connection, Share.of_connection("127.0.0.1", user))
             places.begin_request(connection)
             places.end_request(connection)
         return connections
@@ -150,7 +151,7 @@ def test_random_connections_keep_requests_and_limits() -> None:
     chance = random.Random(8)
     for _ in range(50):
         most = chance.randrange(1, 12)
-        places = Places(most, most_new=chance.randrange(0, most + 1), most_of_address=chance.randrange(1, most + 1))
+        places = Places(most, most_new=chance.randrange(0, most + 1), most_of_share=chance.randrange(1, most + 1))
         states: dict[Connection, tuple[str, str | None]] = {}
         for _ in range(300):
             alive = [connection for connection in states if connection.is_open]
@@ -158,7 +159,7 @@ def test_random_connections_keep_requests_and_limits() -> None:
             match chance.randrange(5):
                 case 0 | 1:
                     new, address = Connection(has_unsent=chance.random() < 0.2), chance.choice([None, "1.2.3.4", "1::"])
-                    if places.take(new, address):
+                    if places.take(new, Share.of_connection(address, None)):
                         states[new] = ("new", address)
                 case 2 if connection:
                     states[connection] = ("busy", states[connection][1])
@@ -173,7 +174,7 @@ def test_random_connections_keep_requests_and_limits() -> None:
             assert places.num == len(alive) <= most
             assert all(states[connection][0] != "busy" or connection.is_open for connection in states)
             for address in ("1.2.3.4", "1::"):
-                assert sum(states[connection][1] == address for connection in alive) <= places.most_of_address
+                assert sum(states[connection][1] == address for connection in alive) <= places.most_of_share
 
 
 # A server, and more connections than it has places for.

@@ -153,7 +153,7 @@ const PAUSED = { off: "work ahead is off", battery: "not on battery", budget: "t
 function drawAhead(ahead) {
   find("#ahead").hidden = !ahead?.waiting;
   if (!ahead?.waiting) return;
-  const named = ahead.asked.map(({ label, tokens, ready }) => `${label} ${tokens ? `${count(ready)} of ${plural(tokens, "token")}` : "not begun"}`);
+  const named = ahead.asked.map(({ label, tokens, ready, waits }) => `${label} ${tokens ? `${count(ready)} of ${plural(tokens, "token")}` : "not begun"}${waits === false ? ", waits no longer" : ""}`);
   const others = ahead.waiting - named.length, paused = ahead.paused ? ` (${PAUSED[ahead.paused] ?? ahead.paused})` : "";
   setText(find("#ahead"), `While no request waits: ${[...named, ...(others > 0 ? [plural(others, "prompt")] : [])].join(", ")}${paused}.`);
 }
