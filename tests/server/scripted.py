@@ -44,6 +44,7 @@ from diskprefix.server.keys import OwnerToken
 from diskprefix.server.process.listener import listen
 from diskprefix.server.process.process import ListeningServer, uvicorn_config
 from diskprefix.settings import Settings
+from diskprefix.store.epochs import Epoch
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import TenantNotes
 from diskprefix.store.reads import Patience
@@ -222,8 +223,8 @@ class ScriptedCache:
     def expires_at(self, _ttl_s: float | None) -> float:
         return math.inf
 
-    def epoch(self, _tenant: Tenant) -> None:
-        return None
+    def epoch(self, _tenant: Tenant) -> Epoch:
+        return Epoch()
 
     def owner(self, tenant: Tenant) -> Hashable:
         return tenant

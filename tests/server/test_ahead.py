@@ -315,8 +315,9 @@ def test_a_prompt_ahead_that_was_dropped_says_that_it_waits_no_longer(jobs: Ahea
     assert waits == {job.label: job is not asked[1] for job in asked}
 
 
-def test_chats_push_out_no_prompt_that_was_asked_for(jobs: AheadJobs) -> None:
-    asked = [job_of("alice", f"{number}", "asked") for number in range(3)]
+@pytest.mark.parametrize("num_asked", [3, 8])
+def test_chats_push_out_no_prompt_that_was_asked_for(jobs: AheadJobs, num_asked: int) -> None:
+    asked = [job_of("alice", f"{number}", "asked") for number in range(num_asked)]
     for job in (*asked, *(job_of("alice", f"chat {number:02}") for number in range(40))):
         jobs.add_job(job)
     assert all(jobs.has(job) for job in asked)

@@ -20,14 +20,14 @@ from tests.server.scripted import real_app
 from tests.server.test_auth import ALICE, BOB, bearer, write_keys
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
-SKIPPED_BYTES = 60_000
+SKIPPED_BYTES = 100_000
 """The bytes of each response that the model does not see."""
 
 
 def response_of(client: httpx.Client, text: str, num_bytes: int = 0, **fields: Any) -> str:
     """Stores a response, of which so many bytes are not rendered, and returns its id."""
-    search = {"type": "search", "query": os.urandom(num_bytes // 2).hex()}
-    skipped = {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": search}
+    encrypted = os.urandom(num_bytes // 2).hex()
+    skipped = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": encrypted}
     items = [*([skipped] if num_bytes else []), {"role": "user", "content": text}]
     answer = client.post(RESPONSES, json={"input": items, "max_output_tokens": 1, **fields})
     assert answer.status_code == 200, answer.text
@@ -77,6 +77,7 @@ def test_a_key_holds_up_nothing_of_another(chat_model: Path, tmp_path: Path, mon
         other.headers.update(bearer(BOB))
         num_bodies = server.daemon.in_flight.max_requests
         require_room_beside_a_crowd(own, other, server.port, num_bodies - 1, 30, **bearer(BOB))
+        assert server.engine.cache.writer.flush(10)
         assert server.engine.cache.writer.notes.removed > 0
         waits = {asked["label"]: asked["waits"] for asked in server.engine.ahead.figures["asked"]}
         assert waits == {"mine": True, "theirs 0": False} | {f"theirs {number}": True for number in range(1, 9)}

@@ -107,13 +107,14 @@ class AheadJobs:
             job.was_dropped = False
             others = [other for other in self._jobs.pop(job.share, ()) if not _continues(job, other)]
             dropped = [other for other in self._dropped.pop(job.share, ()) if other.content != job.content]
-            if len(others) == _MAX_JOBS:
-                last = next((other for other in reversed(others) if not other.label), others[-1])
-                others.remove(last)
+            queue = [job, *others]
+            if len(queue) > _MAX_JOBS:
+                last = next((other for other in reversed(queue) if not other.label), queue[-1])
+                queue.remove(last)
                 last.was_dropped = True
                 dropped += [last] if last.label else []
             # A share that has just asked waits for those that asked before.
-            self._jobs[job.share] = [job, *others]
+            self._jobs[job.share] = queue
             self._dropped[job.share] = dropped[-_MAX_JOBS:]
             self._count_shares()
         self.on_job()
