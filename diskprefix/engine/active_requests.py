@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import chain
+from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
@@ -326,10 +327,16 @@ class ActiveRequests:
         stay, reply.stay, reply.state = reply.stay, None, None
         # A request that waits for memory or a place may begin now. If no request runs, nothing else wakes the loop.
         self._inbox.wake()
-        if stay is not None:
-            options, token_ids = reply.running.request.cache, reply.computed_ids()
-            expires_at, saved = self._cache.expires_at(options.ttl_s), options if reply.index == 0 else None
-            stay.end_stay(is_sound=is_sound, keep=keep, token_ids=token_ids, expires_at=expires_at, options=saved)
+        if stay is None:
+            return
+        # It ends whatever fails here.
+        with stay:
+            kept: dict[str, Any] = {}
+            if keep:
+                options = reply.running.request.cache
+                kept["token_ids"], kept["expires_at"] = reply.computed_ids(), self._cache.expires_at(options.ttl_s)
+                kept["options"] = options if reply.index == 0 else None
+            stay.end_stay(is_sound=is_sound, keep=keep, **kept)
 
     def end_request(
         self, running: RunningRequest, last: Callable[[CacheReport], Event | None], *, keep: bool = False
