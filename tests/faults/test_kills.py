@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from diskprefix.cache import saving
@@ -15,6 +19,17 @@ from diskprefix.store.store import Store
 from diskprefix.store.verify import verify_index
 from tests import forked
 from tests.faults.kills import BLOCK, KINDS, MOST_S, Task, compute
+from tests.server.chat_model import write_chat_model
+from tests.server.daemon_process import (
+    CHAT,
+    DaemonProcess,
+    cache_states,
+    clean_environment,
+    reply_to,
+    running_daemon,
+    serve_flags,
+    wait_until,
+)
 from tests.waiting import wait_for
 
 TOKENS, HALT_AT, INTERIM = 7 * BLOCK + 9, 5 * BLOCK, 2 * BLOCK
@@ -71,6 +86,42 @@ def test_a_retry_says_that_it_found_a_part(tmp_path: Path) -> None:
     kill_in_the_middle(task)
     assert forked.run(compute, task) == 0
     assert (task.said()["restored"], task.said()["reason"]) == (HALT_AT, "partial")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", ["by a client", "by warm"])
+@pytest.mark.parametrize("engine", ["plan", "grid", "llama"])
+def test_a_daemon_that_is_killed_in_the_middle_of_a_prompt_has_saved_what_it_computed(
+    engine: str, asked: str, tmp_path: Path
+) -> None:
+    if engine == "llama":
+        pytest.importorskip("llama_cpp")
+    model, cache = write_chat_model(tmp_path / "tiny-chat", engine=engine), tmp_path / "kv"
+    flags = serve_flags(model, cache, engine=engine, disk_prefix_cache="auto")
+    environment = clean_environment(HALT_AT="512")
+    content = " ".join(f"{number} rivers" for number in range(400))
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": content}], "max_tokens": 4}
+    first = ("/v1/messages", body | {"max_tokens": 0, "model": "any"}) if asked == "by warm" else (CHAT, body)
+
+    def ask() -> None:
+        with suppress(httpx.HTTPError), daemon.client() as client:
+            client.post(first[0], json=first[1])
+
+    with DaemonProcess(*flags, environment=environment, module="tests.faults.halting_daemon") as daemon:
+        daemon.wait_ready()
+        asking = threading.Thread(target=ask)
+        with daemon.client() as client:
+            asking.start()
+            wait_until(lambda: cache_states(client)[0]["saved_tokens"] >= 512, "what was computed is on the disk")
+        daemon.stop(signal.SIGKILL)
+        asking.join()
+    with (
+        running_daemon(model, cache, engine=engine, disk_prefix_cache="auto") as restarted,
+        restarted.client() as client,
+    ):
+        report = reply_to(client, body)
+    assert 512 <= report["prefix_cache"]["restored"] < report["usage"]["prompt_tokens"] / 2
+    assert (report["prefix_cache"]["source"], report["prefix_cache"]["miss_reason"]) == ("disk", "partial")
 
 
 def test_pauses_hold_no_publication_for_as_long_as_a_kill_may_lose() -> None:
