@@ -173,7 +173,8 @@ def test_where_the_memory_is_wanted_while_the_disk_is_slow_what_was_queued_befor
     num_stored = 7 if wanted_after == 7 else wanted_after - 1
     assert stored_blocks(runner, prompt) == [True] * num_stored + [False] * (7 - num_stored)
     stats = runner.cache.stats()
-    assert (stats["entries"], stats["prompts"], stats["dropped"]) == (0, 1, 1)
+    # What is stored of it is listed as a part.
+    assert (stats["entries"], stats["prompts"], stats["dropped"]) == (num_stored > 0, 1, 1)
     assert (stats["pending_bytes"], stats["errors"], runner.pool.holds) == (0, 0, set())
     assert [record.message[-9:] for record in caplog.records if "not saved" in record.message] == ["om for it"]
     assert is_sound(runner)
@@ -215,7 +216,7 @@ def test_a_store_that_fails_in_the_middle_loses_what_comes_after_and_no_answer(
     assert first.report.saved == "dropped"
     assert stored_blocks(runner, PROMPT) == [True] * lost + [False] * (6 - lost)
     stats = runner.cache.stats()
-    assert (stats["entries"], stats["dropped"], stats["pending_bytes"]) == (0, 1, 0)
+    assert (stats["entries"], stats["dropped"], stats["pending_bytes"]) == (lost > 0, 1, 0)
     assert is_sound(runner)
     assert not runner.cache.store.evictor.pinned()
     assert same(runner.run(PROMPT, "full", reply=2), cold)

@@ -1,0 +1,148 @@
+"""Every node belongs to an entry, in each transaction, and a deletion takes what came from a deleted prompt."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from diskprefix.store.purge import PurgeFilter, purge
+from diskprefix.store.schema import EntryKind, NodeKind, root_hash
+from diskprefix.store.store import Publication, Store
+from diskprefix.store.verify import verify_index
+from diskprefix.tokens import PromptDigest, TokenIds
+from diskprefix.values import SHARED
+from tests.store.building import BLOCK, ROOT, layout_of, part_of, prompt, publication
+
+TURNS = prompt(1, 6 * BLOCK)
+WITHOUT = np.concatenate([TURNS[: 2 * BLOCK], prompt(2, 2 * BLOCK + 3)])
+"""The same history without what was thought."""
+STATES = layout_of(2_000, 800)
+DRAFT = root_hash("a draft model")
+
+
+def saved(store: Store, token_ids: TokenIds, root: bytes = ROOT, tenant: str = "") -> Publication:
+    pub = publication(store, token_ids, root=root)
+    record = replace(pub.root_record, tenant=tenant)
+    store.publish(replace(pub, epoch=store.epochs.of(tenant), root_record=record))
+    return pub
+
+
+def computed(
+    store: Store, token_ids: TokenIds, came_from: TokenIds, kind: EntryKind, root: bytes = ROOT, tenant: str = ""
+) -> bytes:
+    """Stores what was computed of tokens that came from a prompt, and returns the name of its entry."""
+    pub = part_of(publication(store, token_ids, root=root))
+    assert pub.entry is not None
+    entry = replace(pub.entry, kind=kind, came_from=PromptDigest.of(store.secret, came_from))
+    record = replace(pub.root_record, tenant=tenant)
+    store.publish(replace(pub, entry=entry, epoch=store.epochs.of(tenant), root_record=record))
+    return pub.nodes[-1].name
+
+
+def listed(store: Store) -> dict[bytes, tuple[str, int]]:
+    assert verify_index(store).problems == ()
+    with store.snapshot() as snapshot:
+        return {name: (entry.kind, entry.num_tokens) for name, entry in snapshot.entries()}
+
+
+def delete(store: Store, *names: bytes) -> None:
+    purge(store, PurgeFilter(entries=frozenset(names)), store.clock())
+
+
+def end(pub: Publication) -> bytes:
+    assert pub.last_node is not None
+    return pub.last_node
+
+
+@pytest.mark.parametrize("kind", ["ahead", "opening", "partial"])
+@pytest.mark.parametrize("came_from", [TURNS, TURNS[: BLOCK + 3], np.concatenate([TURNS, prompt(3, 9)])])
+def test_what_came_from_a_deleted_prompt_its_beginning_or_its_next_turn_goes(
+    store: Store, kind: EntryKind, came_from: TokenIds
+) -> None:
+    pub, other = saved(store, TURNS), saved(store, prompt(7, 3 * BLOCK))
+    store.publish(replace(publication(store, came_from), nodes=(), last_node=None, entry=None))
+    computed(store, WITHOUT, came_from, kind)
+    computed(store, WITHOUT, came_from, kind, root=DRAFT)
+    of_another = computed(store, WITHOUT, came_from, kind, root=b"t" * 16, tenant=str(SHARED.with_salt("bob")))
+    delete(store, end(pub))
+    assert listed(store).keys() == {end(other), of_another}
+    with store.snapshot() as snapshot:
+        assert snapshot.num_records("seen") == 1, "the other prompt"
+
+
+@pytest.mark.parametrize("is_seen", [False, True])
+def test_what_came_from_a_prompt_that_nothing_shows_goes_with_any_shorter_one(store: Store, is_seen: bool) -> None:
+    pub, unknown = saved(store, TURNS[: 2 * BLOCK]), prompt(5, 4 * BLOCK)
+    if is_seen:
+        store.publish(replace(publication(store, unknown), nodes=(), last_node=None, entry=None))
+    name = computed(store, WITHOUT, unknown, "ahead")
+    delete(store, end(pub))
+    assert (name in listed(store)) == is_seen
+
+
+def test_what_came_from_a_saved_prompt_that_stays_stays_beside_one_that_is_deleted(store: Store) -> None:
+    first, second = saved(store, TURNS[: 3 * BLOCK + 1]), saved(store, TURNS)
+    name = computed(store, WITHOUT, TURNS, "ahead")
+    delete(store, end(first))
+    assert listed(store).keys() == {end(second), name}
+    delete(store, end(second))
+    assert listed(store) == {}
+
+
+def test_a_copy_is_deleted_by_its_own_id_with_what_came_from_it_and_its_prompt_stays(store: Store) -> None:
+    pub = saved(store, TURNS)
+    name = computed(store, WITHOUT, TURNS, "ahead")
+    computed(store, np.concatenate([WITHOUT, prompt(4, BLOCK)]), np.concatenate([WITHOUT, prompt(4, BLOCK)]), "partial")
+    assert len(listed(store)) == 3
+    delete(store, name)
+    assert listed(store).keys() == {end(pub)}
+
+
+def test_while_a_prompt_is_saved_it_has_one_entry_at_the_end_of_what_is_stored(store: Store) -> None:
+    whole = publication(store, TURNS, layout=STATES, checkpoints=(2 * BLOCK, 3 * BLOCK + 5))
+    before = None
+    for node in whole.nodes[:-1]:
+        store.publish(part_of(replace(whole, nodes=(node,), continued=before)))
+        before = node.name
+        assert listed(store) == {node.name: ("partial", node.end)}
+    store.publish(replace(whole, nodes=whole.nodes[-1:], continued=before))
+    assert listed(store) == {end(whole): ("saved", len(TURNS))}
+
+
+@pytest.mark.parametrize("layout", ["", STATES])
+def test_what_is_left_of_an_evicted_prompt_stays_listed_until_all_of_it_is_gone(store: Store, layout: str) -> None:
+    points = (BLOCK, 2 * BLOCK, 2 * BLOCK + 7, 4 * BLOCK + 1) if layout else ()
+    pub = publication(store, TURNS[:-2], layout=layout, checkpoints=points)
+    store.publish(pub)
+    left = sorted(pub.nodes, key=lambda node: (node.end, node.kind != NodeKind.BLOCK))
+    while left:
+        gone = left.pop()
+        store.evictor._evict([gone.name])
+        if left and left[-1].end == gone.end:
+            store.evictor._evict([left.pop().name])
+        assert listed(store) == ({left[-1].name: ("partial", left[-1].end)} if left else {})
+    assert store.counts()["blocks"] == 0
+
+
+def test_an_entry_of_a_lower_kind_gives_way_to_the_prompts_own_and_not_the_reverse(store: Store) -> None:
+    name = computed(store, TURNS, TURNS, "ahead")
+    assert listed(store) == {name: ("ahead", len(TURNS))}
+    saved(store, TURNS)
+    computed(store, TURNS, TURNS, "partial")
+    assert listed(store) == {name: ("saved", len(TURNS))}
+
+
+def test_of_a_purge_that_is_killed_the_rest_stays_listed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diskprefix.store.purge.NODES_AT_ONCE", 2)
+    pub = saved(store, TURNS)
+
+    def stop(_: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        purge(store, PurgeFilter(entries=frozenset({end(pub)})), 0.0, stop)
+    ((name, entry),) = listed(store).items()
+    assert entry == ("partial", len(TURNS) - BLOCK)
+    delete(store, name)
+    assert store.counts()["blocks"] == 0
