@@ -25,10 +25,10 @@ from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.load.memory import trim_heap
 from diskprefix.tokens import Logits, TokenIds, floor_to_grid
 
-_REST_BESIDE = 7
-"""Beside requests, idle work rests for this multiple of the time of its last step."""
 log = logging.getLogger("diskprefix")
 
+_REST_BESIDE = 7
+"""Beside requests, idle work rests for this multiple of the time of its last step."""
 _MIN_WAIT_S = 1.0
 """The minimum time that a request waits for the disk. It waits longer if computing the missing tokens takes longer."""
 
@@ -139,7 +139,8 @@ class Loop:
         for reply in active.admit(waiting):
             with active.failing(reply.running):
                 self._start(reply)
-        if any(isinstance(waiter.wait, MemoryWait) for waiter in (*waiting, *active.waiting)):
+        waits = (*(ticket.wait for ticket in waiting), *(reply.wait for reply in active.waiting))
+        if any(isinstance(wait, MemoryWait) for wait in waits):
             self._idle.give_way()
 
     def _start(self, reply: Reply) -> None:

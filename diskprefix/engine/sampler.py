@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from numpy.random import Philox
 
-from diskprefix.engine.constraints.constrained_reply import ConstrainedCalls, ConstrainedReply, Forbidden
+from diskprefix.engine.constraints.constrained_reply import ConstrainedCalls, ConstrainedReply
+from diskprefix.engine.constraints.constraint_grammar import Forbidden
 from diskprefix.engine.exponential import exponential, natural_logarithm
 from diskprefix.engine.request import SamplingParams, TokenLogprob
 from diskprefix.engine.thought_limit import ThoughtLimit

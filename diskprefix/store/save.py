@@ -42,6 +42,6 @@ class Save:
         """The seconds since the request ended, which used the state until then."""
         return max(0.0, time.monotonic() - self.ended_at)
 
-    def end(self) -> None:
+    def note_end(self) -> None:
         """Notes that the request has ended, unless it had."""
         self.ended_at = min(self.ended_at, time.monotonic())

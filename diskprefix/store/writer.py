@@ -158,7 +158,7 @@ class Writer:
         publication = _queued(publication, holds)
         with self._changed:
             if is_last:
-                save.end()
+                save.note_end()
             is_refused = self._has_ended or (save not in self._saves and len(self._saves) >= _MAX_SAVES)
             if is_over := self._store.epochs.is_over(save.epoch):
                 self._drop_outdated(save, OUTDATED)
@@ -181,7 +181,7 @@ class Writer:
     def finish(self, save: Save) -> None:
         """Ends a save: nothing more will be added."""
         with self._changed:
-            save.end()
+            save.note_end()
             self._pin(save)
 
     def note_loss(self, save: Save, why: str) -> None:

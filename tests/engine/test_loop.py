@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from diskprefix.cache.restore import Restore
 from diskprefix.cache.tiers.tier import Prefetched, PrefetchRequest
 from diskprefix.engine.active_requests import ActiveRequests
-from diskprefix.engine.constraints.constrained_reply import Forbidden, forbidden_by
+from diskprefix.engine.constraints.constraint_grammar import Forbidden, forbidden_by
 from diskprefix.engine.forward import forward
 from diskprefix.engine.loop import Engine
 from diskprefix.engine.request import DoneEvent, GenerateRequest, ReadEvent, Reading

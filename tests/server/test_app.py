@@ -157,7 +157,7 @@ def test_a_waiting_request_gets_signs_of_life_and_its_result(
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/messages", "/v1/responses", "/api/chat"])
-def test_what_is_wrong_in_a_request_is_told_as_json_also_after_signs_of_life(
+def test_a_late_error_of_a_request_is_json_after_signs_of_life(
     chat_model: Path, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     body = {"model": "another", "stream": False}

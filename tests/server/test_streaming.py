@@ -200,7 +200,7 @@ def test_a_slow_reply_is_json_after_blanks(num_waits: int) -> None:
         (QueueFull("full", retry_after_s=1), True),
     ],
 )
-def test_a_late_error_is_the_json_object_and_only_one_that_may_pass_breaks_off_the_body(
+def test_a_late_error_is_json_and_one_that_may_pass_breaks_off_the_body(
     error: DiskPrefixError, is_repeated: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Clients repeat a request whose connection broke."""

@@ -43,7 +43,7 @@ class CpuWaits:
 
 
 class _Times(NamedTuple):
-    """How long a thread ran, and how long it waited for a CPU, in nanoseconds."""
+    """The times that a thread ran, and waited for a CPU, in nanoseconds."""
 
     ran_ns: int = 0
     waited_ns: int = 0

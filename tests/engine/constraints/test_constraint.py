@@ -22,13 +22,8 @@ from msgspec.structs import replace
 from regex import compile as compile_pattern
 
 from diskprefix.engine.constraints import constraint_grammar, kept_schema
-from diskprefix.engine.constraints.constrained_reply import (
-    ConstrainedCalls,
-    ConstraintCompiler,
-    Forbidden,
-    forbidden_by,
-)
-from diskprefix.engine.constraints.constraint_grammar import repeated
+from diskprefix.engine.constraints.constrained_reply import ConstrainedCalls, ConstraintCompiler
+from diskprefix.engine.constraints.constraint_grammar import Forbidden, forbidden_by, repeated
 from diskprefix.engine.constraints.kept_schema import JsonSchema, with_any_of
 from diskprefix.engine.request import Constraint, FreeText, SamplingParams
 from diskprefix.engine.sampler import Sampler
