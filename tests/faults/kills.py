@@ -127,12 +127,13 @@ class Task:
 def compute(
     task: Task, after_step: Callable[[CachedRequest, KVSequence], None] = lambda _cached, _sequence: None
 ) -> None:
-    """Computes a prompt as the engine does. Says what was restored and why no more, the written bytes, and the digest
-    of the logits at its end."""
+    """Computes a prompt as the engine does. `after_step` is called before the first step too. Says what was restored and
+    why no more, the written bytes, and the digest of the logits at its end."""
     torch.set_num_threads(1)
     runner, prompt = task.kind.open(task.folder), task.prompt
     cached, sequence = CachedRequest(runner.cache, prompt, task.options), runner.new_sequence(task.num_tokens)
     restored = cached.restore(sequence)
+    after_step(cached, sequence)
 
     def step_done(state: KVSequence) -> None:
         cached.after_step(state)
@@ -154,11 +155,10 @@ def compute(
 
 def compute_paced(task: Task, tokens_per_s: float) -> None:
     """Computes a prompt at a pace, and says how far it is."""
-    progress, began_s = task.progress, time.monotonic()
-    progress.add(0)
 
     def after_step(_: CachedRequest, sequence: KVSequence) -> None:
-        progress.add(sequence.num_tokens)
+        task.progress.add(sequence.num_tokens)
+        began_s, _ = task.progress.read()[0]
         time.sleep(max(0.0, began_s + (sequence.num_tokens + BLOCK) / tokens_per_s - time.monotonic()))
 
     compute(task, after_step)
