@@ -218,10 +218,10 @@ def text_of(answer: dict[str, Any]) -> str:
 
 
 @contextmanager
-def running_as(kind: str, model: Path, cache: Path) -> Iterator[DaemonProcess]:
+def running_as(kind: str, model: Path, cache: Path, **changes: str) -> Iterator[DaemonProcess]:
     """A daemon whose model is loaded: "alone" or "behind a router"."""
     more = {"idle_unload": "1h"} if kind == "behind a router" else {}
-    with DaemonProcess(*serve_flags(model, cache, **more)) as process:
+    with DaemonProcess(*serve_flags(model, cache, **more, **changes)) as process:
         if not more:
             process.wait_ready()
         with process.client() as client:

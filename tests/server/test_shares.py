@@ -14,7 +14,7 @@ import pytest
 
 from diskprefix.engine.idle import ahead_jobs
 from diskprefix.server.share import UNNAMED, Share, conversation_of, share_of_connection
-from tests.server.daemon_process import DaemonProcess, open_raw, serve_flags
+from tests.server.daemon_process import open_raw, running_as
 from tests.server.other_user import OTHER_USER, url_as
 from tests.server.scripted import real_app
 from tests.server.test_auth import ALICE, BOB, bearer, write_keys
@@ -86,10 +86,7 @@ def test_a_key_holds_up_nothing_of_another(chat_model: Path, tmp_path: Path, mon
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["alone", "behind a router"])
 def test_a_user_of_the_machine_holds_up_nothing_of_another(chat_model: Path, tmp_path: Path, kind: str) -> None:
-    more = {"idle_unload": "1h"} if kind == "behind a router" else {}
-    flags = serve_flags(chat_model, tmp_path / "kv", **more, kv_cache_budget="64MiB", ahead="auto")
-    with DaemonProcess(*flags) as daemon, ExitStack() as stack:
-        daemon.wait_ready()
+    with running_as(kind, chat_model, tmp_path / "kv", ahead="auto") as daemon, ExitStack() as stack:
         url = stack.enter_context(url_as(OTHER_USER, daemon.url))
         own, other = (stack.enter_context(httpx.Client(base_url=at, timeout=60)) for at in (daemon.url, url))
         require_room_beside_a_crowd(own, other, int(urlsplit(url).port or 0), 70, 120)
