@@ -139,6 +139,8 @@ class Life:
         """Has all requests served, the last ones after idle work, and returns them. Calls `begin` before the first."""
         engine, fatal = self.engine, list[DeviceLost]()
         engine.pages.forget_idle()
+        # So nobody gives a read up because computing is faster.
+        engine.cache.cost_model.prefill_s_per_token = None
         inbox = Inbox(engine.serve, fatal.append)
         inbox.start()
         begin()
