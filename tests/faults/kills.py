@@ -127,8 +127,8 @@ class Task:
 def compute(
     task: Task, after_step: Callable[[CachedRequest, KVSequence], None] = lambda _cached, _sequence: None
 ) -> None:
-    """Computes a prompt as the engine does. `after_step` is called before the first step too. Says what was restored and
-    why no more, the written bytes, and the digest of the logits at its end."""
+    """Computes a prompt as the engine does. `after_step` is called before the first step too. Says what was restored,
+    why no more, the written bytes, and the digest of the logits at the end."""
     torch.set_num_threads(1)
     runner, prompt = task.kind.open(task.folder), task.prompt
     cached, sequence = CachedRequest(runner.cache, prompt, task.options), runner.new_sequence(task.num_tokens)

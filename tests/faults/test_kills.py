@@ -101,11 +101,11 @@ def test_a_daemon_that_is_killed_in_the_middle_of_a_prompt_has_saved_what_it_com
     environment = clean_environment(HALT_AT="512")
     content = " ".join(f"{number} rivers" for number in range(400))
     body: dict[str, Any] = {"messages": [{"role": "user", "content": content}], "max_tokens": 4}
-    first = ("/v1/messages", body | {"max_tokens": 0, "model": "any"}) if asked == "by warm" else (CHAT, body)
+    warming = {"messages": body["messages"], "prompt_cache_options": {"prewarm": True}}
 
     def ask() -> None:
         with suppress(httpx.HTTPError), daemon.client() as client:
-            client.post(first[0], json=first[1])
+            client.post(CHAT, json=warming if asked == "by warm" else body)
 
     with DaemonProcess(*flags, environment=environment, module="tests.faults.halting_daemon") as daemon:
         daemon.wait_ready()
