@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.choosing import marked_nodes, refused_tokens, selection_ahead, selection_of, sighting_of
-from diskprefix.cache.context import SENT, Origin, RequestContext
+from diskprefix.cache.context import SENT, PromptOrigin, RequestContext
 from diskprefix.cache.matching import RestoreResult
 from diskprefix.cache.misses import find_lost_prefix, lost_tokens, why_missed
 from diskprefix.cache.policy.seen import Sighting
@@ -56,7 +56,7 @@ class CachedRequest:
         options: CacheOptions,
         *,
         goes_on: bool = False,
-        origin: Origin = SENT,
+        origin: PromptOrigin = SENT,
     ) -> None:
         self.cache, self.namespace = cache, cache.namespaces.get(options.tenant)
         self.prompt, self.options = prompt, options
@@ -519,7 +519,7 @@ def save_idle(
     nothing if the scope of its request limits what is saved."""
     is_long = len(token_ids) >= max(1, cache.settings.kv_cache_min_tokens)
     if is_long and options.save and options.scope.most is None:
-        origin = Origin("partial", PromptDigest.of(cache.epoch(options.tenant).secret, token_ids))
+        origin = PromptOrigin("partial", PromptDigest.of(cache.epoch(options.tenant).secret, token_ids))
         request = CachedRequest(cache, Prompt(np.append(token_ids, token_ids[-1:])), options, origin=origin)
         # The request is new, its state is not.
         if not cache.is_gone(owner):

@@ -28,14 +28,14 @@ from diskprefix.values import CacheOptions, Prompt
 log = logging.getLogger("diskprefix")
 
 
-class Origin(Struct, frozen=True):
-    """Where a prompt comes from: the `kind` of its entry, and the prompt that it was made of, None for itself."""
+class PromptOrigin(Struct, frozen=True):
+    """The origin of a prompt: the `kind` of its entry, and the prompt that it was made of, None for itself."""
 
     kind: EntryKind = "saved"
     prompt: PromptDigest | None = None
 
 
-SENT = Origin()
+SENT = PromptOrigin()
 """The origin of a prompt that somebody sent."""
 
 
@@ -49,7 +49,7 @@ class RequestContext:
     prompt: Prompt
     options: CacheOptions
     goes_on: bool = False
-    origin: Origin = SENT
+    origin: PromptOrigin = SENT
 
     def __post_init__(self) -> None:
         self.epoch = self.cache.epoch(self.options.tenant)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 
-from diskprefix.cache.context import Origin
+from diskprefix.cache.context import PromptOrigin
 from diskprefix.cache.imported_prompt import Comparison, ImportedPrompt, compare, decode_imported
 from diskprefix.engine.idle.ahead_jobs import AheadJob
 from diskprefix.errors import CacheError, StoreCorrupt
@@ -124,7 +124,7 @@ class ImportChecks(Struct):
         engine = self.serving.engine
         options, owner = CacheOptions(scope=Scope("full"), tenant=tenant), engine.cache.owner(tenant)
         make, label = partial(self._prompt, prompt, end), prompt.pack
-        origin = Origin("imported", digest)
+        origin = PromptOrigin("imported", digest)
         return AheadJob(engine, make, options, owner, prompt.id.encode(), label=label, origin=origin)
 
     def _prompt(self, imported: ImportedPrompt, end: int) -> Prompt | None:

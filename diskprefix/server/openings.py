@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from diskprefix.cache.context import Origin
+from diskprefix.cache.context import PromptOrigin
 from diskprefix.chat.conversation_opening import decode_opening
 from diskprefix.chat.messages import Conversation
 from diskprefix.engine.idle.ahead_jobs import AheadJob
@@ -97,7 +97,7 @@ def job_of(
     prompt `came_from`, which may have had another day; None: it is rendered as it was."""
     make, cache = partial(_render, serving, opening, options), serving.engine.cache
     owner, expires_at = cache.owner(options.tenant), cache.expires_at(options.ttl_s)
-    origin = Origin("opening", came_from)
+    origin = PromptOrigin("opening", came_from)
     return AheadJob(serving.engine, make, options, owner, (content,), expires_at, label, origin=origin)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from diskprefix.cache.context import Origin
+from diskprefix.cache.context import PromptOrigin
 from diskprefix.chat.conversation_opening import encode_opening
 from diskprefix.chat.known_parts import OwnedParts
 from diskprefix.chat.messages import Conversation, Message
@@ -118,7 +118,7 @@ def reply_memory(serving: Serving, cache: CacheOptions, asked: Conversation, rep
                 return prompt
             return replace(prompt, question_end=own.question_end)
 
-        origin = Origin("ahead", PromptDigest.of(secret, replayed.prompt.token_ids))
+        origin = PromptOrigin("ahead", PromptDigest.of(secret, replayed.prompt.token_ids))
         expires_at = engine.cache.expires_at(cache.ttl_s)
         # The next request may come soon after a reply.
         engine.ahead.pause()

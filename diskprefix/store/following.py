@@ -1,4 +1,4 @@
-"""What is deleted with a prompt: the entries that came from it, the prompts that were seen of its conversation, and the
+"""Finds what is deleted with a prompt: the entries that came from it, the seen prompts of its conversation, and the
 notes from them.
 
 An entry or a note says only length and digest of its prompt. Which prompt that is, a deleted text tells if it begins
@@ -60,8 +60,8 @@ class GoneText(Struct, frozen=True, eq=False):
         return PromptDigest.of_beginnings(secret, self.token_ids, wanted)
 
 
-class Conversation:
-    """What is deleted with the `chosen` entries. Methods raise `StoreCorrupt`.
+class DeletedPrompts:
+    """The `chosen` entries and all that is deleted with them. Methods raise `StoreCorrupt`.
 
     `guesses`: an entry or note whose prompt is not known is deleted too, if that may continue a deleted text.
     """
@@ -87,7 +87,7 @@ class Conversation:
                     self._living.add(self._source(entry))
                 else:
                     self._others[name] = entry
-        self._known = _KnownPrompts(snapshot, [root for root in roots if self._tenant(root) in self._tenants])
+        self._prompts = _KnownPrompts(snapshot, [root for root in roots if self._tenant(root) in self._tenants])
         self._sources = {self._source(entry) for entry in chosen.values()} - self._living
         """Tenants and prompts of the deleted entries."""
         self._chosen = chosen
@@ -106,14 +106,14 @@ class Conversation:
         gone, queue = dict[bytes, EntryRecord](), list[tuple[str, TokenIds]]()
         for name, entry in self._chosen.items() if self._others else ():
             queue.append((self._tenant(entry.root), text_of(self._snapshot, name)))
-            source = None if entry.kind in OWN_KINDS else self._known.find(entry.came_from)
+            source = None if entry.kind in OWN_KINDS else self._prompts.find(entry.came_from)
             queue += [] if source is None else [(self._tenant(entry.root), source.token_ids)]
         # Bound: each entry is queued once, or twice with its prompt.
         while queue and self._others:
             tenant, text = queue.pop()
             for other in self._that_follow(tenant, text):
-                gone[other] = found = self._others.pop(other)
-                self._sources |= {self._source(found)} - self._living
+                gone[other] = followed = self._others.pop(other)
+                self._sources |= {self._source(followed)} - self._living
                 usage = self._snapshot.usage(other)
                 if usage is None or not usage.children:
                     # Otherwise its text is the beginning of other prompts.
@@ -140,9 +140,9 @@ class Conversation:
 
     def _continues(self, name: bytes, prompt: PromptDigest, text: TokenIds) -> bool:
         """Returns whether the prompt of an entry, which is longer than a deleted text, begins with that."""
-        found = self._known.find(prompt)
-        if found is not None:
-            return common_prefix_length(found.token_ids, text) == len(text)
+        known = self._prompts.find(prompt)
+        if known is not None:
+            return common_prefix_length(known.token_ids, text) == len(text)
         if self._others[name].kind == "partial":
             own = text_of(self._snapshot, name)
             common = common_prefix_length(own, text)
@@ -157,15 +157,15 @@ class Conversation:
             size, token_ids = self._block_size(entry.root), text_of(self._snapshot, name)
             kept = removal.num_kept(TokenPath(self._secret, entry.root, token_ids, size)) if size else 0
             by_root[entry.root].append(GoneText(entry.root, size, token_ids, kept))
-        found = set[bytes]()
+        with_texts = set[bytes]()
         for root, of_root in by_root.items():
             yield from of_root
             for text in self._seen(root, of_root, removal) if of_root[0].block_size else ():
-                found.add(text.key)
+                with_texts.add(text.key)
                 yield text
         for _, prompt in self._sources:
-            seen = self._known.find(prompt)
-            if seen is not None and seen.key not in found:
+            seen = self._prompts.find(prompt)
+            if seen is not None and seen.key not in with_texts:
                 # What was made of it differs.
                 root = seen.key[:HASH_BYTES]
                 path = TokenPath(self._secret, root, seen.token_ids, self._block_size(root))
@@ -211,7 +211,7 @@ class Conversation:
         shortest = min((len(text.token_ids) for text in texts if not text.key), default=0)
         known = {prompt for tenant, prompt in self._living if tenant == self._tenant(texts[0].root)}
         longer = {prompt for prompt in prompts - known if shortest and prompt.num_tokens > shortest}
-        longer -= {prompt for prompt in longer if self._known.find(prompt) is not None}
+        longer -= {prompt for prompt in longer if self._prompts.find(prompt) is not None}
         for name, entry in self._snapshot.entries() if longer else ():
             if name not in self.entries and entry.root == texts[0].root:
                 lengths = sorted({prompt.num_tokens for prompt in longer if prompt.num_tokens <= entry.num_tokens})
@@ -243,27 +243,27 @@ class _KnownPrompts:
     @cached_property
     def _by_length(self) -> dict[int, list[bytes]]:
         """The keys of the prompts, by their numbers of tokens."""
-        found = defaultdict[int, list[bytes]](list)
+        keys = defaultdict[int, list[bytes]](list)
         for root in self._roots:
             for key in self._snapshot.keys_under("seen", root):
                 with suppress(StoreCorrupt):
-                    found[seen_length(self._snapshot, key)[0]].append(key)
-        return found
+                    keys[seen_length(self._snapshot, key)[0]].append(key)
+        return keys
 
 
 def seen_length(snapshot: Snapshot, key: bytes) -> tuple[int, PromptRecord]:
     """Returns the number of tokens of a seen prompt, and its record. Raises `StoreCorrupt`."""
     record = decode_record(PromptRecord, key, snapshot.listed("seen", key))
-    return _end(snapshot, record.parent, key[:HASH_BYTES]) + len(record.rest) // ID_BYTES, record
+    return _node_end(snapshot, record.parent, key[:HASH_BYTES]) + len(record.rest) // ID_BYTES, record
 
 
-def _end(snapshot: Snapshot, name: bytes, root: bytes) -> int:
+def _node_end(snapshot: Snapshot, name: bytes, root: bytes) -> int:
     value = b"" if name == root else snapshot.get_record("nodes", name)
     return node_position(value) + node_num_tokens(value) if value else 0
 
 
 class _Joins:
-    """Where seen prompts leave deleted texts of one root. Reads the places of nodes, and the tokens of a few."""
+    """Finds where seen prompts leave deleted texts of one root. Reads the places of nodes, and the tokens of a few."""
 
     def __init__(self, snapshot: Snapshot, root: bytes, secret: int, texts: Sequence[GoneText]) -> None:
         self._snapshot, self._root, self._size = snapshot, root, texts[0].block_size
@@ -281,9 +281,9 @@ class _Joins:
         these are all of a text."""
         num_tokens, record = seen_length(self._snapshot, key)
         name, after = self._join(record.parent)
-        start, rest = _end(self._snapshot, name, self._root), self._tokens_after(record, after)
-        found = [(start + common_prefix_length(text[start:], rest), len(text)) for text in self._texts[name]]
-        return num_tokens, max(common for common, _ in found), any(common == length for common, length in found)
+        start, rest = _node_end(self._snapshot, name, self._root), self._tokens_after(record, after)
+        shared = [(start + common_prefix_length(text[start:], rest), len(text)) for text in self._texts[name]]
+        return num_tokens, max(common for common, _ in shared), any(common == length for common, length in shared)
 
     def num_kept(self, key: bytes, removal: Removal) -> int:
         """Returns how many of a seen prompt's first tokens stay stored."""
@@ -293,7 +293,7 @@ class _Joins:
         while name != self._root and not removal.stays(name):
             name, after = self._before(name), name
         rest = self._tokens_after(record, after).tobytes()
-        return _end(self._snapshot, name, self._root) + removal.num_shared(name, rest)
+        return _node_end(self._snapshot, name, self._root) + removal.num_shared(name, rest)
 
     def _join(self, name: bytes) -> tuple[bytes, bytes]:
         passed, after = list[bytes](), b""

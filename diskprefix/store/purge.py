@@ -19,7 +19,7 @@ from diskprefix.errors import EntryNotFound, StoreCorrupt
 from diskprefix.printable import shown
 from diskprefix.store.changes import NODES_AT_ONCE, RECORDS_AT_ONCE, Changes, batches
 from diskprefix.store.epochs import EVERYONE, of_salt, of_tenants
-from diskprefix.store.following import Conversation, GoneText
+from diskprefix.store.following import DeletedPrompts, GoneText
 from diskprefix.store.ghosts import PROMPTS_AT_ONCE, forget_prompts
 from diskprefix.store.removal import Removal
 from diskprefix.store.schema import EntryRecord, RootRecord, node_root
@@ -229,8 +229,8 @@ class _Planner:
             roots={*self._roots_of(nodes), *filter(self._is_wanted_root, self._records)},
         )
 
-    def _with_others(self, chosen: dict[bytes, EntryRecord], *, guesses: bool) -> tuple[Conversation, Removal]:
-        gone = Conversation(self._snapshot, self._records, chosen, guesses=guesses)
+    def _with_others(self, chosen: dict[bytes, EntryRecord], *, guesses: bool) -> tuple[DeletedPrompts, Removal]:
+        gone = DeletedPrompts(self._snapshot, self._records, chosen, guesses=guesses)
         removal = Removal(self._snapshot, self._records, gone.entries)
         for name in gone.entries:
             removal.remove(name)

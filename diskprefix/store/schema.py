@@ -241,7 +241,7 @@ class EntryRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def id(self) -> tuple[float, PromptDigest, str]:
-        """What stays of an entry when it becomes shorter."""
+        """The part of an entry that stays when it becomes shorter."""
         return self.created_at, self.came_from, self.preview
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from diskprefix.cache.cached_request import CachedRequest
-from diskprefix.cache.context import SENT, Origin
+from diskprefix.cache.context import SENT, PromptOrigin
 from diskprefix.engine.forward import prefill
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.store.note_record import NoteKind, decode_note
@@ -133,7 +133,7 @@ class Lives:
             last = one.sent[-1]
             start = one.rng.randint(len(one.system) + 1, len(last))
             without = np.concatenate([last[:start], as_token_ids(one.history)[start - len(one.system) + 5 :]])
-            self._compute(one, without, Origin("ahead", self._digest(one, last)))
+            self._compute(one, without, PromptOrigin("ahead", self._digest(one, last)))
             if one.rng.random() < 0.5:
                 one.history = without[len(one.system) :].tolist()
 
@@ -141,17 +141,17 @@ class Lives:
         if one.sent:
             day = as_token_ids([one.rng.randrange(_NUM_SHARED), *one.sent[0][1:]])
             self._note(one, NoteKind.OPENING, one.sent[0])
-            self._compute(one, day, Origin("opening", self._digest(one, one.sent[0])))
+            self._compute(one, day, PromptOrigin("opening", self._digest(one, one.sent[0])))
 
     def ask_ahead(self, one: Conversation) -> None:
         token_ids = one.next_turn()
         self._note(one, NoteKind.ASKED_OPENING, token_ids)
-        self._compute(one, token_ids, Origin("opening"))
+        self._compute(one, token_ids, PromptOrigin("opening"))
 
     def import_prompt(self, one: Conversation) -> None:
         token_ids = one.next_turn()
         self._note(one, NoteKind.IMPORTED, token_ids)
-        self._compute(one, token_ids, Origin("imported", self._digest(one, token_ids)))
+        self._compute(one, token_ids, PromptOrigin("imported", self._digest(one, token_ids)))
 
     def cancel(self, one: Conversation) -> None:
         self.runner.cancelled(one.prompt(one.next_turn()), one.options(), one.rng.randint(1, 4))
@@ -172,7 +172,7 @@ class Lives:
     def _digest(self, one: Conversation, token_ids: TokenIds) -> PromptDigest:
         return PromptDigest.of(self.runner.cache.epoch(tenant_of(one.number)).secret, token_ids)
 
-    def _compute(self, one: Conversation, token_ids: TokenIds, origin: Origin, num_steps: int = 10**6) -> None:
+    def _compute(self, one: Conversation, token_ids: TokenIds, origin: PromptOrigin, num_steps: int = 10**6) -> None:
         """The calls of the engine's work ahead, or of a request that ends after some steps."""
         runner, size = self.runner, self.runner.settings.block_size
         if runner.layout.exact_at == "grid":

@@ -98,7 +98,7 @@ def with_secret(serving: AppServer) -> list[str]:
     return [text for text in texts if SECRET in text]
 
 
-def test_what_was_computed_ahead_is_listed_and_goes_with_the_prompt_that_it_came_from(serving: AppServer) -> None:
+def test_a_copy_made_ahead_is_listed_and_goes_with_its_prompt(serving: AppServer) -> None:
     cache = serving.engine.cache
     ask(serving, [LOOP[0], said("user", SECRET), *LOOP[2:]])
     wait_for_ahead(serving)

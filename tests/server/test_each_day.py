@@ -114,9 +114,7 @@ def test_the_first_question_of_a_day_is_a_next_turn(server: AppServer, clock: Cl
     assert answer["choices"] == cold(server, first("And three lakes?"))
 
 
-def test_what_is_computed_for_a_new_day_has_the_options_of_its_request_and_goes_with_its_prompt(
-    server: AppServer, clock: Clock
-) -> None:
+def test_a_new_days_prompt_has_the_options_of_its_request_and_goes_with_it(server: AppServer, clock: Clock) -> None:
     cache, secret = server.engine.cache, "My password is swordfish and I live at number 17."
     ask(server, first(secret), prefix_cache={"scope": "full", "ttl": 600})
     wait_for(lambda: server.engine.ahead.wait_s is None)

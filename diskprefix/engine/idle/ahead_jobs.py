@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from msgspec import Struct
 
-from diskprefix.cache.context import Origin
+from diskprefix.cache.context import PromptOrigin
 from diskprefix.engine.idle.cpu_waits import CpuWaits
 from diskprefix.engine.scheduler import fair_counts
 from diskprefix.values import CacheOptions, Prompt
@@ -66,7 +66,7 @@ class AheadJob(Struct, eq=False):
     label: str = ""
     num_tokens: int = 0
     num_ready: int = 0
-    origin: Origin = Origin("ahead")
+    origin: PromptOrigin = PromptOrigin("ahead")
     was_dropped: bool = False
 
     @property

@@ -17,7 +17,7 @@ import numpy as np
 from msgspec import Struct, field
 
 from diskprefix.cache.cached_request import CachedRequest
-from diskprefix.cache.context import SENT, Origin
+from diskprefix.cache.context import SENT, PromptOrigin
 from diskprefix.engine.device import raise_if_lost
 from diskprefix.engine.fetches import ReadJob
 from diskprefix.engine.idle.ahead_jobs import AheadModel
@@ -151,7 +151,7 @@ class IdleWork:
         prompt: Prompt,
         options: CacheOptions,
         owner: Owner | None = None,
-        origin: Origin = SENT,
+        origin: PromptOrigin = SENT,
     ) -> Iterator[RestoredSequence]:
         """Yields a sequence into which the stored state of a prompt is read. With an `owner`, the sequence begins with
         the state that memory has, and its state stays in memory. `origin` is that of the prompt."""
