@@ -19,7 +19,7 @@ from tests.store.released_format import FORMATS, contents
 RELEASED = sorted(FORMATS.glob("*.mdb.gz"))
 DIGESTS = {
     "12.json": "9b6383097b392190f10bd436d258e5f814d25bab9093653ae2dc32490c297f82",
-    "12.mdb.gz": "b7d3d00bdfefe77c3fa92e0adeed92c53dccb4300485e0505c8d409ffc5e21cd",
+    "12.mdb.gz": "faccb59e405c6015d3e2f6eb590982db6f88264cea4c356e96c98bb19b55dd12",
 }
 
 
