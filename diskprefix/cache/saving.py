@@ -205,7 +205,7 @@ class Saver:
         is_due = num_new >= _INTERIM_TOKENS and time.perf_counter() - self._checkpoint_at >= _INTERIM_S
         return is_possible and is_due
 
-    def queue_interim(self, sequence: KVSequence) -> bool:
+    def queue_interim(self, sequence: KVSequence) -> None:
         """Queues an interim checkpoint at the end of a sequence, and the blocks before it, to be written at once. The
         next states that are queued replace it, so it is no checkpoint that the policy counts. Queues the blocks alone
         if there is no memory for a copy of the states. See `queue`."""

@@ -119,7 +119,7 @@ class Lives:
                 self.runner.logits_behind(token)
             return tokens
 
-        self.runner._decode = decode  # type: ignore[method-assign]
+        self.runner._decode = decode  # type: ignore[assignment, method-assign]
         one.history += tokens
         return num_tokens
 
@@ -166,7 +166,7 @@ class Lives:
         self.runner.flush()
         store = self.runner.cache.store
         with store.reads.snapshot() as snapshot:
-            _, victims = store.evictor._victims(snapshot, self.rng.randint(1, 40_000), frozenset())
+            victims = store.evictor._victims(snapshot, self.rng.randint(1, 40_000), frozenset())[1]
         store.evictor._evict(victims)
 
     def _digest(self, one: Conversation, token_ids: TokenIds) -> PromptDigest:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 
 from diskprefix.store.purge import PurgeFilter, purge
@@ -22,7 +24,7 @@ KINDS = {
 @pytest.fixture(scope="module", params=KINDS)
 def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runner:
     kind, folder = request.param, tmp_path_factory.mktemp("lives") / "kv"
-    exact_at = "token" if kind.startswith("token") else "grid"
+    exact_at: Literal["token", "grid"] = "token" if kind.startswith("token") else "grid"
     runner = open_runner(KINDS[kind], folder, exact_at=exact_at)
     assert runner.layout.state_kind == kind
     return runner

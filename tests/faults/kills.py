@@ -158,7 +158,7 @@ def compute_paced(task: Task, tokens_per_s: float) -> None:
 
     def after_step(_: CachedRequest, sequence: KVSequence) -> None:
         task.progress.add(sequence.num_tokens)
-        began_s, _ = task.progress.read()[0]
+        began_s = task.progress.read()[0][0]
         time.sleep(max(0.0, began_s + (sequence.num_tokens + BLOCK) / tokens_per_s - time.monotonic()))
 
     compute(task, after_step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from diskprefix.kv.sequence import KVSequence
 from diskprefix.store import writer
 from diskprefix.store.store import Store
 from diskprefix.store.verify import verify_index
+from diskprefix.store.writer import Writer
 from tests import forked
 from tests.faults.kills import BLOCK, KINDS, MOST_S, Task, compute
 from tests.server.chat_model import write_chat_model
@@ -35,6 +37,12 @@ from tests.waiting import wait_for
 TOKENS, HALT_AT, INTERIM = 7 * BLOCK + 9, 5 * BLOCK, 2 * BLOCK
 
 
+def has_written(writer: Writer) -> bool:
+    """Pauses the writer, as a step does."""
+    writer.pause_writing()
+    return not writer.num_pending
+
+
 def halt(task: Task) -> None:
     """Computes a prompt up to a position, and goes on pausing the writer there, as steps do. Says so when nothing waits
     to be written."""
@@ -42,7 +50,7 @@ def halt(task: Task) -> None:
 
     def after_step(cached: CachedRequest, sequence: KVSequence) -> None:
         if sequence.num_tokens >= HALT_AT:
-            wait_for(lambda: cached.cache.writer.pause_writing() or not cached.cache.writer.num_pending)
+            wait_for(partial(has_written, cached.cache.writer))
             task.progress.add(sequence.num_tokens)
             threading.Event().wait()
 

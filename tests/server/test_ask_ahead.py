@@ -160,7 +160,7 @@ def test_after_a_restart_a_prompt_has_the_options_of_its_request(model: Path, tm
         wait_computed(server)
         with server.engine.cache.store.snapshot() as snapshot:
             found = {(entry.kind, entry.scope, entry.ttl_s) for _, entry in snapshot.entries()}
-            times = {snapshot.usage(name).ttl_s for name in snapshot.keys("usage")}  # type: ignore[union-attr]
+            times = {snapshot.usage(name).ttl_s for name in snapshot.keys("usage")}
         assert found == {("opening", "full", 600)}
         assert times == {600}
 

@@ -126,7 +126,7 @@ def test_a_new_days_prompt_has_the_options_of_its_request_and_goes_with_it(serve
         entries = {name: entry for name, entry in snapshot.entries() if entry.kind == "opening"}
         assert entries
         assert {(entry.scope, entry.ttl_s) for entry in entries.values()} == {("full", 600)}
-        assert {snapshot.usage(name).ttl_s for name in stored_texts(snapshot)} == {600}  # type: ignore[union-attr]
+        assert {snapshot.usage(name).ttl_s for name in stored_texts(snapshot)} == {600}
         saved = [name for name, entry in snapshot.entries() if entry.kind == "saved"]
     for name in saved:
         cache.delete(name.hex())

@@ -7,10 +7,10 @@ import pytest
 from msgspec.structs import replace
 
 from diskprefix.store.purge import PurgeFilter, purge
-from diskprefix.store.schema import EntryKind, NodeKind, root_hash
+from diskprefix.store.schema import EntryKind, NodeKind
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.verify import verify_index
-from diskprefix.tokens import PromptDigest, TokenIds
+from diskprefix.tokens import PromptDigest, TokenIds, root_hash
 from diskprefix.values import SHARED
 from tests.store.building import BLOCK, ROOT, layout_of, part_of, prompt, publication
 

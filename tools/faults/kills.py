@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from pathlib import Path
 
 import click
@@ -32,7 +33,7 @@ def losses_of(
     for task in tasks:
         task.folder.mkdir(parents=True)
     with ThreadPoolExecutor(lanes) as pool:
-        return list(pool.map(lambda one: kill_at(*one, speed), zip(tasks, moments, strict=True)))
+        return list(pool.map(kill_at, tasks, moments, repeat(speed)))
 
 
 def bytes_of_whole(kind: Kind, folder: Path, num_tokens: int, speed: float) -> int:

@@ -23,9 +23,8 @@ from tests.store.building import BLOCK, layout_of, open_store, prompt, publicati
 def info_of(made: Publication) -> EntryInfo:
     """What a list says of an entry, as far as the outline looks at it."""
     names = {field.name: 0 for field in fields(EntryInfo)}
-    return EntryInfo(
-        **{**names, "id": "", "kind": "saved", "checkpoints": (), "preview": "", "num_tokens": len(made.nodes)}
-    )  # type: ignore[arg-type]
+    known = {"id": "", "kind": "saved", "checkpoints": (), "preview": "", "num_tokens": len(made.nodes)}
+    return EntryInfo(**{**names, **known})  # type: ignore[arg-type]
 
 
 def test_prompts_share_one_trunk_and_end_separately(snapshot: Snapshot) -> None:
