@@ -389,7 +389,9 @@ class Writer:
 
     def _has_expired(self, save: Save) -> bool:
         """Returns whether the time to live of some state that waits is over since the request ended."""
-        return save.is_finished and save.unused_s > min(one.lasts_s(self._ttl_s) for one in save.waiting)
+        return save.is_finished and save.unused_s > min(
+            publication.lasts_s(self._ttl_s) for publication in save.waiting
+        )
 
     def _drop_outdated(self, save: Save, why: str) -> None:
         self.fail(save, why, 0, keeps_prompt=False)

@@ -99,11 +99,9 @@ def main(
             written = bytes_of_whole(kind, own / "whole", tokens, speed)
             too_much = sum(not loss.is_small for loss in losses)
             num_wrong += too_much
-            computed, found = (
-                sum(numbers) for numbers in zip(*((one.computed, one.found) for one in losses), strict=True)
-            )
-            most, seconds = max(one.tokens for one in losses), max(one.seconds for one in losses)
-            figures = (kills, computed, found, round(median(one.tokens for one in losses)), most)
+            computed, restored = sum(loss.computed for loss in losses), sum(loss.found for loss in losses)
+            lost, seconds = [loss.tokens for loss in losses], max(loss.seconds for loss in losses)
+            figures = (kills, computed, restored, round(median(lost)), max(lost))
             table.add_row(name, *(f"{n:,}" for n in figures), f"{seconds:.1f}", str(too_much), f"{written / 1e6:.2f}")
             samples[name] = {"bytes": written, "losses": losses}
             console.print(f"{name}: {too_much} of {kills} lost too much", highlight=False)
