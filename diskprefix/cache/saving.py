@@ -214,7 +214,7 @@ class Saver:
         self.queue(sequence, Plan((*planner.missing(num_tokens, self.states_at), planner.interim)))
         if self._interim == planner.interim:
             cache.spend(self._context.options.tenant, cache.layout.state_bytes)
-        self._writer.resume_writing()
+        self._writer.write_at_once(self.save)
 
     def queue(self, sequence: KVSequence, plan: Plan, *, logits: Logits | None = None, min_ttl_s: float = 0.0) -> None:
         """Captures the nodes of a plan and queues them in batches, the last one with the plan's other records. A tail

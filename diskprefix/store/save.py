@@ -28,6 +28,8 @@ class Save:
         """The time, on the clock of `time.monotonic`, at which the request ended; infinite before."""
         self.has_nodes = self.has_written_nodes = False
         """Nodes were added; nodes were written."""
+        self.not_held_until = 0.0
+        """What was queued by this time, on the clock of `time.monotonic`, waits for no pause."""
         self.waiting: deque[Publication] = deque()
         """The publications that wait to be written, in their order. The writer may be writing the first one."""
         self.pinned: bytes | None = None

@@ -258,6 +258,12 @@ class Writer:
         with self._changed:
             self._held_until = time.monotonic() + _PAUSE_S
 
+    def write_at_once(self, save: Save) -> None:
+        """Ends pauses for what a save has queued so far."""
+        with self._changed:
+            save.not_held_until = time.monotonic()
+            self._changed.notify_all()
+
     def resume_writing(self) -> None:
         with self._changed:
             self._held_until = 0.0
@@ -326,21 +332,24 @@ class Writer:
 
     def _next(self) -> Save | None:
         """Returns the oldest save whose first publication is to be written now, None if there is none."""
-        return next((save for save in self._saves if save.waiting and not self._held_s(save.waiting[0])), None)
+        return next((save for save in self._saves if save.waiting and not self._held_s(save)), None)
 
-    def _held_s(self, first: Publication) -> float:
-        """Returns for how many seconds a publication, the first one of its save, is not to be written yet."""
+    def _held_s(self, save: Save) -> float:
+        """Returns for how many seconds the first publication of a save is not to be written yet."""
+        first = save.waiting[0]
         if self._closing or self._num_waiting or self.pending_bytes > self._buffer_bytes // 2:
             return 0.0
         tries_until = math.inf if self._waits_for_reader else first.queued_at + _TRIES_S
-        held_until = min(self._held_until, first.queued_at + _MAX_HELD_S)
+        is_held = first.queued_at > save.not_held_until
+        held_until = min(self._held_until, first.queued_at + _MAX_HELD_S) if is_held else 0.0
         return max(0.0, max(held_until, min(self._retry_at, tries_until)) - time.monotonic())
 
-    def _try_later(self, first: Publication) -> bool:
-        """Pauses writing because the store fails. Returns False if a publication is not tried again."""
+    def _try_later(self, save: Save) -> bool:
+        """Pauses writing because the store fails. Returns False if the first publication of a save is not tried
+        again."""
         with self._changed:
             self._retry_at = time.monotonic() + _RETRY_S
-            return self._held_s(first) > 0
+            return self._held_s(save) > 0
 
     @contextmanager
     def _waited_for(self) -> Iterator[None]:
@@ -453,7 +462,7 @@ class Writer:
         while True:
             attempt(self.housekeeping.notice_purge)
             with self._changed:
-                held_s = [self._held_s(save.waiting[0]) for save in self._saves if save.waiting]
+                held_s = [self._held_s(save) for save in self._saves if save.waiting]
                 self._changed.wait_for(
                     lambda: self._next() or self._damaged or self._closing or self.notes.is_waiting,
                     min([_TOUCH_INTERVAL_S, *held_s]),
@@ -541,7 +550,7 @@ class Writer:
         self._waits_for_reader = isinstance(failure, (ReaderStays, StoreReplaced))
         if isinstance(failure, (PrefixGone, LargerThanStore)):
             self.fail(save, str(failure), 0)
-        elif isinstance(failure, CacheError) and self._try_later(publication):
+        elif isinstance(failure, CacheError) and self._try_later(save):
             return False
         elif failure is not None:
             self.fail(save, "", 0)

@@ -572,6 +572,24 @@ def test_paused_writer_does_everything_except_publish(store: Store, writer: Writ
     assert order == ["quarantine", "publication"]
 
 
+def test_what_must_be_on_the_disk_at_once_waits_for_no_pause_that_begins_meanwhile(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "_PAUSE_S", 600.0)
+    monkeypatch.setattr(writer_module, "_MAX_HELD_S", 600.0)
+    writer, save, pubs = Writer(store, buffer_bytes=1 << 30), Save(store.epochs.of("")), chained(store, 3)
+    writer.pause_writing()
+    for pub in pubs[:2]:
+        writer.queue_publication(save, pub)
+    writer.write_at_once(save)
+    writer.pause_writing()
+    writer.queue_publication(save, pubs[2])
+    wait_for(lambda: len(save.waiting) == 1)
+    assert writer._next() is None
+    writer.finish(save)
+    assert writer.close(30)
+
+
 @pytest.mark.cases(3)
 @pytest.mark.parametrize("reason", ["flush", "close", "half of the buffer", "time"])
 def test_pauses_end_within_their_limits(store: Store, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:

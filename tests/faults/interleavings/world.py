@@ -44,7 +44,8 @@ from diskprefix.store.environment import Environment
 from diskprefix.store.evictor import Evictor
 from diskprefix.store.folder import FolderLock
 from diskprefix.store.reads import Patience
-from diskprefix.store.store import Publication, Store
+from diskprefix.store.save import Save
+from diskprefix.store.store import Store
 from diskprefix.store.writer import Writer
 from diskprefix.store.written import WriteMeter
 from diskprefix.thread_pool import ThreadPool
@@ -258,9 +259,9 @@ def _noted_pause(self: Writer) -> None:
     _pause(self)
 
 
-def _noted_retry(self: Writer, first: Publication) -> bool:
+def _noted_retry(self: Writer, save: Save) -> bool:
     _note_hold(self)
-    return _try_later(self, first)
+    return _try_later(self, save)
 
 
 def _noted_search(self: Evictor, ttl_s: float) -> int:
