@@ -406,6 +406,8 @@ def test_a_prompt_that_a_hanging_restore_leaves_no_memory_for_is_not_called_too_
     cache = page_cache(layout_of(), blocks=8)
     hanging = run(cache, IDS)
     cache.abandon(hanging)
+    assert isinstance(cache.begin_sequence(B, IDS), MemoryWait), "its thread comes back soon"
+    cache.disk_hangs = True
     with pytest.raises(NotReady, match="the disk does not answer"):
         cache.begin_sequence(B, IDS)
     cache.end_sequence(hanging, keep=False)

@@ -14,7 +14,8 @@ from tests.server.daemon_process import DaemonProcess, open_raw, props, running_
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems are not asked")
 
 BODY = {"messages": [{"role": "user", "content": "Name three rivers."}], "max_tokens": 4, "temperature": 0}
-LONG = BODY | {"max_tokens": 1900, "logit_bias": {"2": -100}}
+LONG = BODY | {"max_tokens": 1900, "logit_bias": {"2": -100}, "temperature": 1, "n": 8}
+"""Takes several seconds: without repetitions, no token is drafted."""
 
 
 def half_closed(daemon: DaemonProcess, body: dict[str, object]) -> socket.socket:
