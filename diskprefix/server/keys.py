@@ -42,7 +42,7 @@ _KEY = re.compile(rf"[!-~]{{{MIN_KEY_CHARS},}}")
 _BEARER = re.compile(r"bearer +(\S+) *", re.IGNORECASE)
 
 
-class Caller(Struct, frozen=True):
+class Caller(Struct, frozen=True, kw_only=True):
     """The sender of a request. `name` is the name of its API key. A caller who `sees_all` may see what the daemon does
     for all callers, and their figures unless it `is_other_user`: the kernel names another user than the daemon's. An
     owner may also see texts, delete, and control the daemon."""
@@ -213,7 +213,10 @@ def _read_keys(path: Path) -> dict[bytes, Caller]:
         digest, tenant = hashlib.sha256(key.encode()).digest(), Tenant.of_key(key)
         if digest in callers:
             raise _wrong(f"{path}:{number}: this key is in the file already; give each client its own")
-        callers[digest] = Caller(name or short_tenant(str(tenant)), tenant, name == ADMIN, name == ADMIN)
+        of_admin = name == ADMIN
+        callers[digest] = Caller(
+            name=name or short_tenant(str(tenant)), tenant=tenant, sees_all=of_admin, is_owner=of_admin
+        )
         if name is not None:
             digests[name].append(digest)
     if not callers:

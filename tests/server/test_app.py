@@ -32,7 +32,7 @@ from diskprefix.server import limits as reading
 from diskprefix.server import streaming
 from diskprefix.server.engine_request import MAX_LOGPROBS
 from diskprefix.server.process import process
-from diskprefix.server.share import SESSION_HEADERS
+from diskprefix.server.share import SESSION_HEADERS, Share
 from diskprefix.server.threads import _DEADLINE_S
 from diskprefix.tenant_ids import group_of
 from diskprefix.thread_work import CHAT_TEMPLATE, begin_step, in_step
@@ -663,12 +663,14 @@ def test_a_body_waiting_at_a_stop_is_refused_without_traceback(
     answers: list[httpx.Response] = []
     large = {"messages": [{"role": "user", "content": "x" * 2_000_000}]}
     with scripted_app(chat_model, engine) as server:
-        turns = server.daemon.bodies._turns
-        monkeypatch.setattr(turns, "_max_working", 0)
+        turns, loop = server.daemon.bodies._turns, server.daemon._loop
+        # The turn of another share lasts: it leaves its place to nobody.
+        monkeypatch.setattr(turns, "_max_beside", 0)
+        asyncio.run_coroutine_threadsafe(turns.take(Share("address", "192.0.2.1"), ""), loop).result(30)
         waiting = threading.Thread(target=lambda: answers.append(httpx.post(server.url + CHAT, json=large)))
         waiting.start()
         wait_until(lambda: turns._waiting, "the body waits for its turn")
-        asyncio.run_coroutine_threadsafe(server.daemon.drain(0), server.daemon._loop).result(30)
+        asyncio.run_coroutine_threadsafe(server.daemon.drain(0), loop).result(30)
     waiting.join(30)
     assert [answer.status_code for answer in answers] == [503]
     assert answers[0].json()["error"]["message"] == "the daemon is stopping"

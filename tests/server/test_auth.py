@@ -72,6 +72,8 @@ def test_a_key_line_has_an_optional_name_and_admin_sees_all(file: Path, caplog: 
     ):
         caller = caller_of(keys, key)
         assert (caller.name, caller.tenant, caller.sees_all) == (name, Tenant.of_key(key), sees_all)
+        # The key named admin gives the rights of the owner, and no key is another user of the machine.
+        assert (caller.is_owner, caller.is_other_user) == (sees_all, False)
         assert key not in repr(vars(keys)) + caplog.text
 
 

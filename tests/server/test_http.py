@@ -377,7 +377,7 @@ def test_the_servers_sampling_is_a_bounded_default() -> None:
 
 
 def answered(id_: str = "chatcmpl-1") -> LogContext:
-    return LogContext(status=200, done=done(cached_tokens=8), generation_id=id_, caller=Caller("alice"))
+    return LogContext(status=200, done=done(cached_tokens=8), generation_id=id_, caller=Caller(name="alice"))
 
 
 def test_failures_are_remembered_and_questions_about_the_daemon_are_not() -> None:

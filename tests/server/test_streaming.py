@@ -90,7 +90,7 @@ class Sent:
         self._script = script
         self.messages: list[dict[str, Any]] = []
         self.times: list[float] = []
-        self.context = LogContext(caller=Caller("alice"))
+        self.context = LogContext(caller=Caller(name="alice"))
 
     async def send(self, message: Any) -> None:
         self.messages.append(message)

@@ -88,5 +88,5 @@ def test_connections_leave_open_files_for_the_rest(
     settings = Settings(kv_cache_dir=Path(), max_sequences=8, max_queue=64)
     config = uvicorn_config(cast("Any", None), settings)
     places, _ = cast("Any", config.http).args
-    assert (places.most, places.most_new, places.most_of_address) == limits
+    assert (places.most, places.most_new, places.most_of_share) == limits
     assert config.backlog == accepts
