@@ -314,6 +314,11 @@ class AppServer:
         self._thread.start()
 
     @property
+    def connections(self) -> set[Any]:
+        """The connections that are open, as the server sees them."""
+        return set(self._server.server_state.connections)
+
+    @property
     def engine(self) -> Any:
         assert self.daemon.serving is not None
         return self.daemon.serving.engine
