@@ -429,7 +429,8 @@ def _is_part(matcher: Matcher[View]) -> bool:
     match, last = matcher.partial_match, matcher.deepest
     if match is not None and match.end == match.node.end:
         last = match.node
-    return last is not None and matcher.index_of[last.name].is_part(last)
+    known = (None if last is None else view.is_part(last) for view in matcher.indexes)
+    return next((is_part for is_part in known if is_part is not None), False)
 
 
 def _prefill_s(matcher: Matcher[View]) -> float:

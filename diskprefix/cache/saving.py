@@ -253,7 +253,6 @@ class Saver:
                 ttl_s = self._ttl_of(node, min_ttl_s)
                 cost_s, replaces = token_s * saved_tokens, planner.state == "token"
                 new = planner.nodes.new_node(node, payload, prefill_s=cost_s, ttl_s=ttl_s, replaces=replaces)
-                new = replace(new, is_part=plan.last_node is None)
                 is_unverified = planner.restored.is_unverified(node.position, node.end)
                 batch.append(replace(new, is_unverified=True) if is_unverified else new)
                 num_bytes += batch[-1].payload_bytes

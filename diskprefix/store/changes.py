@@ -68,7 +68,7 @@ class NewNode(Struct, frozen=True, eq=False):
     `prefill_s` is how long computing its tokens took, in seconds; 0 if unknown. `ttl_s` is its time to live after the
     last use, in seconds; with None the daemon's `--kv-cache-ttl` holds. `replaces`: any of its first tokens can be
     restored without the rest, so the node replaces nodes that hold only first tokens. `is_unverified` is that of
-    `NodeRecord`. `is_part`: its prompt was not computed to its end so far.
+    `NodeRecord`.
     """
 
     name: bytes
@@ -83,7 +83,6 @@ class NewNode(Struct, frozen=True, eq=False):
     replaces: bool = False
     num_checked: int = 0
     is_unverified: bool = False
-    is_part: bool = False
 
     @property
     def end(self) -> int:

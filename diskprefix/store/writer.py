@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from types import MappingProxyType
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -64,6 +65,14 @@ class Room:
 
     def frees(self) -> bool:
         return False
+
+
+class Waiting(NamedTuple):
+    """The nodes that wait for the disk, by their names. `ends` has the names of the nodes, waiting or stored, at which
+    whole prompts will end."""
+
+    nodes: Mapping[bytes, NewNode]
+    ends: frozenset[bytes]
 
 
 class Writer:
@@ -234,15 +243,17 @@ class Writer:
             return self._changed.wait_for(lambda: not before or self._num_held < before, timeout_s) and before > 0
 
     @contextmanager
-    def view(self) -> Iterator[Mapping[bytes, NewNode]]:
-        """Yields `pending`, without the nodes of epochs that are over, or whose time to live is. Its payloads are held
+    def view(self) -> Iterator[Waiting]:
+        """Yields what waits, without the nodes of epochs that are over, or whose time to live is. Its payloads are held
         until the end of the block."""
         view = object()
         with self._changed:
             self._drop_all_outdated()
-            pending = self._views[view] = self.pending
+            nodes = self._views[view] = self.pending
+            lasts = (publication.last_node for save in self._saves for publication in save.waiting)
+            waiting = Waiting(nodes, frozenset(last for last in lasts if last is not None))
         try:
-            yield pending
+            yield waiting
         finally:
             with self._changed:
                 del self._views[view]

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from diskprefix.cache import restore
 from diskprefix.cache.matching import Matcher, RestoreResult
 from diskprefix.cache.saving import Planner
 from diskprefix.cache.tiers.loading import Loader
@@ -64,9 +65,11 @@ def tier_of(request: pytest.FixtureRequest, store: Store) -> Callable[[Publicati
     return made
 
 
-def held(store: Store, pub: Publication) -> Tier:
+def held(store: Store, *pubs: Publication) -> Tier:
     writer = Held(store, buffer_bytes=1 << 30)
-    writer.queue_publication(Save(pub.epoch), pub, is_last=True)
+    save = Save(pubs[0].epoch)
+    for pub in pubs:
+        writer.queue_publication(save, pub, is_last=pub is pubs[-1])
     return partial(view_buffer, writer)
 
 
@@ -109,6 +112,23 @@ def test_nodes_that_continue_another_come_by_what_they_have_in_common(
         assert found == [pubs[index].nodes[0].name for index in (1, 2, 0)]
         second, ids = next(view.similar(pubs[2].nodes[0].name, PROMPT[BLOCK:]))
         assert (second, ids.tolist()) == (node_of(pubs[2].nodes[1]), PROMPT[BLOCK : 2 * BLOCK].tolist())
+
+
+@pytest.mark.parametrize(("written", "queued"), [(some, all_) for all_ in range(1, 4) for some in range(all_ + 1)])
+def test_a_prompt_is_a_part_until_its_end_is_queued_however_much_is_written(
+    store: Store, written: int, queued: int
+) -> None:
+    """Two publications bring a block each. The last one only says that the second block was the prompt's end."""
+    whole = publication(store, PROMPT[: 2 * BLOCK], end_kind=NodeKind.BLOCK)
+    pubs = [*(part_of(replace(whole, nodes=(node,))) for node in whole.nodes), replace(whole, nodes=())]
+    for pub in pubs[:written]:
+        store.publish(pub)
+    buffer = [held(store, *pubs[written:queued])] if written < queued else []
+    with open_views([*buffer, partial(view_disk, store, store.quarantine)]) as views:
+        matcher = Matcher[View](nodes_of(store), views, "token")
+        matcher.match()
+        assert len(matcher.blocks) == min(queued, 2)
+        assert restore._is_part(matcher) is (queued < 3)
 
 
 def test_a_dropped_node_is_not_found_any_more(store: Store, tier_of: Callable[[Publication], Tier]) -> None:

@@ -398,8 +398,8 @@ def test_closed_writer_loses_and_releases_new_publications(store: Store) -> None
 
 
 def shown(writer: Writer) -> list[NewNode]:
-    with writer.view() as pending:
-        return list(pending.values())
+    with writer.view() as waiting:
+        return list(waiting.nodes.values())
 
 
 def test_nodes_of_an_epoch_that_is_over_are_not_shown_whenever_they_are_queued(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import islice
@@ -21,7 +21,7 @@ from diskprefix.store.codec.planes import Bytes
 from diskprefix.store.schema import MAX_PREFILL_S, NodeKind
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
-from diskprefix.store.writer import Writer
+from diskprefix.store.writer import Waiting, Writer
 from diskprefix.tokens import TokenIds, common_prefix_length
 
 log = logging.getLogger("diskprefix")
@@ -35,8 +35,8 @@ class BufferView:
 
     tier: TierName = "memory"
 
-    def __init__(self, pending: Mapping[bytes, NewNode]) -> None:
-        self._pending = pending
+    def __init__(self, waiting: Waiting) -> None:
+        self._pending, self._ends = waiting
         self.damaged: set[bytes] = set()
         self.unverified: set[bytes] = set()
 
@@ -60,8 +60,10 @@ class BufferView:
     def _num_children(self) -> Counter[bytes]:
         return Counter(new.parent for new in self._pending.values())
 
-    def is_part(self, node: Node) -> bool:
-        return self._pending[node.name].is_part
+    def is_part(self, node: Node) -> bool | None:
+        if node.name in self._ends or self._num_children[node.name]:
+            return False
+        return True if node.name in self._pending else None
 
     def prefill_s(self, node: Node) -> float:
         return self._pending[node.name].prefill_s
@@ -158,8 +160,8 @@ class DiskView:
 @contextmanager
 def view_buffer(writer: Writer) -> Iterator[BufferView]:
     """Yields a view of the nodes in a writer's buffer."""
-    with writer.view() as pending:
-        yield BufferView(pending)
+    with writer.view() as waiting:
+        yield BufferView(waiting)
 
 
 @contextmanager

@@ -58,8 +58,9 @@ class View(NodeIndex, Protocol):
     def unverified(self) -> Collection[bytes]:
         """The names of the nodes that were found so far whose state came from a file; see `NodeRecord`."""
 
-    def is_part(self, node: Node) -> bool:
-        """Returns whether the prompt of which this node is the last one was not computed to its end."""
+    def is_part(self, node: Node) -> bool | None:
+        """Returns whether a prompt ends at this node that was not computed to its end. None if the tier does not know
+        it: a farther one does."""
 
     def prefill_s(self, node: Node) -> float:
         """Returns the time that computing the node's tokens took, in seconds; 0 if unknown."""
