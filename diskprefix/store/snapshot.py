@@ -123,8 +123,9 @@ class Snapshot:
             is_at_key = cursor.next()
 
     def get_record(self, database: str, key: bytes) -> Any:
-        """Returns a record, None if there is none."""
-        value = self._txn.get(key, db=self._databases[database])
+        """Returns a record, None if there is none. The key may come from a client or a file: LMDB has none that is
+        empty, and refuses to look for it."""
+        value = self._txn.get(key, db=self._databases[database]) if key else None
         self.read_at = time.monotonic()
         return value
 

@@ -199,7 +199,7 @@ def deleting(store: Store) -> Callable[[str], Purged]:
     return lambda entry_id: delete_entry(entry_id, partial(purge, store, now=store.clock()))
 
 
-@pytest.mark.parametrize("entry_id", ["", "zz", "00", "é", "00" * 16])
+@pytest.mark.parametrize("entry_id", ["", "zz", "00", "é", "00" * 16, "00" * 1000])
 def test_what_is_no_saved_prompt_is_not_found(store: Store, entry_id: str) -> None:
     with pytest.raises(EntryNotFound):
         asyncio.run(SavedPrompts(Threads()).delete(store, deleting(store), entry_id))
