@@ -1,7 +1,8 @@
 """Checks the records of the store against each other, and removes those that fail.
 
 A node that fails a check is removed with all its descendants. If a seen prompt fails, all seen prompts of its root are
-removed. Any other record is removed alone.
+removed. Any other record is removed alone; a damaged entry so leaves blocks that belong to no prompt, and those are
+removed too, because a deletion of the prompt they came from would not find them.
 
 `verify_index` works within one snapshot. `verify_payloads` checks the contents of the payloads. That takes long, and an
 open snapshot keeps freed pages from being reused, so it uses a new snapshot for each slice of the payloads. It skips

@@ -301,13 +301,21 @@ def test_problems_are_listed_and_fix_says_what_went(run: Run, folder: Path, pubs
         assert is_whole(store, pubs[1])
 
 
-def test_fix_tells_of_records_that_went_alone(run: Run, folder: Path, pubs: list[Publication]) -> None:
+def test_fix_removes_a_damaged_entry_with_the_blocks_that_no_other_entry_needs(
+    run: Run, folder: Path, pubs: list[Publication]
+) -> None:
+    """Nobody knows any more from which prompt they came, so a deletion of that prompt would not find them."""
     with damaged(folder) as records:
         records.put("entries", bytes.fromhex(name(pubs[0])), b"no record")
         records.put("seen", b"h" * 24, b"no prompt")
     report = run("verify", "--fix", "--json", "--kv-cache-dir", folder).json
-    assert report["removed"] == {"entries": [name(pubs[0])], "blocks": 0, "prompts": 1}
+    with closing(open_store(folder)) as store, store.snapshot() as snapshot:
+        own, others = pubs[0].nodes[2:], [*pubs[1].nodes, *pubs[2].nodes]
+        assert [snapshot.node(node.name) for node in own] == [None] * len(own)
+        assert all(snapshot.node(node.name) for node in others)
+    assert report["removed"] == {"entries": [name(pubs[0])], "blocks": len(own), "prompts": 1}
     assert run("verify", "--fix", "--json", "--kv-cache-dir", folder).json["clean"]
+    assert entries_left(run, folder) == {name(pub) for pub in pubs[1:]}
 
 
 @pytest.mark.usefixtures("pubs")
