@@ -130,7 +130,7 @@ def test_a_request_waits_once_for_all_saves_whose_pages_it_needs(
         waits.append(timeout_s)
         return False
 
-    monkeypatch.setattr(writer, "_is_held", lambda _: True)
+    monkeypatch.setattr(writer, "_held_s", lambda _: 60.0)
     limit(engine, 1600)
     with running(engine) as inbox:
         first = Client(inbox, request(tokens(1000, 7)))

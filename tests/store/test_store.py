@@ -187,7 +187,7 @@ def test_blocks_that_no_checkpoint_needs_make_room_first_whatever_else_is_stored
     bare = publication(store, prompt(2, 18 * BLOCK), layout=HYBRID, root=b"h" * 16, checkpoints=(4 * BLOCK,))
     bare = part_of(replace(bare, nodes=bare.nodes[:-1]))
     store.publish(bare)
-    clock.now += 60
+    clock.now += 3600
     with store.changes() as changes:
         # What cannot be read is not the evicting one's business.
         changes._put_record("roots", b"x" * 16, b"damaged")

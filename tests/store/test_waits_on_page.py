@@ -24,6 +24,7 @@ NO_WAITS = {
     "eviction._MAX_TTL_S": "a time to live",
     "eviction._OWN_EXPIRY_INTERVAL_S": "the time between two searches",
     "eviction._UNKNOWN_EXPIRY_INTERVAL_S": "the time between two searches",
+    "eviction._USELESS_AFTER_S": "an age",
     "fetches._CHECK_S": "the time between two looks",
     "folder._LOG_AGAIN_S": "the time between two lines in the log",
     "note_record.SHORT_TTL_S": "a time to live",

@@ -127,6 +127,7 @@ def _pack_file(folder: Path) -> Check:
 
     def act() -> None:
         with PackReader.open(path) as reader:
+            reader.read_nodes()
             reader.verify_payloads(lambda _num_bytes: None)
 
     def check(data: bytes) -> None:
