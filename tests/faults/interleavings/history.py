@@ -16,6 +16,7 @@ from unittest import mock
 
 import numpy as np
 import xxhash
+from msgspec.structs import replace
 
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.engine.idle.ahead_jobs import AheadJob
@@ -28,6 +29,7 @@ from diskprefix.store.compact import compact_folder, rewrite_folder
 from diskprefix.store.epochs import Purges, purges_of
 from diskprefix.store.folder import LOCK, FileMark, _read_mark
 from diskprefix.store.note_record import NoteKind, root_limit
+from diskprefix.store.notes import TenantNotes
 from diskprefix.store.opening import inode_of
 from diskprefix.store.purge import PurgeFilter, purge
 from diskprefix.store.reads import LIMIT_S, STALL_S, Patience
@@ -402,7 +404,7 @@ class History:
         except NotReady as error:
             one.last, one.ended_at = ErrorEvent(error), self.scheduler.now
             return
-        notes = daemon.cache.notes(one.tenant)
+        notes = _notes_of(daemon, one.tenant)
         request = GenerateRequest(
             id=one.id,
             prompt=Prompt(np.array(one.token_ids, np.int32)),
@@ -412,6 +414,7 @@ class History:
                 tenant=one.tenant,
                 save=one.saves,
                 ttl_s=one.ttl_s,
+                share=_share_of(one.tenant),
             ),
             patience=one.patience,
         )
@@ -469,7 +472,9 @@ class History:
             daemon.cache.notes(one.tenant).get(NoteKind.TURN, one.turn_id)
             return Prompt(np.array(token_ids, np.int32))
 
-        options = CacheOptions(scope=parse_scope("full", param="scope"), tenant=one.tenant, ttl_s=one.ttl_s)
+        options = CacheOptions(
+            scope=parse_scope("full", param="scope"), tenant=one.tenant, ttl_s=one.ttl_s, share=_share_of(one.tenant)
+        )
         expires_at = daemon.cache.expires_at(one.ttl_s)
         daemon.engine.ahead.add_job(AheadJob(daemon.engine, make, options, owner, tuple(token_ids), expires_at))
 
@@ -560,7 +565,7 @@ class History:
             tenant = Tenant.of_key("notes").with_salt(str(number)) if number > 3 else tenants[number % len(tenants)]
             id_ = str(self.random.randrange(20))
             content = self.random.randbytes(self.random.randint(1, root_limit(budget) // 9))
-            if daemon.cache.notes(tenant).put(NoteKind.RESPONSE, id_, content):
+            if _notes_of(daemon, tenant).put(NoteKind.RESPONSE, id_, content):
                 self.notes[tenant, id_] = next(self._numbers)
 
     def _purge(self) -> None:
@@ -1182,6 +1187,16 @@ class History:
             self.scheduler.sleep(0.5)
         if any(left().values()):
             raise Wrong(f"left behind: { {name: value for name, value in left().items() if value} }")
+
+
+def _share_of(tenant: Tenant) -> str:
+    """Returns the share that a tenant's requests count for: that of its key, whatever the salt."""
+    return "".join(tenant.ids[:1])
+
+
+def _notes_of(daemon: Daemon, tenant: Tenant) -> TenantNotes:
+    """Returns a tenant's notes, whose room counts for its share."""
+    return replace(daemon.cache.notes(tenant), share=_share_of(tenant))
 
 
 def _common(one: Asked, other: Asked) -> int:

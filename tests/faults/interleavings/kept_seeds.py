@@ -19,5 +19,11 @@ KEPT_SEEDS: dict[int, dict[int, str]] = {
         8802628: "found 38 tokens, and only 0 could be there for",
         8802042: "health says degraded, and prompts are saved",
         8803890: "health says degraded, and prompts are saved",
-    }
+    },
+    2: {
+        51000318: "what needs no read waits for one of another",
+        51000724: "what needs no read waits for one of another",
+        51000855: "what needs no read waits for one of another",
+        51000931: "what needs no read waits for one of another",
+    },
 }

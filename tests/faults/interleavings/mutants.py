@@ -217,6 +217,9 @@ MUTANTS: dict[str, Mutant] = {
     "the threads of each kind of step": Mutant(
         "what needs no read waits", ((Fetches, "__init__", _one_thread), (reads, "STALL_S", 60.0))
     ),
+    "the place of a share with nothing running": Mutant(
+        "what needs no read waits", ((ActiveRequests, "_may_exceed", lambda *_: False),)
+    ),
     "the end of a load that does not move": Mutant(
         "a request waits for a read", ((ReadJob, "has_stalled", lambda _self, _now: False),)
     ),
