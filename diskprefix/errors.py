@@ -9,7 +9,7 @@
     ├── EntryNotFound                   404          the request names a saved prompt that is not stored
     ├── QueueFull                       503          too many requests wait; Retry-After is sent
     │   └── ShareFull                   429          too many of one API key's requests wait; Retry-After is sent
-    ├── NotReady                        503          the model is still loading, or the daemon is stopping
+    ├── NotReady                        503          the daemon is loading or stopping, or its memory is held or refused
     ├── DeviceLost                      500  exit 5  the accelerator failed; only a new process can use it again
     ├── NonFiniteLogits                 500          the model computed NaN or infinity instead of logits
     ├── SettingsError                        exit 2  a flag, an environment variable or a policy file is wrong

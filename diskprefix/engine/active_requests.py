@@ -157,7 +157,7 @@ class ActiveRequests:
         not matched again.
 
         Raises `InvalidRequest` for an empty prompt, and `ContextTooLong` for a prompt that exceeds the positions or the
-        memory.
+        memory. For `NotReady` see `PageCache.begin_sequence`.
         """
         if isinstance(waiter, Ticket):
             self._served.check_length(waiter.request)

@@ -36,7 +36,7 @@ from diskprefix.engine.speculation.model_proposer import ModelProposer
 from diskprefix.engine.speculation.ngram import NgramProposer
 from diskprefix.engine.speculation.step_times import StepTimes
 from diskprefix.engine.stay import Stay
-from diskprefix.errors import CacheError, ContextTooLong, InvalidRequest, ModelError, SettingsError
+from diskprefix.errors import CacheError, ContextTooLong, InvalidRequest, ModelError, NotReady, SettingsError
 from diskprefix.hooks import Recorder
 from diskprefix.kv.kept_blocks import KeptBlock
 from diskprefix.kv.layout import Layout, is_out_of_memory
@@ -152,7 +152,7 @@ class ServedModel:
                 for group in range(len(self.cache.layout.groups)):
                     sequence.prepare_restore(group, 0, self.cache.settings.block_size)
                 self.cache.warm_up(sequence)
-        except (ContextTooLong, MemoryError) as error:
+        except (ContextTooLong, NotReady, MemoryError) as error:
             log.warning("[engine] there is no memory for any request: %s", error)
 
     def finish_load(self) -> None:

@@ -122,7 +122,7 @@ class PageCache:
         sequences must end first. Only prompts of the same `owner` may share pages of the sequence; no prompt may if
         `owner` is None or `is_shared` is False. With `computes_last`, the last token remains to be computed in any
         case. For `expires_at` see `SharedPrefix`. Raises `ContextTooLong` if the prompt can never fit, and `NotReady`
-        if a read that hangs holds the memory for it."""
+        if a read that hangs holds the memory for it, or if the kernel refuses memory."""
         pool, needed = self.pool, self.pool.sequence_bytes(len(token_ids))
         if needed > pool.limit_bytes:
             raise ContextTooLong(
@@ -188,11 +188,11 @@ class PageCache:
 
     def _wait_or_fail(self, num_tokens: int) -> MemoryWait:
         """Returns a wait for the memory that a prompt of `num_tokens` lacks. Raises `ContextTooLong` if nobody will
-        give it back, and `NotReady` if a read or write that hangs has it."""
+        give it back, and `NotReady` if a read or write that hangs has it or the kernel refuses it."""
         is_held = bool(self._abandoned) or any(hold.pages for hold in self.pool.holds)
         if self.running or (is_held and not self.disk_hangs):
             return self._memory_wait()
-        raise memory_held() if is_held else self.pool.too_long(num_tokens)
+        raise memory_held() if is_held else self.pool.lacking(num_tokens)
 
     def _memory_wait(self) -> MemoryWait:
         pool = self.pool
@@ -212,7 +212,7 @@ class PageCache:
             ):
                 return sequence
             sequence.close()
-        except ContextTooLong:
+        except (ContextTooLong, NotReady):
             # There is not even memory for the states.
             pass
         finally:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from diskprefix.errors import ContextTooLong
+from diskprefix.errors import ContextTooLong, NotReady
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.numbers import Array, array_dtype
 from diskprefix.kv.sizes import num_pages
@@ -115,6 +115,8 @@ class PagePool:
         """The pages of the last slab that were never taken. Each `Page` is made when it is taken."""
         self.taken_bytes = 0
         """The bytes of all pages except the blank and the unused ones."""
+        self._is_refused = False
+        """There was room for the pages that were asked for last, but the kernel refused the memory."""
 
     @property
     def used_bytes(self) -> int:
@@ -141,8 +143,12 @@ class PagePool:
             num_pages(num_tokens, self.block_size, group.window) * size for group, size in sizes
         )
 
-    def too_long(self, num_tokens: int) -> ContextTooLong:
+    def lacking(self, num_tokens: int) -> ContextTooLong | NotReady:
+        """Returns the error of a sequence of `num_tokens` for which `take_pages` has just returned None: `NotReady` if
+        the kernel refused memory, which it may have again for the next request."""
         needed, room = format_size(self.sequence_bytes(num_tokens)), format_size(self.room_bytes)
+        if self._is_refused:
+            return NotReady(f"the system refuses memory for {num_tokens} tokens, which need {needed}; try again")
         return ContextTooLong(
             f"{num_tokens} tokens need {needed} of KV memory, {room} are available; use a shorter prompt or a machine "
             "with more memory"
@@ -159,13 +165,14 @@ class PagePool:
             limit_bytes = self._most_bytes(max_age_s=_READ_EVERY_S)
             if needed > limit_bytes:
                 limit_bytes = self._most_bytes(max_age_s=0.0)
-            excess = needed - limit_bytes
+            excess, self._is_refused = needed - limit_bytes, False
             if excess > 0 and excess > self.idle_bytes():
                 # Reclaiming pages would not be enough, so none are reclaimed.
                 return None
             for group in groups:
                 page = self._take_page(group, limit_bytes, len(groups) - len(taken))
                 if page is None:
+                    self._is_refused = True
                     self.release_pages(taken)
                     return None
                 page.users = 1

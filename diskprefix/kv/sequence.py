@@ -56,7 +56,7 @@ class KVSequence:
     """
 
     def __init__(self, pool: PagePool) -> None:
-        """Raises `ContextTooLong` if there is no memory for its states."""
+        """Raises `ContextTooLong` or `NotReady` if there is no memory for its states (`PagePool.lacking`)."""
         self.pool, self.layout = pool, pool.layout
         self.tables = [PageTable(group, pool.block_size) for group in self.layout.groups]
         self.num_tokens = 0
@@ -71,7 +71,7 @@ class KVSequence:
         self._is_secret = False
         states = pool.take_pages([len(self.tables) + number for number in range(len(self.layout.states))])
         if states is None:
-            raise pool.too_long(1)
+            raise pool.lacking(1)
         self.states = states
         """Pages of the states after the last token."""
         self._spares: list[Page] = []
@@ -102,11 +102,11 @@ class KVSequence:
 
     def begin_step(self, num_rows: int, spans: tuple[tuple[int, int], ...] = (), num_guesses: int = 0) -> Run:
         """Prepares the memory for a step of `num_rows` tokens, of which the last `num_guesses` may be taken back. With
-        states, this needs spares. Raises `ContextTooLong` if there is no memory."""
+        states, this needs spares. Raises `ContextTooLong` or `NotReady` if there is no memory."""
         keeps_states = num_guesses > 0 and bool(self.states) and self.take_spares()
         run = Run(self.num_tokens, num_rows, spans, [] if keeps_states else None)
         if not self.take_pages_to(run.end):
-            raise self.pool.too_long(run.end)
+            raise self.pool.lacking(run.end)
         if keeps_states:
             self._swap_states()
         self._guessed, self._needs_spares = run if keeps_states else None, keeps_states
@@ -134,9 +134,9 @@ class KVSequence:
         return self._take_ranges([(number, first, stop) for number in whole])
 
     def reserve(self, num_tokens: int) -> None:
-        """Calls `take_prompt_pages`. Raises `ContextTooLong` if there are too few pages."""
+        """Calls `take_prompt_pages`. Raises `ContextTooLong` or `NotReady` if there are too few pages."""
         if not self.take_prompt_pages(num_tokens):
-            raise self.pool.too_long(num_tokens)
+            raise self.pool.lacking(num_tokens)
 
     def begin_with(self, prefix: Prefix) -> bool:
         """Begins an empty sequence with the state of a prefix. Returns False if there is no page for a copy."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.errors import ContextTooLong, NotReady
+from diskprefix.kv import pages
 from diskprefix.kv.kept_blocks import KeptBlock, KeptBlocks
 from diskprefix.kv.page_cache import MemoryWait, PageCache, PrefixWait
 from diskprefix.kv.pages import Page
@@ -428,6 +430,34 @@ def test_the_devices_own_limit_counts_too() -> None:
     cache = page_cache(layout_of(), free_bytes=lambda: 100)
     with pytest.raises(ContextTooLong, match=r"30 tokens need .*, 100 B are available"):
         cache.begin_sequence(A, IDS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_that_the_system_refuses_memory_for_is_not_called_too_long(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = page_cache(layout_of(kind))
+    with monkeypatch.context() as refusing:
+        refusing.setattr(pages, "zeros", Mock(side_effect=MemoryError))
+        with pytest.raises(NotReady, match=r"the system refuses memory for 30 tokens, .* try again"):
+            cache.begin_sequence(A, IDS)
+    assert compute_for_all(cache, begun(cache, IDS), IDS)
+    assert cache.check() == []
+
+
+def test_a_prompt_that_the_system_refuses_memory_for_waits_for_those_who_have_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pages, "_SLAB_BYTES", 1)
+    cache = page_cache(layout_of())
+    sequence = run(cache, IDS)
+    with monkeypatch.context() as refusing:
+        refusing.setattr(pages, "zeros", Mock(side_effect=MemoryError))
+        wait = cache.begin_sequence(B, IDS)
+        assert isinstance(wait, MemoryWait)
+        cache.end_sequence(sequence, keep=True)
+        assert not cache.must_wait(wait)
+        assert begun(cache, IDS, owner=B).num_tokens == 0
 
 
 # Whose, and for how long.

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from diskprefix.errors import ContextTooLong
+from diskprefix.errors import ContextTooLong, NotReady
 from diskprefix.kv import transfer
 from diskprefix.kv.layout import is_out_of_memory
 from diskprefix.kv.numbers import Array, converted, dtype_of
@@ -249,6 +249,10 @@ def test_memory_that_runs_out_all_the_same_is_the_requests_error(pool: PagePool)
         pool.release_pages(pool.take_pages([0]) or ())
         patch.setattr("diskprefix.kv.pages.zeros", refuse)
         assert pool.take_pages([0, 1]) is None
+        sequence = KVSequence(pool)
+        for refused in (lambda: sequence.reserve(1000), lambda: sequence.begin_step(1000)):
+            with pytest.raises(NotReady, match="the system refuses memory for 1000 tokens"):
+                refused()
     assert pool.used_bytes == 0
     assert wrong(computed(pool), IDS) == []
 

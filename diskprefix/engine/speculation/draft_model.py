@@ -23,7 +23,7 @@ from diskprefix.engine.fetches import ReadJob
 from diskprefix.engine.idle.ahead_jobs import AheadJob, AheadJobs
 from diskprefix.engine.running_request import Reply, RunningRequest
 from diskprefix.engine.stay import Stay
-from diskprefix.errors import ContextTooLong, StoreUnavailable
+from diskprefix.errors import ContextTooLong, NotReady, StoreUnavailable
 from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.load.loader import LoadedModel
@@ -226,7 +226,7 @@ class DraftModel:
         expires_at = self.cache.expires_at(options.ttl_s)
         try:
             state = self.pages.begin_sequence(owner, prompt.token_ids, expires_at=expires_at, is_shared=options.save)
-        except ContextTooLong:
+        except (ContextTooLong, NotReady):
             return None
         if not isinstance(state, KVSequence):
             return None

@@ -114,7 +114,8 @@ class PrefixCacheSession:
         `model.generate(input_ids, **{session.cache_argument: cache})` continues from there; at least one token is left.
         The cache is empty for a prompt of one block or less. It is None for a model that is not supported.
 
-        Raises `InvalidRequest` if `input_ids` is not one prompt, `ContextTooLong` if there is too little memory.
+        Raises `InvalidRequest` if `input_ids` is not one prompt, `ContextTooLong` if there is too little memory,
+        `NotReady` if the system refuses memory.
         """
         token_ids, inputs = unpacked(input_ids, self.tokenizer)
         self._check(inputs, len(token_ids))
@@ -141,7 +142,7 @@ class PrefixCacheSession:
         supported, and the log says so.
 
         Raises `InvalidRequest` for a batch, beams, several return sequences or assisted decoding, `ContextTooLong` if
-        there is too little memory.
+        there is too little memory, `NotReady` if the system refuses memory.
         """
         token_ids, inputs = unpacked(input_ids, self.tokenizer)
         inputs |= kwargs
@@ -236,7 +237,7 @@ class PrefixCacheSession:
 
     @contextmanager
     def _sequence(self, num_tokens: int) -> Iterator[KVSequence]:
-        """Yields an empty sequence with room for a prompt. Raises `ContextTooLong`."""
+        """Yields an empty sequence with room for a prompt. Raises `ContextTooLong`, `NotReady`."""
         with closing(KVSequence(self._pool)) as sequence:
             sequence.reserve(num_tokens)
             yield sequence
