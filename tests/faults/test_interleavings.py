@@ -51,6 +51,7 @@ def test_histories_have_all_kinds_of_events(tmp_path: Path) -> None:
         "stop",
         "from disk",
         "from memory",
+        "tokens ahead",
         "use_tool",
         "start_beside",
         "meet_a_hang",

@@ -108,6 +108,8 @@ class Asked:
     rendered_at: float | None = None
     first_at: float | None = None
     """When its first token came."""
+    ahead: list[int] = field(default_factory=list)
+    """The last prompt that begins with its reply and is computed while nobody waits."""
 
     @property
     def turn_id(self) -> str:
@@ -125,8 +127,13 @@ class Asked:
 
     @property
     def all_tokens(self) -> list[int]:
-        """The tokens whose state it may have left."""
+        """The tokens of its prompt and its reply."""
         return self.token_ids + self.expected
+
+    @property
+    def left_tokens(self) -> list[int]:
+        """The tokens whose state it, or the work ahead that begins with its reply, may have left."""
+        return self.ahead or self.all_tokens
 
 
 @dataclass(frozen=True)
@@ -465,7 +472,7 @@ class History:
 
     def _compute_ahead(self, one: Asked, token_ids: list[int]) -> None:
         """Has the engine compute a prompt that begins with a reply while nobody waits."""
-        daemon = one.daemon
+        daemon, one.ahead = one.daemon, token_ids
         owner = daemon.cache.owner(one.tenant)
 
         def make() -> Prompt:
@@ -1054,6 +1061,7 @@ class History:
         self._check_marks(self._open_files(self.stores))
         for one in self.asked:
             self._check_reply(one)
+        self.counts["tokens ahead"] += sum(daemon.cache.counters["ahead_tokens"] for daemon in self.daemons)
         # A daemon that could not open its folder serves without it.
         readable = [daemon for daemon in self.daemons if daemon.store.problem is None]
         for daemon in readable:
@@ -1200,5 +1208,6 @@ def _notes_of(daemon: Daemon, tenant: Tenant) -> TenantNotes:
 
 
 def _common(one: Asked, other: Asked) -> int:
-    pairs = zip(one.token_ids, other.all_tokens, strict=False)
-    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(one.token_ids), len(other.all_tokens)))
+    asked, left = one.token_ids, other.left_tokens
+    pairs = zip(asked, left, strict=False)
+    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(asked), len(left)))

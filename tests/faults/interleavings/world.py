@@ -202,9 +202,9 @@ def _quarantined(self: Store, name: bytes, parent: bytes) -> int:
 
 
 @contextmanager
-def _noted_restoring(self: IdleWork, model: Any, prompt: Any, options: Any, owner: Any = None) -> Iterator[Any]:
+def _noted_restoring(self: IdleWork, model: Any, prompt: Any, options: Any, *begins: Any) -> Iterator[Any]:
     """In the place of `IdleWork.restoring`: the model knows whose sequence it is."""
-    with _restoring(self, model, prompt, options, owner) as restored:
+    with _restoring(self, model, prompt, options, *begins) as restored:
         hash_model.salts[restored.sequence] = hash_model.salt_of(options.tenant)
         yield restored
 
