@@ -172,9 +172,6 @@ MUTANTS: dict[str, Mutant] = {
     "the users that names are": Mutant(" users, not ", ((PagePool, "hold", lambda _self, _pages: None),)),
     "the wake where pages are free": Mutant("never ends", ((Loop, "__init__", _made_unheard),)),
     "the time to live of memory": Mutant(_FOUND, ((PrefixCache, "lasts_s", lambda _self, _ttl_s: math.inf),)),
-    "the time to live of what waits to be written": Mutant(
-        _FOUND, ((Writer, "_has_expired", lambda _self, _save: False), (Save, "unused_s", 0.0))
-    ),
     "the search for what has expired": Mutant(_FOUND, ((Evictor, "expire", lambda _self, _ttl_s: 0),)),
     "the wake behind a fetch": Mutant(
         "never ends", ((Fetches, "_end_read", _ended_unheard), (Fetches, "check_in_s", property(lambda _self: None)))
