@@ -142,7 +142,8 @@ async def _response(request: Request, dialect: Dialect[B], body: B, held: AsyncE
         if body.ahead is not None:
             arrival.context.wants_reply = False
             _, asked = await prepare(arrival, partial(render_opening, label=body.ahead))
-            return JSONResponse(await arrival.daemon.threads.run("reading", ask_ahead, asked))
+            ready = await arrival.daemon.threads.run("reading", arrival.patience.from_now(partial(ask_ahead, asked)))
+            return JSONResponse(ready)
         arrival.serving.engine.on_request()
         rendered, made = await prepare(arrival, engine_request)
         reply, is_stream = await submit(rendered, made), bool(body.stream)

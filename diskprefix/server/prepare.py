@@ -88,7 +88,7 @@ async def prepare(arrival: Arrival, make: Callable[[Rendered], M], kind: WorkKin
                 return await threads.run_for(arrival.request, kind, work, *values)
             except RecordsUnread:
                 assert arrival.turns is not None
-                await threads.run("reading", arrival.turns.read)
+                await threads.run("reading", arrival.patience.from_now(arrival.turns.read))
 
     def read() -> ParsedRequest:
         parsed: ParsedRequest = arrival.dialect.read(arrival.body, arrival.serving.renderer.vocab_size, arrival.notes)
@@ -98,7 +98,7 @@ async def prepare(arrival: Arrival, make: Callable[[Rendered], M], kind: WorkKin
     if arrival.body.needs_stored_items:
         # Others wait for reads alone, and no wait for a turn is a wait for the disk.
         async with arrival.daemon.stored_turns.of(arrival.context.share, arrival.context.conversation):
-            stored = await threads.run("reading", read)
+            stored = await threads.run("reading", arrival.patience.from_now(read))
 
     def begin() -> tuple[ParsedRequest, Rendered | None, M | None]:
         parsed = read() if stored is None else stored

@@ -60,7 +60,8 @@ async def _answer(request: Request, of: type[P], read: Callable[[ResponseStore, 
     serving = await daemon.ready()
     salt = parameters.cache_salt
     tenant = context.caller.tenant if salt is None else context.caller.tenant.with_salt(salt)
-    notes = replace(serving.engine.cache.notes(tenant), patience=Patience())
+    patience = Patience()
+    notes = replace(serving.engine.cache.notes(tenant), patience=patience)
 
     def work() -> bytes:
         from diskprefix.api.response_store import ResponseStore
@@ -68,7 +69,7 @@ async def _answer(request: Request, of: type[P], read: Callable[[ResponseStore, 
         return json_text(read(ResponseStore(notes.holder(NoteKind.RESPONSE, id_)), id_, parameters))
 
     async with daemon.stored_turns.of(context.share, context.conversation):
-        content = await daemon.threads.run("reading", work)
+        content = await daemon.threads.run("reading", patience.from_now(work))
     return Response(content, media_type="application/json")
 
 

@@ -55,6 +55,17 @@ class Patience:
         with self._lock:
             self._left_s -= seconds
 
+    def from_now(self, work: Callable[[], T]) -> Callable[[], T]:
+        """Returns `work` for a thread that others need too, and that may wait for the disk with them: the time until
+        it begins is spent."""
+        asked_at = time.monotonic()
+
+        def begin() -> T:
+            self.spend(time.monotonic() - asked_at)
+            return work()
+
+        return begin
+
 
 class _Read:
     """A read transaction that is open or about to be opened."""

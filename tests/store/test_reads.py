@@ -8,6 +8,7 @@ import time
 from concurrent.futures import wait
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -128,6 +129,22 @@ def test_the_reads_of_a_request_share_its_patience(tmp_path: Path, monkeypatch: 
     assert patience.left_s == 0
     gate.is_open.set()
     assert store.reads.ask(lambda: read_one(store.reads), Patience()) is None
+
+
+def test_a_wait_for_a_thread_that_others_have_spends_the_patience_of_a_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, gate, patience, now = open_store(tmp_path), Gate(monkeypatch), Patience(8.0), [0.0]
+    monkeypatch.setattr(reads, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    work = patience.from_now(lambda: store.reads.ask(lambda: read_one(store.reads), patience))
+    now[0] += 8.0
+    with pytest.raises(DiskStalled, match="did not answer in time"):
+        work()
+    assert gate.num_arrived == 0
+    assert calls(r'\.run\("reading", (?!.*\.from_now\()') == {
+        "server/import_checks.py",
+        "server/openings.py",
+    }, "no request waits for what reads here"
 
 
 @pytest.mark.usefixtures("impatient")

@@ -26,5 +26,6 @@ KEPT_SEEDS: dict[int, dict[int, str]] = {
         51000855: "what needs no read waits for one of another",
         51000931: "what needs no read waits for one of another",
         51000450: "failed: ContextTooLong('80 tokens need 1.3 KiB of KV memory, 3.8 KiB are available",
+        62000102: "r8 waited 15.5 s for its turns",
     },
 }

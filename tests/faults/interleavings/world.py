@@ -433,7 +433,7 @@ class Daemon:
                 try:
                     return self.rendering.submit(render).result()
                 except RecordsUnread:
-                    self.reading.submit(turns.read).result()
+                    self.reading.submit(patience.from_now(turns.read)).result()
         except (RuntimeError, CancelledError) as error:
             raise NotReady("the daemon is stopping") from error
 
