@@ -76,8 +76,13 @@ def test_what_waits_while_another_process_purges_is_neither_stored_nor_found_any
     assert is_whole(store, again)
 
 
-def test_what_waits_of_other_tenants_is_stored_after_another_process_has_purged_one(writer: Writer) -> None:
+def test_what_waits_of_other_tenants_is_stored_after_another_process_has_purged_one(
+    writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their notes, counts and recent turns stay as well."""
+    # The other process takes as long as it takes.
+    monkeypatch.setattr(writer_module, "_PAUSE_S", 60.0)
+    monkeypatch.setattr(writer_module, "_MAX_HELD_S", 60.0)
     store, log = writer._store, SavingsLog(writer._store)
     tenants = [str(SHARED.with_salt(salt)) for salt in ("alice", "bob", "carol")]
     made, notes = dict[str, Publication](), dict[str, TenantNotes]()
