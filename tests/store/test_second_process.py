@@ -56,8 +56,10 @@ def diskprefix(writer: Writer, *arguments: str) -> None:
 
 
 def test_what_waits_while_another_process_purges_is_neither_stored_nor_found_any_more(
-    writer: Writer, caplog: pytest.LogCaptureFixture
+    writer: Writer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(writer_module, "_PAUSE_S", 60.0)
+    monkeypatch.setattr(writer_module, "_MAX_HELD_S", 60.0)
     store = writer._store
     waiting, computed = publication(store, prompt(1, 3 * BLOCK)), publication(store, prompt(2, 3 * BLOCK))
     writer.pause_writing()
