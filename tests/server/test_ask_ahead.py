@@ -186,7 +186,7 @@ def test_only_the_newest_prompts_are_computed_after_a_start(server: AppServer) -
         messages = [{"role": "system", "content": f"You are {number}."}, {"role": "user", "content": "Hello."}]
         with server.client() as client:
             client.post(CHAT, json={"messages": messages, "prefix_cache": {"ahead": f"Agent {number}"}})
-        assert server.engine.cache.writer.flush(10)
+    wait_computed(server)
     server.engine.ahead.pause(is_long=True)
     assert openings.add_openings(serving, date.today()) == openings._MAX_OPENINGS
     labels = [asked["label"] for asked in server.engine.ahead.figures["asked"]]
