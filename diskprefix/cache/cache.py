@@ -73,7 +73,7 @@ class PrefixCache:
         self.has_own_threads = beside is None
         self.tiered: TieredStore = TieredStore(settings, store) if beside is None else beside.tiered
         self.store, self.writer = store, self.tiered.writer
-        self.tiers, self.remote = self.tiered.tiers, self.tiered.remote
+        self.remote = self.tiered.remote
         self.readers, self.aside = self.tiered.readers, self.tiered.aside
         self._aside: set[Future[object]] = set()
         self.counters: Counter[str] = Counter()
@@ -88,6 +88,8 @@ class PrefixCache:
         self._secret = store.secret
         """The secret of the names in memory, also when another file has taken the store's place."""
         self.bits = BuildBits(store, model_name, identity, "" if layout.unsupported else build)
+        self.tiers = self.tiered.tiers_of(self.bits.accepts)
+        """The tiers of this machine with the state that this build may use, the nearest first."""
         self._model: ModelRecord | None = None
         """The record of the model, as the writer has it."""
         self.namespaces = TenantNamespaces(store, self.root_record, on_prompts, settings.kv_cache_ttl)
@@ -172,7 +174,7 @@ class PrefixCache:
     @property
     def must_recheck(self) -> bool:
         """The store may have state of another build, of which none was computed again."""
-        return self.bits.state in ("unknown", "unchecked")
+        return self.bits.state in ("unknown", "unchecked", "beside")
 
     def recall_bits(self) -> None:
         """Reads whether this build has a root of its own, which another process of the build may have found out. Reads
@@ -181,9 +183,9 @@ class PrefixCache:
             self.namespaces.drop_all()
             self._set_model()
 
-    def note_same_bits(self) -> None:
-        """Notes that this build computes what is stored of the model. Does not wait."""
-        self.bits.note_same()
+    def note_same_bits(self, builds: Iterable[bytes]) -> None:
+        """Notes that this build computes what the builds with these digests have stored. Does not wait."""
+        self.bits.note_same(builds)
         self._set_model()
 
     def note_other_bits(self) -> None:

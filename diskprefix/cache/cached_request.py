@@ -46,7 +46,8 @@ class CachedRequest:
     the request ends, however it ends.
 
     For the engine's thread: making one does not wait. `goes_on`: the prompt ends at a grid point and is only a
-    beginning, so its next-token logits are neither needed nor saved. `origin`: what its entries say of it.
+    beginning, so its next-token logits are neither needed nor saved. `origin`: what its entries say of it. For
+    `of_any_build` see `RequestContext`.
     """
 
     def __init__(
@@ -57,10 +58,11 @@ class CachedRequest:
         *,
         goes_on: bool = False,
         origin: PromptOrigin = SENT,
+        of_any_build: bool = False,
     ) -> None:
         self.cache, self.namespace = cache, cache.namespaces.get(options.tenant)
         self.prompt, self.options = prompt, options
-        self._context = context = RequestContext(cache, self.namespace, prompt, options, goes_on, origin)
+        self._context = context = RequestContext(cache, self.namespace, prompt, options, goes_on, origin, of_any_build)
         num_tokens, reason = len(prompt.token_ids), self._bypass or "off"
         self._saver = Saver(context, Selection(scope=options.scope, prompt_tokens=num_tokens, reason=reason))
         self._pins = ExitStack()
@@ -332,11 +334,13 @@ class CachedRequest:
         """Stores the logits at the prompt's end as a note."""
         if self._logits is None or self._saver.save.has_failed:
             return
-        (end_id, content), self._logits = self._logits, None
+        (end_id, logits), self._logits = self._logits, None
+        # As a node does, the note says which build has computed it.
+        content = bytes(logits) + self.cache.bits.digest
         token_ids = self.prompt.token_ids
         notes = self._context.notes(self._context.ttl_at(len(token_ids)))
         # Compressing them takes milliseconds, for which the engine's thread does not wait.
-        self.cache.run_aside(partial(notes.put, NoteKind.LOGITS, end_id, bytes(content), token_ids))
+        self.cache.run_aside(partial(notes.put, NoteKind.LOGITS, end_id, content, token_ids))
 
     def publish_reply(self, sequence: KVSequence, token_ids: TokenIds) -> None:
         """Queues the selected part of the reply, if the model is exact at every token: decoding then computes the same

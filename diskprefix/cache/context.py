@@ -42,7 +42,8 @@ SENT = PromptOrigin()
 @dataclass(eq=False)
 class RequestContext:
     """A prompt with its options, its tenant's namespace and the cache. `goes_on`: the prompt ends at a grid point and
-    is only a beginning, so its end is not kept."""
+    is only a beginning, so its end is not kept. `of_any_build`: the stored state of every build is restored, to be
+    compared."""
 
     cache: PrefixCache
     namespace: TenantNamespace
@@ -50,8 +51,10 @@ class RequestContext:
     options: CacheOptions
     goes_on: bool = False
     origin: PromptOrigin = SENT
+    of_any_build: bool = False
 
     def __post_init__(self) -> None:
+        self.tiers = self.cache.tiered.tiers if self.of_any_build else self.cache.tiers
         self.epoch = self.cache.epoch(self.options.tenant)
         """The tenant's epoch in which the request began."""
         self._let_through: dict[Use, bool] = {}

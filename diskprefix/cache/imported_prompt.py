@@ -6,6 +6,7 @@ State steers answers, so this machine computes the prompt itself. The digests th
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -80,9 +81,11 @@ class Comparison(Struct):
     differs_at: tuple[int, int] | None = None
 
 
-def compare(store: Store, root: bytes, prompt: ImportedPrompt, layout: PayloadLayout) -> Comparison:
-    """Compares the nodes of an imported prompt with those that this machine has stored under a root. Waits for the
-    disk. Raises `CacheError`."""
+def compare(
+    store: Store, root: bytes, prompt: ImportedPrompt, layout: PayloadLayout, accepts: Callable[[bytes], bool]
+) -> Comparison:
+    """Compares the nodes of an imported prompt with those that this machine has stored under a root, by builds whose
+    digests are accepted. Waits for the disk. Raises `CacheError`."""
     result, parents = Comparison(), {0: root}
     for node in prompt.nodes:
         stop = node.position + node.num_tokens
@@ -92,9 +95,8 @@ def compare(store: Store, root: bytes, prompt: ImportedPrompt, layout: PayloadLa
         name = node_name(store.secret, parent, token_ids, node.kind)
         # A snapshot for each, because an open one keeps pages from being reused.
         with store.reads.snapshot() as snapshot:
-            is_stored = (
-                snapshot.has(name, parent, node.position, node.kind, token_ids) and name not in snapshot.unverified
-            )
+            build = snapshot.build_of(name, parent, node.position, node.kind, token_ids)
+            is_stored = build is not None and accepts(build) and name not in snapshot.unverified
             pieces = layout.pieces(node.num_tokens, node.kind)
             payload = raw_payload(snapshot, name, pieces) if is_stored else None
         if payload is not None and hashlib.sha256(payload).digest() != node.digest:

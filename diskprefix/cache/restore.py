@@ -26,7 +26,7 @@ from diskprefix.store.changes import NewNode
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.save import Save
-from diskprefix.store.schema import NodeKind, node_name
+from diskprefix.store.schema import BUILD_BYTES, NodeKind, node_name
 from diskprefix.store.store import Publication
 from diskprefix.tokens import Logits, TokenPath, floor_to_grid, root_hash
 from diskprefix.values import MissReason, Refused, StateSource, is_miss
@@ -175,7 +175,7 @@ class Restore:
 
         request = PrefetchRequest(
             nodes=self._nodes,
-            tiers=cache.tiers,
+            tiers=context.tiers,
             publish=save_nodes,
             max_s=cache.settings.remote_deadline,
             have=self.have,
@@ -202,7 +202,7 @@ class Restore:
         """
         self._num_intact = self.have
         started = time.perf_counter()
-        with open_views(self._cache.tiers) as views:
+        with open_views(self._context.tiers) as views:
             matcher = Matcher(
                 self._nodes,
                 views,
@@ -351,8 +351,10 @@ class Restore:
         content = None
         if self.have < len(self._nodes.token_ids):
             content = self._context.notes().get(NoteKind.LOGITS, self._nodes.end_id)
-        if content is not None and len(content) == self._layout.logits_bytes:
-            self._noted_logits = np.frombuffer(bytearray(content), dtype=np.uint8)
+        if content is not None and len(content) == self._layout.logits_bytes + BUILD_BYTES:
+            logits, build = content[:-BUILD_BYTES], content[-BUILD_BYTES:]
+            if self._cache.bits.accepts(build):
+                self._noted_logits = np.frombuffer(bytearray(logits), dtype=np.uint8)
         return self._noted_logits is not None
 
     def _send_logits(self, logits: Bytes) -> None:

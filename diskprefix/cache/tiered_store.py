@@ -9,7 +9,7 @@ from functools import partial
 from diskprefix import hooks
 from diskprefix.cache.policy.write_budget import SpentByKey
 from diskprefix.cache.tiers.loading import MAX_LOADS, READER_THREADS
-from diskprefix.cache.tiers.local import view_buffer, view_disk
+from diskprefix.cache.tiers.local import of_any_build, view_buffer, view_disk
 from diskprefix.cache.tiers.tier import SharedTier, Tier
 from diskprefix.errors import StoreUnavailable
 from diskprefix.namespace_key import NamespaceKey
@@ -71,9 +71,14 @@ class TieredStore:
         self.readers = ThreadPool(num_readers, "kv-reader").start()
         self.aside = ThreadPool(1, "kv-aside").start()
         """The thread for small work that reads nothing from the disk."""
-        disk = partial(view_disk, store, self.writer.quarantine)
-        self.tiers: tuple[Tier, ...] = (partial(view_buffer, self.writer), disk)
-        """The nearest first."""
+        self.tiers = self.tiers_of(of_any_build)
+        """The tiers with the state of every build."""
+
+    def tiers_of(self, accepts: Callable[[bytes], bool]) -> tuple[Tier, ...]:
+        """Returns the tiers, the nearest first, with the state of the builds whose digests are accepted. `accepts` is
+        called for each node, on any thread."""
+        disk = partial(view_disk, self.store, self.writer.quarantine, accepts)
+        return partial(view_buffer, self.writer), disk
 
     def close(self, timeout_s: float) -> bool:
         """Uploads and writes what waits, ends the threads, and closes the store. Returns False if time ran out before

@@ -114,7 +114,7 @@ class ImportChecks(Struct):
     def _compared(self, root: bytes, prompt: ImportedPrompt) -> Comparison:
         cache = self.serving.engine.cache
         try:
-            return compare(cache.store, root, prompt, cache.payload_layout)
+            return compare(cache.store, root, prompt, cache.payload_layout, cache.bits.accepts)
         except StoreCorrupt as error:
             # A restore finds and removes what is damaged, and the prompt is computed again.
             log.debug("[import] %s: %s", prompt.pack, error)

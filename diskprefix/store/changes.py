@@ -21,6 +21,7 @@ from diskprefix.store.eviction import after_use, limits_s, longer_ttl, recorded_
 from diskprefix.store.note_record import used_note
 from diskprefix.store.pieces import Payload
 from diskprefix.store.schema import (
+    NO_BUILD,
     OWN_KINDS,
     PURGES,
     EntryRecord,
@@ -152,10 +153,12 @@ class Changes(Snapshot):
         txn: lmdb.Transaction,
         now: float,
         require_sound_runs: Callable[[bytes], None] = lambda _name: None,
+        build: bytes = NO_BUILD,
     ) -> None:
-        """`require_sound_runs` is called with the name of a node before its pieces are deleted."""
+        """`require_sound_runs` is called with the name of a node before its pieces are deleted. `build` is the digest
+        of the build that computed new nodes."""
         super().__init__(databases, txn)
-        self.now = now
+        self.now, self._build = now, build
         self._require_sound_runs = require_sound_runs
         self.num_bytes = 0
         """The size of the records that were stored, in whole pages."""
@@ -211,6 +214,7 @@ class Changes(Snapshot):
             stored_bytes=sum(sizes),
             seen_children=0 if known is None else known.seen_children,
             is_unverified=node.is_unverified,
+            build=self._build,
         )
         usage = UsageRecord(
             last_used=self.now,

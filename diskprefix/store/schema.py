@@ -39,8 +39,11 @@ MAX_PREFILL_S = 1e6
 """Limit for the seconds that computing a node took. Greater values in a record are not trusted."""
 DATABASES = ("meta", "roots", "nodes", "children", "usage", "payloads", "entries", "seen", "notes")
 
-_HEADER = struct.Struct("<16s16sIIBBHIQQ")
-_KIND_AT, _UNVERIFIED_AT = 40, 41
+BUILD_BYTES = 8
+NO_BUILD = bytes(BUILD_BYTES)
+"""In place of a build where the identity of the root says what computes."""
+_HEADER = struct.Struct(f"<16s16sIIBBHIQQ{BUILD_BYTES}s")
+_KIND_AT, _UNVERIFIED_AT, _BUILD_AT = 40, 41, 64
 _CHECKSUM = struct.Struct("<Q")
 _POSITION = struct.Struct("<I")
 _TOKENS_AT = _HEADER.size + _CHECKSUM.size
@@ -96,7 +99,8 @@ class NodeRecord(Struct, frozen=True, eq=False):
     """The index record of one node. It holds the tokens from `position` to before `end`.
 
     `seen_children` counts the seen prompts that continue it, and the children that lie on the path of a seen prompt.
-    `is_unverified`: the state came from a file, and this machine has not computed it.
+    `is_unverified`: the state came from a file, and this machine has not computed it. `build` is the digest of the
+    build that computed the state: only builds with the same bits may use it.
     """
 
     parent: bytes
@@ -109,6 +113,7 @@ class NodeRecord(Struct, frozen=True, eq=False):
     stored_bytes: int
     seen_children: int = 0
     is_unverified: bool = False
+    build: bytes = NO_BUILD
 
     @property
     def num_tokens(self) -> int:
@@ -175,13 +180,13 @@ class RootRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A model that a store was served with, even if none of its state is stored. `identity` is the shared tenant's
-    `RootRecord.identity`. `build` is the build that computed the stored state, or that has computed some of it again;
-    empty where the identity contains the build. With `has_own_root`, the identity belongs to this build alone, because
-    it computes other bits than the state that another build has stored."""
+    `RootRecord.identity`. `builds` are the digests of builds that were found to compute the same bits, as nodes have
+    them. With `has_own_root`, the identity belongs to one build alone, because it computes other bits than the state
+    that another build has stored."""
 
     model: str
     identity: str
-    build: str = ""
+    builds: tuple[bytes, ...] = ()
     has_own_root: bool = False
 
 
@@ -279,6 +284,7 @@ def encode_node(name: bytes, node: NodeRecord) -> bytes:
         node.seen_children,
         node.raw_bytes,
         node.stored_bytes,
+        node.build,
     )
     token_ids = node.token_ids.tobytes()
     return header + _CHECKSUM.pack(checksum(name + header + token_ids)) + token_ids
@@ -291,12 +297,15 @@ def decode_node(name: bytes, value: bytes | memoryview) -> NodeRecord:
     header, token_ids = bytes(value[: _HEADER.size]), bytes(value[_TOKENS_AT:])
     if checksum(name + header + token_ids) != _CHECKSUM.unpack_from(value, _HEADER.size)[0]:
         raise StoreCorrupt("a node record's checksum does not match")
-    parent, root, position, num_tokens, kind, flag, num_pieces, seen, raw_bytes, stored_bytes = _HEADER.unpack(header)
+    parent, root, position, num_tokens, kind, flag, num_pieces, seen, *sizes, build = _HEADER.unpack(header)
     if len(token_ids) != 4 * num_tokens or kind not in _KINDS:
         raise StoreCorrupt(f"a node record of {len(value)} bytes claims {num_tokens} tokens of kind {kind}")
     ids = np.frombuffer(token_ids, dtype="<i4").astype(np.int32)
-    known = (parent, root, position, ids, NodeKind(kind), num_pieces, raw_bytes, stored_bytes)
-    return NodeRecord(*known, seen_children=seen, is_unverified=bool(flag))
+    raw_bytes, stored_bytes = sizes
+    return NodeRecord(
+        *(parent, root, position, ids, NodeKind(kind), num_pieces, raw_bytes, stored_bytes),
+        *(seen, bool(flag), build),
+    )
 
 
 def is_node(value: memoryview, parent: bytes, position: int, kind: NodeKind, token_ids: bytes) -> bool:
@@ -315,6 +324,11 @@ def is_node(value: memoryview, parent: bytes, position: int, kind: NodeKind, tok
 def is_unverified(value: bytes | memoryview) -> bool:
     """Returns whether the state of a node is that of a file, by its record, which is not verified."""
     return len(value) >= _HEADER.size and bool(value[_UNVERIFIED_AT])
+
+
+def node_build(value: bytes | memoryview) -> bytes:
+    """Returns the digest of the build in a node record, without verifying the record."""
+    return bytes(value[_BUILD_AT : _BUILD_AT + BUILD_BYTES])
 
 
 def node_root(value: bytes | memoryview) -> bytes:

@@ -37,6 +37,7 @@ from diskprefix.store.schema import (
     is_node,
     is_unverified,
     model_key,
+    node_build,
     node_kind,
     node_name,
     node_position,
@@ -86,17 +87,21 @@ class Snapshot:
         value = self.get_record("nodes", name)
         return value is not None and node_kind(value) == NodeKind.GHOST
 
-    def has(self, name: bytes, parent: bytes, position: int, kind: NodeKind, token_ids: bytes) -> bool:
-        """Returns whether this node is stored. `token_ids` are int32, little-endian. Raises `StoreCorrupt` if the node
-        with this name has another parent, position, kind or tokens."""
+    def build_of(self, name: bytes, parent: bytes, position: int, kind: NodeKind, token_ids: bytes) -> bytes | None:
+        """Returns the digest of the build that computed this node, None if it is not stored. `token_ids` are int32,
+        little-endian. Raises `StoreCorrupt` if the node with this name has another parent, position, kind or tokens."""
         value = self.get_record("nodes", name)
         if value is None or node_kind(value) == NodeKind.GHOST:
-            return False
+            return None
         if not is_node(value, parent, position, kind, token_ids):
             raise StoreCorrupt("its record is damaged or that of another prefix")
         if is_unverified(value):
             self.unverified.add(name)
-        return True
+        return node_build(value)
+
+    def has(self, name: bytes, parent: bytes, position: int, kind: NodeKind, token_ids: bytes) -> bool:
+        """Returns whether this node is stored, whatever build has computed it. Otherwise like `build_of`."""
+        return self.build_of(name, parent, position, kind, token_ids) is not None
 
     def piece(self, name: bytes, index: int) -> memoryview | None:
         """Returns a piece of a payload as it is stored, or None. The view is valid until the snapshot is closed."""

@@ -30,7 +30,7 @@ from diskprefix.store.epochs import Epoch, Epochs, epochs_of
 from diskprefix.store.folder import FolderLock, FolderUnavailable, OnWait, disk_full
 from diskprefix.store.opening import inode_of, open_environment, set_aside
 from diskprefix.store.reads import Reads
-from diskprefix.store.schema import NamesRecord
+from diskprefix.store.schema import NO_BUILD, NamesRecord
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store_identity import identify, require_namespace
 from diskprefix.store.written import WriteMeter
@@ -80,6 +80,8 @@ class StoreFile:
         """The epochs that this process read last."""
         self._epochs_lock = threading.Lock()
         """Held while the epochs are read, so that no thread replaces newer ones by older ones."""
+        self.build = NO_BUILD
+        """The digest of the build that computes what this process stores."""
         self.meter = WriteMeter()
         self.reads = Reads(path, self.snapshot)
         """The reads of a daemon."""
@@ -206,7 +208,7 @@ class StoreFile:
             with self.meter.measure(lambda: changes.num_bytes if changes else 0), env.transaction(write=True) as txn:
                 if not env.is_in_place():
                     raise StoreReplaced(f"{self.path} was removed or replaced")
-                changes = Changes(env.databases, txn, self.clock(), env.require_sound_runs)
+                changes = Changes(env.databases, txn, self.clock(), env.require_sound_runs, self.build)
                 yield changes
         except StoreFull:
             env.wait_for_readers()

@@ -35,26 +35,27 @@ NAME = b"n" * 16
 
 def record(num_tokens: int = 3, kind: NodeKind = NodeKind.TAIL) -> NodeRecord:
     tokens = np.arange(num_tokens, dtype=np.int32)
-    return NodeRecord(b"p" * 16, b"r" * 16, 512, tokens, kind, 5, 1000, 800)
+    return NodeRecord(b"p" * 16, b"r" * 16, 512, tokens, kind, 5, 1000, 800, build=b"digested")
 
 
 def test_a_node_record_has_the_documented_bytes() -> None:
     value = encode_node(NAME, record())
-    assert len(value) == 72 + 3 * 4
+    assert len(value) == 80 + 3 * 4
     assert value[:32] == b"p" * 16 + b"r" * 16
     assert int.from_bytes(value[32:36], "little") == 512
     assert int.from_bytes(value[36:40], "little") == 3
     assert value[40:48] == bytes([1, 0, 5, 0, 0, 0, 0, 0])
     assert int.from_bytes(value[48:56], "little") == 1000
     assert int.from_bytes(value[56:64], "little") == 800
-    assert int.from_bytes(value[64:72], "little") == checksum(NAME + value[:64] + value[72:])
-    assert np.frombuffer(value[72:], "<i4").tolist() == [0, 1, 2]
+    assert value[64:72] == b"digested"
+    assert int.from_bytes(value[72:80], "little") == checksum(NAME + value[:72] + value[80:])
+    assert np.frombuffer(value[80:], "<i4").tolist() == [0, 1, 2]
 
 
 def test_an_unknown_kind_under_a_good_checksum_is_refused() -> None:
     value = bytearray(encode_node(NAME, record()))
     value[40] = 4
-    value[64:72] = checksum(NAME + value[:64] + value[72:]).to_bytes(8, "little")
+    value[72:80] = checksum(NAME + value[:72] + value[80:]).to_bytes(8, "little")
     with pytest.raises(StoreCorrupt, match="claims 3 tokens of kind"):
         decode_node(NAME, bytes(value))
 
@@ -66,7 +67,7 @@ def test_tails_and_checkpoints_have_names_of_their_own() -> None:
     assert node_name(7, NAME, b"", NodeKind.CHECKPOINT) != node_name(7, NAME, b"", NodeKind.TAIL)
 
 
-@given(st.integers(0, 8 * 84 - 1))
+@given(st.integers(0, 8 * 92 - 1))
 def test_one_wrong_bit_in_a_node_record_is_noticed(bit: int) -> None:
     value = bytearray(encode_node(NAME, record()))
     value[bit // 8] ^= 1 << bit % 8

@@ -87,13 +87,20 @@ def _copy(node: NewNode, number: int, out: Bytes) -> None:
     out[...] = np.frombuffer(node.payload[number], dtype=np.uint8).reshape(out.shape)
 
 
+def of_any_build(_build: bytes) -> bool:
+    """Accepts the state of every build."""
+    return True
+
+
 class DiskView:
     """A view of a store, by a snapshot."""
 
     tier: TierName = "disk"
 
-    def __init__(self, snapshot: Snapshot, quarantine: Callable[[bytes, bytes], object]) -> None:
-        self._snapshot, self._quarantine = snapshot, quarantine
+    def __init__(
+        self, snapshot: Snapshot, quarantine: Callable[[bytes, bytes], object], accepts: Callable[[bytes], bool]
+    ) -> None:
+        self._snapshot, self._quarantine, self._accepts = snapshot, quarantine, accepts
         self.damaged: set[bytes] = set()
         self.unverified = snapshot.unverified
 
@@ -101,10 +108,11 @@ class DiskView:
         if node.name in self.damaged:
             return False
         try:
-            return self._snapshot.has(node.name, node.parent, node.position, node.kind, token_ids)
+            build = self._snapshot.build_of(node.name, node.parent, node.position, node.kind, token_ids)
         except StoreCorrupt as error:
             self.drop_damaged(node, error)
             return False
+        return build is not None and self._accepts(build)
 
     def similar(self, parent: bytes, token_ids: TokenIds) -> Iterator[tuple[Node, TokenIds]]:
         for name in islice(self._snapshot.similar_children(parent, token_ids.tobytes()), _MAX_TRIES):
@@ -113,7 +121,7 @@ class DiskView:
             except StoreCorrupt as error:
                 self.drop_damaged(Node(name, parent, 0, 0, NodeKind.BLOCK), error)
                 continue
-            if record is not None and record.parent == parent:
+            if record is not None and record.parent == parent and self._accepts(record.build):
                 if record.is_unverified:
                     self.unverified.add(name)
                 yield Node(name, parent, record.position, record.num_tokens, record.kind), record.token_ids
@@ -165,7 +173,10 @@ def view_buffer(writer: Writer) -> Iterator[BufferView]:
 
 
 @contextmanager
-def view_disk(store: Store, quarantine: Callable[[bytes, bytes], object]) -> Iterator[DiskView]:
-    """Yields a view of a store. `quarantine` has a node removed by its name and the name of its parent."""
+def view_disk(
+    store: Store, quarantine: Callable[[bytes, bytes], object], accepts: Callable[[bytes], bool] = of_any_build
+) -> Iterator[DiskView]:
+    """Yields a view of a store. `quarantine` has a node removed by its name and the name of its parent. `accepts`
+    returns whether the state of a build is shown, by the build's digest."""
     with store.reads.snapshot() as snapshot:
-        yield DiskView(snapshot, quarantine)
+        yield DiskView(snapshot, quarantine, accepts)

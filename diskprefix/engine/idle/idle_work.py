@@ -152,16 +152,19 @@ class IdleWork:
         options: CacheOptions,
         owner: Owner | None = None,
         origin: PromptOrigin = SENT,
+        *,
+        of_any_build: bool = False,
     ) -> Iterator[RestoredSequence]:
         """Yields a sequence into which the stored state of a prompt is read. With an `owner`, the sequence begins with
-        the state that memory has, and its state stays in memory. `origin` is that of the prompt."""
+        the state that memory has, and its state stays in memory. `origin` is that of the prompt. For
+        `of_any_build` see `RequestContext`."""
         token_ids, pages = prompt.token_ids, model.pages
         sequence = pages.begin_sequence(owner, token_ids, expires_at=model.cache.expires_at(options.ttl_s))
         if not isinstance(sequence, KVSequence):
             raise CacheError("there is no memory for it")
         stay, is_taken = Stay(pages, sequence), False
         try:
-            cached = CachedRequest(model.cache, prompt, options, goes_on=True, origin=origin)
+            cached = CachedRequest(model.cache, prompt, options, goes_on=True, origin=origin, of_any_build=of_any_build)
             restored = RestoredSequence(stay, cached)
             try:
                 job = ReadJob(lambda: True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import islice, pairwise
@@ -22,7 +22,7 @@ from diskprefix.engine.idle.idle_work import IdleWork, Steps
 from diskprefix.errors import CacheError
 from diskprefix.kv.pages import Page
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.store.schema import NodeKind, is_unverified, node_kind, node_root
+from diskprefix.store.schema import NodeKind, NodeRecord, is_unverified, node_build, node_kind, node_root
 from diskprefix.store.tree import PrefixTree
 from diskprefix.tokens import LEAST_TOKENS, TokenIds, floor_to_grid
 from diskprefix.units import counted
@@ -45,11 +45,12 @@ beside requests: nothing is saved before it."""
 
 class _StoredPrefix(NamedTuple):
     """A prefix of a saved prompt, whose state can be restored at its end and after its first `start` tokens (0:
-    nothing is restored)."""
+    nothing is restored). Behind these, other builds with the digests `builds` have computed some of its state."""
 
     tenant: Tenant
     token_ids: TokenIds
     start: int
+    builds: frozenset[bytes]
 
     @property
     def num_computed(self) -> int:
@@ -64,6 +65,8 @@ class Recheck:
         self._left: list[_StoredPrefix] | None = None
         """The prefixes that were not computed again yet; None before they are chosen."""
         self._num_equal = 0
+        self._equal_builds: frozenset[bytes] = frozenset()
+        """The number of prefixes that were computed again, and the builds that had computed them before."""
         self._since, self._retry_at = self._now, -math.inf
         """The times, on the engine's clock, of the start and of the next attempt after a failure."""
 
@@ -101,7 +104,7 @@ class Recheck:
         if self._left is None:
             yield (chosen := self._idle.submit_read(self._chosen))
             self._left = chosen.result()
-            if self._left == []:
+            if self._left == [] or (self._left is None and self._cache.bits.has_used_others):
                 log.warning("[disk-cache] nothing that an earlier version has stored can be compared: it is not used")
                 self._cache.note_other_bits()
                 return
@@ -109,7 +112,8 @@ class Recheck:
             log.info("[disk-cache] what an earlier version has stored is computed again beside requests")
         # Bound: each round compares a prefix.
         while self._left:
-            is_equal = yield from self._is_equal(self._left[-1])
+            prefix = self._left[-1]
+            is_equal = yield from self._is_equal(prefix)
             # There is no `yield` between the comparison and its consequence, so a request that comes cannot hide a
             # difference.
             if is_equal is False:
@@ -121,18 +125,22 @@ class Recheck:
             else:
                 self._left.pop()
                 self._num_equal += 1
+                self._equal_builds |= prefix.builds
         if self._left is not None and not self._num_equal:
             # Nothing was compared, which is no sign of equal bits.
             self._left = None
             return
-        self._cache.note_same_bits()
+        self._cache.note_same_bits(self._equal_builds)
         if self._num_equal:
             found_equal = counted(self._num_equal, "stored prompt")
             log.info("[disk-cache] this version computes the bits of an earlier one: %s compared", found_equal)
+        # A further build may come.
+        self._left, self._num_equal, self._equal_builds = None, 0, frozenset()
 
     def _chosen(self) -> list[_StoredPrefix] | None:
         """Returns stored prefixes of the model, of any tenant, the one with the fewest tokens to compute last. Returns
-        None if an earlier build has stored nothing. On the reader's thread."""
+        None if no other build has stored anything. On the reader's thread."""
+        equal = self._cache.bits.equal
         with self._cache.store.reads.snapshot() as snapshot:
             tree, own = PrefixTree(snapshot), dict[bytes, Tenant]()
             for root, record in snapshot.roots():
@@ -143,7 +151,10 @@ class Recheck:
             root_of = {
                 name: root
                 for name, value in snapshot.records("nodes")
-                if (root := node_root(value)) in own and node_kind(value) != NodeKind.GHOST and not is_unverified(value)
+                if (root := node_root(value)) in own
+                and node_kind(value) != NodeKind.GHOST
+                and not is_unverified(value)
+                and node_build(value) not in equal
             }
             if not root_of:
                 return None
@@ -157,8 +168,8 @@ class Recheck:
 
     def _prefix_of(self, tree: PrefixTree, name: bytes, tenant: Tenant) -> _StoredPrefix | None:
         """Returns a prefix of the prompt that ends at a node, None if none can be compared. If the model has states,
-        the prefix goes from a checkpoint, or the beginning, to the next checkpoint. Otherwise its last tokens are
-        computed."""
+        the prefix goes from a checkpoint, or the beginning, to the next checkpoint. Otherwise its last tokens that
+        another build has computed are computed again."""
         layout, size = self._cache.layout, self._cache.settings.block_size
         try:
             nodes, path = tree.entry(name).values(), tree.path(name).values()
@@ -170,24 +181,31 @@ class Recheck:
         end = min([len(token_ids), *np.flatnonzero(token_ids < 0)[:1].tolist()])
         if layout.states:
             points = {node.end for node in nodes if node.kind != NodeKind.BLOCK and LEAST_TOKENS <= node.end <= end}
-            pairs = pairwise([0, *sorted(points)])
+            pairs = [pair for pair in pairwise([0, *sorted(points)]) if self._builds_of(nodes, *pair)]
             start, end = min(pairs, key=lambda pair: (pair[1] - pair[0], pair[1]), default=(0, 0))
         else:
             end = min(end, _MAX_TOKENS)
             if end < len(token_ids) and layout.exact_at == "grid":
                 end = floor_to_grid(end, size)
             start = floor_to_grid(end - 1, size)
-        return _StoredPrefix(tenant, token_ids[:end], start) if end >= LEAST_TOKENS else None
+        builds = self._builds_of(nodes, start, end)
+        return _StoredPrefix(tenant, token_ids[:end], start, builds) if builds and end >= LEAST_TOKENS else None
+
+    def _builds_of(self, nodes: Collection[NodeRecord], start: int, end: int) -> frozenset[bytes]:
+        """Returns the other builds that have computed state of the tokens from `start` to `end`."""
+        # A checkpoint may have no token of its own.
+        among = (node.build for node in nodes if start < node.end and min(node.position + 1, node.end) <= end)
+        return frozenset(among) - self._cache.bits.equal
 
     def _is_equal(self, stored: _StoredPrefix) -> Generator[Future[Any] | None, None, bool | None]:
         """Returns whether the last tokens of a prefix have the state that is stored; None if it is not stored any
         more."""
         options, token_ids = CacheOptions(scope=Scope("full"), tenant=stored.tenant, save=False), stored.token_ids
-        with self._idle.restoring(self._idle.served, Prompt(token_ids), options) as whole:
+        with self._idle.restoring(self._idle.served, Prompt(token_ids), options, of_any_build=True) as whole:
             yield whole.reading
             end = whole.num_restored()
             before = Prompt(token_ids[: max(1, stored.start)])
-            with self._idle.restoring(self._idle.served, before, options) as again:
+            with self._idle.restoring(self._idle.served, before, options, of_any_build=True) as again:
                 yield again.reading
                 start, sequence = again.num_restored(), again.sequence
                 if end < len(token_ids) or end - start > max(_MAX_COMPUTED, stored.num_computed):

@@ -97,9 +97,7 @@ class Asked:
     last: Event | None = None
     has_left: bool = False
     is_unchecked: bool = False
-    """Its daemon did not know yet whether what is stored has the bits of its build."""
-    has_own_root: bool = False
-    """The build of its daemon had a root of its own."""
+    """Its daemon had found state of an earlier build, and did not know yet whether it has the bits of its own."""
     ended_at: float | None = None
     ticket: Ticket | None = None
     turns: tuple[Asked, ...] = ()
@@ -180,9 +178,6 @@ class History:
             choose(("token", "token", "grid")), choose(("full", "full", "window", "state"))
         )
         self._num_sequences = choose((1.0, 1.5, 2.5, 4.0))
-        self._is_mixed = False
-        """Daemons of two builds ran at once. What they stored under one root is of both, until one of them knows of a
-        difference and takes another root."""
         self.ttl_s = choose((0.0, 0.0, 20.0))
         self._own_ttls = choose((False, False, True))
         self._longest_s = 60.0 if self._own_ttls or self.ttl_s else 12.0
@@ -320,7 +315,6 @@ class History:
             world.kill(process)
         if is_sound and process in world.checked:
             raise Wrong("a start checks a file that needs none")
-        self._is_mixed |= any(one.build != new.build for one in self.daemons for new in made)
         self.daemons += made
         self.stores += [daemon.store for daemon in made]
         return bool(made)
@@ -439,7 +433,7 @@ class History:
                 self._continue_ahead(one)
 
         bits = daemon.cache.bits
-        one.is_unchecked, one.has_own_root = bits.state != "settled", bits._has_own_root
+        one.is_unchecked = bits.state in ("unknown", "unchecked")
         one.is_unaffordable = self._written(daemon) >= (self.settings.write_budget_bytes or math.inf)
         purged, expired = self._purged(daemon), self._expired(daemon)
         one.submitted_at, one.gone, one.has_expired = self.scheduler.now, purged | expired, bool(expired - purged)
@@ -1108,8 +1102,7 @@ class History:
     def _check_reply(self, one: Asked) -> None:
         expected = one.expected
         # What another build has stored is restored until it is known to differ.
-        is_mixed = one.is_unchecked or (self._is_mixed and not one.has_own_root)
-        for tokens in () if is_mixed else one.replies.values():
+        for tokens in () if one.is_unchecked else one.replies.values():
             is_whole = isinstance(one.last, DoneEvent)
             if tokens != expected[: one.most if is_whole else len(tokens)]:
                 raise Wrong(f"{one.id} got {tokens}, not {expected}")

@@ -27,5 +27,7 @@ KEPT_SEEDS: dict[int, dict[int, str]] = {
         51000931: "what needs no read waits for one of another",
         51000450: "failed: ContextTooLong('80 tokens need 1.3 KiB of KV memory, 3.8 KiB are available",
         62000102: "r8 waited 15.5 s for its turns",
+        62003918: "r3 got [79] as a turn, not [36]",
+        64000092: "r23 got [35, 218] as a turn, not [44, 231]",
     },
 }

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from diskprefix.cache import namespaces
-from diskprefix.cache.build_bits import BuildBits
+from diskprefix.cache.build_bits import BuildBits, build_digest
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.matching import Matcher
 from diskprefix.cache.tiers.nodes import Node
@@ -42,6 +42,7 @@ from diskprefix.store.written import WriteMeter, WrittenBytes
 from diskprefix.thread_pool import ThreadPool
 from diskprefix.tokens import root_hash
 from diskprefix.values import SHARED
+from tests.faults.interleavings import world
 from tests.faults.interleavings.threads import scheduler
 
 _owner: Any = PrefixCache.owner
@@ -259,8 +260,9 @@ MUTANTS: dict[str, Mutant] = {
     "the stop beside a suspended writer": Mutant("a stop takes", ((StoreFile, "write_waited_s", 0.0),)),
     "the comparison with what another build has stored": Mutant(_WRONG_REPLY, ((Recheck, "_is_equal", _equal_unseen),)),
     "the root of a build with other bits": Mutant(
-        _WRONG_REPLY, ((BuildBits, "note_other", lambda self: self.note_same()),)
+        _WRONG_REPLY, ((BuildBits, "note_other", lambda self: self.note_same(map(build_digest, world.BUILDS))),)
     ),
+    "the build of a node": Mutant(_WRONG_REPLY, ((BuildBits, "accepts", lambda _self, _build: True),)),
     "the pages of a thread that may still write": Mutant(
         _WRONG_REPLY, ((ReadJob, "may_write", property(lambda _self: False)),)
     ),

@@ -58,6 +58,8 @@ from tests.faults.interleavings.threads import Shim, scheduler
 BLOCK = 8
 LONGEST = 96
 """The tokens of the longest prompt with its reply."""
+BUILDS = "build 0", "build 1"
+"""Each computes other bits."""
 
 
 @dataclass
@@ -407,7 +409,7 @@ class Daemon:
         pool = PagePool(layout, block_size=BLOCK)
         identity = partial(identity_text, {"model": "hash"}, BLOCK, 1, layout.describe())
         kv_limit = int(num_sequences * pool.sequence_bytes(LONGEST))
-        self.cache = PrefixCache(settings, self.store, layout, identity, "hash", build=f"build {build}")
+        self.cache = PrefixCache(settings, self.store, layout, identity, "hash", build=BUILDS[build])
         runtime: Any = hash_model.HashRuntime(layout, build)
         self.engine = Engine(hash_model.loaded(kv_limit), runtime, self.cache)
         self.engine.warm_up()
