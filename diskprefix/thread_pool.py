@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 log = logging.getLogger("diskprefix")
 
@@ -33,7 +33,7 @@ class ThreadPool(Executor):
 
     def __init__(self, max_threads: int, name: str, begin: Callable[[], None] = lambda: None) -> None:
         self._max_threads, self._name, self._begin = max_threads, name, begin
-        self._waiting: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[Work[Any] | None] = queue.SimpleQueue()
         """The work of the threads. None ends them."""
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
@@ -53,12 +53,12 @@ class ThreadPool(Executor):
         """Queues a call, and returns its future. Raises `RuntimeError`, and queues nothing, after `shutdown`, and if
         the system refuses the first thread of a pool that was not started."""
         self.start()
-        future: Future[T] = Future()
+        work = Work(partial(fn, *args, **kwargs))
         with self._lock:
             if self._is_closed:
                 raise RuntimeError(f"no more work for {self._name}")
-            self._waiting.put((future, partial(fn, *args, **kwargs)))
-        return future
+            self._waiting.put(work)
+        return work.future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Accepts no more work, and ends each thread after the queued work; with `cancel_futures`, after its own."""
@@ -70,7 +70,7 @@ class ThreadPool(Executor):
                 # Bound: nothing is added to a closed pool.
                 while True:
                     if (work := self._waiting.get_nowait()) is not None:
-                        work[0].cancel()
+                        work.future.cancel()
         self._waiting.put(None)
         for thread in threads if wait else ():
             thread.join()
@@ -88,9 +88,8 @@ class ThreadPool(Executor):
         while (work := self._waiting.get()) is not None:
             self._take_place()
             try:
-                complete(*work)
+                work.complete()
             finally:
-                # What the work refers to lives no longer than the work.
                 del work
                 with self._lock:
                     self._num_free += 1
@@ -108,16 +107,30 @@ class ThreadPool(Executor):
                 log.warning("no further thread for %s, whose work waits: %s", self._name, error)
 
 
-def complete(future: Future[T], call: Callable[[], T]) -> None:
-    """Runs a call, unless its future was cancelled, and sets the future's result or exception."""
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        result = call()
-    except BaseException as error:  # noqa: BLE001 (the caller gets it)
-        future.set_exception(error)
-    else:
-        future.set_result(result)
+class Work(Generic[T]):
+    """A call, and the future of its result."""
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        self._call = call
+        self.future: Future[T] = Future()
+
+    def complete(self) -> None:
+        """Makes the call, unless the future was cancelled, and sets the future's result or exception.
+
+        Lets go of the call and its arguments before: the thread may be without a processor for long afterwards, and
+        the body of a request must not outlive the work on it.
+        """
+        if not self.future.set_running_or_notify_cancel():
+            return
+        set_outcome: Callable[[], None]
+        try:
+            set_outcome = partial(self.future.set_result, self._call())
+        except BaseException as error:  # noqa: BLE001 (the caller gets it)
+            set_outcome = partial(self.future.set_exception, error)
+        del self._call
+        set_outcome()
+        # An error refers to this frame, which must not refer to the error.
+        del set_outcome, self
 
 
 def standing_thread(

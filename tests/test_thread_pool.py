@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import CancelledError, wait
 from typing import Any
@@ -69,6 +71,43 @@ def test_an_error_of_a_call_is_that_of_its_future_and_the_thread_goes_on() -> No
         failed.result(30)
     assert pool.submit(int, "1").result(30) == 1
     pool.shutdown()
+
+
+class Argument:
+    """What a call is given."""
+
+
+def test_what_a_call_was_given_is_gone_before_its_result_is_known() -> None:
+    pool, may_begin, alive = ThreadPool(1, "pool"), threading.Event(), list[bool]()
+
+    def work(argument: Argument) -> str:
+        assert may_begin.wait(30)
+        return repr(argument)
+
+    argument = Argument()
+    given, done = weakref.ref(argument), pool.submit(work, argument)
+    done.add_done_callback(lambda _: alive.append(given() is not None))
+    del argument
+    may_begin.set()
+    assert "Argument" in done.result(30)
+    pool.shutdown()
+    assert alive == [False]
+
+
+def test_what_a_failed_call_was_given_is_gone_with_its_error() -> None:
+    def work(argument: Argument) -> None:
+        raise ValueError(repr(argument))
+
+    pool, argument = ThreadPool(1, "pool"), Argument()
+    given, failed = weakref.ref(argument), pool.submit(work, argument)
+    assert isinstance(failed.exception(30), ValueError)
+    pool.shutdown()
+    gc.disable()
+    try:
+        del argument, failed
+        assert given() is None, "no cycle of references keeps it until garbage is collected"
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("drops", [False, True])

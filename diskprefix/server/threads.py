@@ -123,7 +123,7 @@ class Threads:
         loop, turns, record = asyncio.get_running_loop(), self._turns[kind], log_context(request)
         began = 0.0
 
-        def give_back(_: Future[T]) -> None:
+        def give_back(_: Future[list[T]]) -> None:
             rests = kind in _LOW_PRIORITY and self._is_computing()
             rest_s = min(_MAX_REST_S, _REST_BESIDE * (self._clock() - began)) if rests else 0.0
             # The event loop may have ended with the process.
@@ -145,7 +145,9 @@ class Threads:
         for executor in self._of.values():
             executor.shutdown(wait=False, cancel_futures=True)
 
-    def _submit(self, kind: WorkKind, work: Callable[..., T], *values: Any) -> tuple[Future[T], ThreadWork]:
+    def _submit(self, kind: WorkKind, work: Callable[..., T], *values: Any) -> tuple[Future[list[T]], ThreadWork]:
+        """Queues work for a thread. The future gets the result in a list, which `_result` empties: the thread refers
+        to what it has returned until it gets a processor again."""
         state = ThreadWork()
         running = self._of[kind].submit(self._timed, kind, state, work, *values)
         self._begun_calls.add(running)
@@ -153,19 +155,19 @@ class Threads:
         return running, state
 
     @staticmethod
-    async def _result(running: Future[T], state: ThreadWork) -> T:
+    async def _result(running: Future[list[T]], state: ThreadWork) -> T:
         try:
-            return await asyncio.wrap_future(running)
+            return (await asyncio.wrap_future(running)).pop()
         except asyncio.CancelledError:
             state.is_wanted = False
             raise
 
-    def _timed(self, kind: WorkKind, state: ThreadWork, work: Callable[..., T], *values: Any) -> T:
+    def _timed(self, kind: WorkKind, state: ThreadWork, work: Callable[..., T], *values: Any) -> list[T]:
         thread, began = threading.get_ident(), self._clock()
         if kind in _DEADLINE_S:
             self._due[thread] = began, began + _DEADLINE_S[kind], state
         try:
             with doing(state):
-                return work(*values)
+                return [work(*values)]
         finally:
             self._due.pop(thread, None)

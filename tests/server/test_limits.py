@@ -6,8 +6,9 @@ import asyncio
 import json
 import socket
 import threading
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from pathlib import Path
@@ -362,6 +363,26 @@ def test_work_ends_at_its_next_step_when_the_client_leaves(threads: Threads) -> 
         assert ended == ["early", "early"]
 
     asyncio.run(scenario())
+
+
+def test_a_result_is_gone_with_its_receiver_though_its_thread_has_no_processor(
+    threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_result, has_processor, stopped = Future.set_result, threading.Event(), list[bool]()
+
+    def stop_after(future: Future[Any], result: Any) -> None:
+        set_result(future, result)
+        stopped.append(has_processor.wait(WAIT_S))
+
+    async def scenario() -> None:
+        for run in (partial(threads.run, "rendering"), partial(threads.run_for, request_of(), "rendering")):
+            result = weakref.ref(await run(lambda: Anything(a=1)))
+            assert result() is None
+            assert not stopped
+
+    monkeypatch.setattr(Future, "set_result", stop_after)
+    asyncio.run(scenario())
+    has_processor.set()
 
 
 def test_no_kind_of_work_waits_for_another(threads: Threads) -> None:

@@ -31,7 +31,7 @@ from diskprefix.engine.constraints.trial import TokenizerText, Trials
 from diskprefix.engine.request import Constraint, FreeText
 from diskprefix.errors import DiskPrefixError, InvalidRequest
 from diskprefix.printable import first_line
-from diskprefix.thread_pool import ThreadPool, complete
+from diskprefix.thread_pool import ThreadPool, Work
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -142,7 +142,7 @@ class _Beginning:
     def __init__(self, compiler: ConstraintCompiler, constraint: Constraint) -> None:
         self._compiler, self._constraint = compiler, constraint
         self._lock = threading.Lock()
-        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._waiting: deque[Work[Any]] = deque()
         """The work that has not ended. The first one runs."""
 
     @cached_property
@@ -155,19 +155,19 @@ class _Beginning:
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Runs `work` on another thread, after all work submitted before."""
-        future, on_ready = Future[T](), self._compiler.on_ready
-        future.add_done_callback(lambda _: on_ready())
+        queued, on_ready = Work(work), self._compiler.on_ready
+        queued.future.add_done_callback(lambda _: on_ready())
         with self._lock:
-            self._waiting.append((future, work))
+            self._waiting.append(queued)
             if len(self._waiting) == 1:
                 self._compiler.threads.submit(self._work)
-        return future
+        return queued.future
 
     def _work(self) -> None:
         has_more = True
         # Bound: each round completes a piece of work. A reply submits its next piece when it has used the last one.
         while has_more:
-            complete(*self._waiting[0])
+            self._waiting[0].complete()
             with self._lock:
                 self._waiting.popleft()
                 has_more = bool(self._waiting)
