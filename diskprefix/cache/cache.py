@@ -225,28 +225,27 @@ class PrefixCache:
         with self._counting:
             self.counters[name] += 1
 
-    def spending(self, tenant: Tenant = SHARED) -> Spending | None:
+    def spending(self, share: str = "") -> Spending | None:
         """Returns the use of `--kv-cache-write-budget`, None without a budget. Bytes that wait to be written count too.
-        With API keys, the share of the `tenant`'s key is part of the result. Reads nothing from the disk."""
+        What `share`, a `CacheOptions.share`, has used of its part is in the result. Reads nothing from the disk."""
         limit, now = self.store.meter.budget_bytes, self.store.clock()
         if not limit:
             return None
         used = self.store.written_lately().last_day(now) + self.writer.pending_bytes
-        has_share = self.settings.api_keys is not None and tenant != SHARED
-        own_bytes, num_keys = self.tiered.spent.spent_by(tenant.ids[:1], now) if has_share else (0, 1)
+        own_bytes, num_shares = self.tiered.spent.spent_by(share, now) if share else (0, 1)
         return Spending(
             own_bytes=own_bytes,
-            num_keys=num_keys,
+            num_shares=num_shares,
             used_bytes=used,
             limit_bytes=limit,
             bytes_per_token=self.layout.bytes_per_token,
             state_bytes=self.layout.state_bytes,
         )
 
-    def spend(self, tenant: Tenant, num_bytes: int) -> None:
-        """Counts bytes to be written for the `tenant`'s API key. For the engine's thread."""
-        if self.settings.api_keys is not None:
-            self.tiered.spent.add(tenant.ids[:1], num_bytes, self.store.clock())
+    def spend(self, share: str, num_bytes: int) -> None:
+        """Counts bytes to be written for a `share`, if it is known. For the engine's thread."""
+        if share:
+            self.tiered.spent.add(share, num_bytes, self.store.clock())
 
     def notes_of(
         self, root: bytes, record: RootRecord, ttl_s: float | None = None, epoch: Epoch | None = None

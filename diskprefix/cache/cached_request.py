@@ -198,7 +198,7 @@ class CachedRequest:
         cache, prompt, options, restored = self.cache, self.prompt, self.options, self.restored
         stored = restored.stored_tokens
         rules = Rules.of(cache.settings, cache.layout.state_kind, cache.layout.state_bytes)
-        self._spending = cache.spending(options.tenant)
+        self._spending = cache.spending(options.share)
         evictor, names = cache.store.evictor, self.nodes.path.block_names
         self._sighting = sighting_of(self.namespace.seen, prompt, options, names, evictor.stays_s)
         selection = selection_of(self._sighting, rules, prompt, options, stored)
@@ -217,7 +217,7 @@ class CachedRequest:
         if selection.reason == "write_budget":
             cache.count("unaffordable")
         if self._spending is not None:
-            cache.spend(options.tenant, self._spending.cost(selection, stored))
+            cache.spend(options.share, self._spending.cost(selection, stored))
         return selection
 
     @property
@@ -365,7 +365,7 @@ class CachedRequest:
             return
         if spending is not None:
             num_new = max(0, num_tokens - self.selection.kept)
-            self.cache.spend(self.options.tenant, num_new * spending.bytes_per_token)
+            self.cache.spend(self.options.share, num_new * spending.bytes_per_token)
         if self.cache.layout.states:
             saver.states_at.add(sequence.num_tokens)
         plan = planner.plan_reply(nodes, stop, self.selection, saver.states_at)

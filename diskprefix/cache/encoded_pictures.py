@@ -86,13 +86,13 @@ class EncodedPictures:
         """Has a copy of an output written, if outputs of the request `are_saved`. `encode_s` is how long computing the
         output took. For the engine's thread; the copy is made on another thread."""
         cache, num_bytes, writer = self._cache, rows.nbytes, self._cache.writer
-        spending = cache.spending(options.tenant)
+        spending = cache.spending(options.share)
         if not are_saved(options) or cache.store.problem is not None or cache.bits.state != "settled":
             return
         if spending is not None and not spending.allows_picture(num_bytes, is_asked=options.is_asked):
             cache.count("unaffordable")
         elif (room := writer.reserve(num_bytes)) is not None:
-            cache.spend(options.tenant, num_bytes)
+            cache.spend(options.share, num_bytes)
             self._copied[options.tenant, picture.name] = rows
             try:
                 cache.run_aside(partial(self._submit, picture, rows, options, epoch, encode_s, room))

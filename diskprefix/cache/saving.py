@@ -213,7 +213,7 @@ class Saver:
         planner.interim = planner.nodes.checkpoint(num_tokens)
         self.queue(sequence, Plan((*planner.missing(num_tokens, self.states_at), planner.interim)))
         if self._interim == planner.interim:
-            cache.spend(self._context.options.tenant, cache.layout.state_bytes)
+            cache.spend(self._context.options.share, cache.layout.state_bytes)
         self._writer.write_at_once(self.save)
 
     def queue(self, sequence: KVSequence, plan: Plan, *, logits: Logits | None = None, min_ttl_s: float = 0.0) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from diskprefix import hooks
-from diskprefix.cache.policy.write_budget import SpentByKey
+from diskprefix.cache.policy.write_budget import SpentByShare
 from diskprefix.cache.tiers.loading import MAX_LOADS, READER_THREADS
 from diskprefix.cache.tiers.local import of_any_build, view_buffer, view_disk
 from diskprefix.cache.tiers.tier import SharedTier, Tier
@@ -65,7 +65,7 @@ class TieredStore:
             ttl_s=settings.kv_cache_ttl,
             also_writes=(self.savings.writing,),
         )
-        self.spent = SpentByKey()
+        self.spent = SpentByShare()
         # A draft model has one load more.
         num_readers = READER_THREADS * (MAX_LOADS + 1)
         self.readers = ThreadPool(num_readers, "kv-reader").start()

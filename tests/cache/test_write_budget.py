@@ -11,10 +11,10 @@ import pytest
 from msgspec.structs import replace
 
 from diskprefix.cache.policy.select import Rules
-from diskprefix.cache.policy.write_budget import Spending, SpentByKey, within_budget
+from diskprefix.cache.policy.write_budget import Spending, SpentByShare, within_budget
 from diskprefix.store.written import WrittenBytes
 from diskprefix.tokens import as_token_ids
-from diskprefix.values import CacheOptions, CacheReport, Mark, Prompt, Scope, Selection, Tenant
+from diskprefix.values import SHARED, CacheOptions, CacheReport, Mark, Prompt, Scope, Selection
 from tests.runner import BLOCK, Runner, random_prompt, tiny_llama, tiny_settings
 
 RULES = Rules(block_size=16, min_tokens=100, cold_max=100, interval=100, state="token")
@@ -97,21 +97,31 @@ def test_a_part_has_no_end_no_reply_and_at_least_the_fewest_tokens(state: Any, k
     assert within(0.6, whole, rules=replace(rules, min_tokens=201)).kept == 0
 
 
-def test_a_key_has_its_part_of_the_budget_while_others_ask_and_all_of_it_alone() -> None:
+def test_a_share_has_its_part_of_the_budget_while_others_ask_and_all_of_it_alone() -> None:
     for number, own, kept in ((1, 400_000, 1000), (2, 400_000, 1000), (3, 400_000, 0), (3, 0, 1000)):
-        spending = replace(SPENDING, used_bytes=400_000, num_keys=number, own_bytes=own)
+        spending = replace(SPENDING, used_bytes=400_000, num_shares=number, own_bytes=own)
         assert within_budget(ALL, PROMPT, spending, RULES, stored=0, had=0, is_asked=True).kept == kept
         assert spending.allows_reply(1000, 0, is_asked=True) == (kept > 0)
 
 
-def test_what_was_spent_counts_for_a_day_and_so_does_a_key_that_asked() -> None:
-    spent = SpentByKey()
+def test_what_was_spent_counts_for_a_day_and_so_does_a_share_that_asked() -> None:
+    spent = SpentByShare()
     spent.add("greedy", 700, 0.0)
     spent.add("greedy", 200, 7200.0)
     assert spent.spent_by("greedy", 10_000.0) == (900, 1)
     assert spent.spent_by("other", 86_000.0) == (0, 2)
     assert spent.spent_by("greedy", 90_000.0) == (200, 2)
     assert spent.spent_by("other", 200_000.0) == (0, 1)
+
+
+def test_more_shares_than_any_machine_has_do_not_make_all_parts_small() -> None:
+    spent = SpentByShare()
+    for number in range(2000):
+        spent.add(f"address {number}", 1, 0.0)
+    num_bytes, num_shares = spent.spent_by("address 1999", 0.0)
+    assert num_shares <= 257
+    assert num_bytes == 2000 - num_shares + 1, "the last ones have one part together"
+    assert spent.spent_by("address 0", 0.0) == (1, num_shares)
 
 
 # As a request sees it.
@@ -123,7 +133,7 @@ ASKED = replace(FULL, is_asked=True)
 
 @pytest.fixture
 def runner(tmp_path: Path) -> Iterator[Runner]:
-    settings = tiny_settings(tmp_path, kv_cache_write_budget="1MiB/day", api_keys=Path("keys"))
+    settings = tiny_settings(tmp_path, kv_cache_write_budget="1MiB/day")
     runner = Runner(tiny_llama(), settings, exact_at="token")
     yield runner
     runner.close()
@@ -185,18 +195,22 @@ def test_a_cancelled_prompt_is_not_left_on_the_disk_when_the_budget_is_half_used
     assert runner.cancelled(Prompt(random_prompt(1, 8 * BLOCK)), FULL, steps=2).saved == "none"
 
 
-def test_one_key_cannot_spend_the_part_of_another_that_asks(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_salts", [False, True])
+def test_one_share_cannot_spend_the_part_of_another_that_asks(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch, has_salts: bool
+) -> None:
     """With `full`, which each request asks for itself. Only the prompts count here, not what the file takes beside."""
     monkeypatch.setattr(WrittenBytes, "last_day", lambda _written, _now: 0)
     runner.cache.store.meter.budget_bytes = 24 * BLOCK * runner.layout.bytes_per_token
-    greedy, other = (replace(ASKED, tenant=Tenant.of_key(name)) for name in ("greedy", "other"))
-    asking = [(0, other), *((seed, greedy) for seed in range(1, 5)), (9, other)]
+    greedy, other = (replace(ASKED, share=name) for name in ("user 1000", "user 1001"))
+    salted = [replace(greedy, tenant=SHARED.with_salt(str(number))) if has_salts else greedy for number in range(4)]
+    asking = [(0, other), *enumerate(salted, 1), (9, other)]
     saved = [ask(runner, seed, options).saved for seed, options in asking]
     assert saved == ["queued", "queued", "queued", "none", "none", "queued"]
 
 
-def test_a_reply_that_is_not_saved_costs_its_key_nothing(runner: Runner) -> None:
-    options = CacheOptions(scope=Scope("tokens", 4 * BLOCK), tenant=Tenant.of_key("k"))
+def test_a_reply_that_is_not_saved_costs_its_share_nothing(runner: Runner) -> None:
+    options = CacheOptions(scope=Scope("tokens", 4 * BLOCK), share="user 1000")
     ask(runner, 1, options, reply=BLOCK)
-    num_bytes, _ = runner.cache.tiered.spent.spent_by(options.tenant.ids[:1], runner.cache.store.clock())
+    num_bytes, _ = runner.cache.tiered.spent.spent_by(options.share, runner.cache.store.clock())
     assert num_bytes == 4 * BLOCK * runner.layout.bytes_per_token

@@ -179,7 +179,7 @@ def test_an_interim_checkpoint_that_cannot_be_is_no_loss(
         monkeypatch.setattr(KVSequence, "capture", without_room)
     else:
         scarce = Spending(used_bytes=3 << 20, limit_bytes=10 << 20, bytes_per_token=1)
-        monkeypatch.setattr(runner.cache, "spending", lambda _tenant=SHARED: scarce)
+        monkeypatch.setattr(runner.cache, "spending", lambda _share="": scarce)
     cached = halted(runner, with_scope("full", is_asked=True))
     assert {node.kind for node in nodes_of(runner)} == {NodeKind.BLOCK}
     assert cached.close().saved == "queued"

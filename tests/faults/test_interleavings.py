@@ -77,7 +77,7 @@ def test_each_protection_that_can_be_taken_away_is_there() -> None:
     assert [attribute for holder, attribute, _ in patches if not hasattr(holder, attribute)] == []
 
 
-@pytest.mark.parametrize("spending", [lambda _self: None, lambda _self, _tenant=None: NOTHING.limit])
+@pytest.mark.parametrize("spending", [lambda _self: None, lambda _self, _share="": NOTHING.limit])
 def test_a_mutant_that_is_wrong_itself_is_told_and_finds_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spending: Callable[..., None]
 ) -> None:

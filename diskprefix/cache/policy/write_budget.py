@@ -1,18 +1,18 @@
 """The part of a selection that may be written within `--kv-cache-write-budget`.
 
-Each beginning of a prompt is written while less than a share of the budget was used in the last 24 hours. The share is
-largest for a beginning that was missed: an earlier prompt had it too, but neither memory nor disk had its state. The
-share is smaller for a new system message and for the new part of a conversation, and smallest for a new prompt. A
+Each beginning of a prompt is written while less than a fraction of the budget was used in the last 24 hours. The
+fraction is largest for a beginning that was missed: an earlier prompt had it too, but neither memory nor disk had its
+state. It is smaller for a new system message and for the new part of a conversation, and smallest for a new prompt. A
 beginning that is still in memory can wait until it is missed. The selection of a request that says itself what to keep
 (by scope, time to live or marks) is written as long as there is room.
 
-The keys that asked in these 24 hours have equal parts of the budget. The shares hold within each part too.
+The shares (`CacheOptions.share`) that asked in these 24 hours have equal parts of the budget. The fractions hold within
+each part too.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -22,20 +22,22 @@ from diskprefix.tokens import floor_to_grid
 from diskprefix.values import Prompt, Selection
 
 _MISSED, _SYSTEM, _GOES_ON, _NEW = 0.95, 0.75, 0.25, 0.2
-"""The shares. The last twentieth of the budget is for records, such as uses of blocks and recent prompts."""
+"""The fractions. The last twentieth of the budget is for records, such as uses of blocks and recent prompts."""
+_MAX_SHARES = 256
+"""The most shares with a part of their own: anybody may have many addresses."""
 
 
 class Spending(Struct, frozen=True, kw_only=True):
     """The use of a budget: `used_bytes` of `limit_bytes` were written in the last 24 hours, `own_bytes` of them for the
-    API key of the request, which is one of `num_keys`. A token takes `bytes_per_token`, a checkpoint or the end of a
-    prompt `state_bytes`."""
+    request's share, which is one of `num_shares`. A token takes `bytes_per_token`, a checkpoint or the end of a prompt
+    `state_bytes`."""
 
     used_bytes: int
     limit_bytes: int
     bytes_per_token: int
     state_bytes: int = 0
     own_bytes: int = 0
-    num_keys: int = 1
+    num_shares: int = 1
 
     @property
     def is_ample(self) -> bool:
@@ -47,9 +49,9 @@ class Spending(Struct, frozen=True, kw_only=True):
         """True if nothing more is written."""
         return self.used_bytes >= _MISSED * self.limit_bytes
 
-    def allows(self, selection: Selection, stored: int, share: float) -> bool:
-        """Returns whether a selection, without the `stored` tokens, fits in a share of the budget."""
-        return self._fits(self.cost(selection, stored), share)
+    def allows(self, selection: Selection, stored: int, fraction: float) -> bool:
+        """Returns whether a selection, without the `stored` tokens, fits in a fraction of the budget."""
+        return self._fits(self.cost(selection, stored), fraction)
 
     def cost(self, selection: Selection, stored: int) -> int:
         """Returns the bytes of a selection without the `stored` tokens."""
@@ -66,27 +68,29 @@ class Spending(Struct, frozen=True, kw_only=True):
         """Returns whether the output of an encoder fits. Computing it takes longer than a prompt of as many bytes."""
         return self._fits(num_bytes, _MISSED if is_asked else _SYSTEM)
 
-    def _fits(self, cost: int, share: float) -> bool:
-        limit = share * self.limit_bytes
-        return not cost or (self.used_bytes + cost <= limit and self.own_bytes + cost <= limit / self.num_keys)
+    def _fits(self, cost: int, fraction: float) -> bool:
+        limit = fraction * self.limit_bytes
+        return not cost or (self.used_bytes + cost <= limit and self.own_bytes + cost <= limit / self.num_shares)
 
 
-class SpentByKey:
-    """Estimates the bytes written for each API key in the last 24 hours, since the start. For the engine's thread."""
+class SpentByShare:
+    """Estimates the bytes written for each share in the last 24 hours, since the start. For the engine's thread."""
 
     def __init__(self) -> None:
-        self._hours_of: dict[Hashable, Counter[int]] = {}
+        self._hours_of: dict[str, Counter[int]] = {}
 
-    def add(self, key: Hashable, num_bytes: int, now: float) -> None:
-        self._hours_of.setdefault(key, Counter())[int(now // 3600)] += num_bytes
+    def add(self, share: str, num_bytes: int, now: float) -> None:
+        """Counts bytes of a share. Shares above `_MAX_SHARES` count as one."""
+        counted = share if share in self._hours_of or len(self._hours_of) < _MAX_SHARES else ""
+        self._hours_of.setdefault(counted, Counter())[int(now // 3600)] += num_bytes
 
-    def spent_by(self, key: Hashable, now: float) -> tuple[int, int]:
-        """Returns the bytes of a key that asks now, and the number of keys that asked in the last 24 hours."""
-        self.add(key, 0, now)
+    def spent_by(self, share: str, now: float) -> tuple[int, int]:
+        """Returns the bytes of a share that asks now, and the number of shares that asked in the last 24 hours."""
         for other, hours in list(self._hours_of.items()):
             self._hours_of[other] = Counter({hour: n for hour, n in hours.items() if hour >= now // 3600 - 24})
         self._hours_of = {other: hours for other, hours in self._hours_of.items() if hours}
-        return self._hours_of[key].total(), len(self._hours_of)
+        self.add(share, 0, now)
+        return self._hours_of.get(share, self._hours_of.get("", Counter())).total(), len(self._hours_of)
 
 
 def within_budget(
@@ -107,32 +111,32 @@ def within_budget(
     """
     if spending is None or not selection.kept:
         return selection
-    shares = _shares(selection, prompt, had, rules.price)
+    fractions = _fractions(selection, prompt, had, rules.price)
     if is_asked:
-        shares[selection.kept] = _MISSED
-    for at in sorted(shares, reverse=True):
+        fractions[selection.kept] = _MISSED
+    for at in sorted(fractions, reverse=True):
         part = selection if at >= selection.kept else _cut(selection, at, rules)
-        if part.kept and spending.allows(part, stored, shares[at]):
+        if part.kept and spending.allows(part, stored, fractions[at]):
             return part
     return selection.keeping_nothing("write_budget")
 
 
-def _shares(selection: Selection, prompt: Prompt, had: int, min_missed: int) -> dict[int, float]:
-    """Returns beginnings of a prompt, in tokens, with their shares of the budget. Fewer than `min_missed` tokens that
-    had to be computed again do not count as missed."""
+def _fractions(selection: Selection, prompt: Prompt, had: int, min_missed: int) -> dict[int, float]:
+    """Returns beginnings of a prompt, in tokens, with their fractions of the budget. Fewer than `min_missed` tokens
+    that had to be computed again do not count as missed."""
     known, whole = max(selection.common, selection.seen), selection.kept
     goes_on = selection.reason == "continues" or known >= whole
-    shares = {whole: _GOES_ON if goes_on else _NEW}
+    fractions = {whole: _GOES_ON if goes_on else _NEW}
 
-    def allow(at: int, share: float) -> None:
+    def allow(at: int, fraction: float) -> None:
         at = whole if at >= whole else prompt.last_safe(at)
-        shares[at] = max(share, shares.get(at, 0.0))
+        fractions[at] = max(fraction, fractions.get(at, 0.0))
 
     allow(prompt.system_end, _SYSTEM)
     allow(known, _MISSED if known >= had + min_missed else _GOES_ON)
     for mark in prompt.marks:
         allow(mark.position, _MISSED)
-    return shares
+    return fractions
 
 
 def _cut(selection: Selection, at: int, rules: Rules) -> Selection:

@@ -41,7 +41,6 @@ from diskprefix.store.writer import Room, Writer
 from diskprefix.store.written import WriteMeter, WrittenBytes
 from diskprefix.thread_pool import ThreadPool
 from diskprefix.tokens import root_hash
-from diskprefix.values import SHARED
 from tests.faults.interleavings import world
 from tests.faults.interleavings.threads import scheduler
 
@@ -225,7 +224,7 @@ MUTANTS: dict[str, Mutant] = {
         "who has hung up reads on", ((ReadJob, "is_wanted", _wanted_by_nobody),)
     ),
     "the stop beside a load that hangs": Mutant("the daemon does not stop", ((Fetches, "close", _waited_for),)),
-    "the write budget": Mutant("with no budget", ((PrefixCache, "spending", lambda _self, _tenant=SHARED: None),)),
+    "the write budget": Mutant("with no budget", ((PrefixCache, "spending", lambda _self, _share="": None),)),
     "the count of written bytes in memory": Mutant(
         "the engine's thread reads the disk", ((Store, "written_lately", _read_lately),)
     ),
