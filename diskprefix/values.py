@@ -147,6 +147,19 @@ class Tenant:
 SHARED = Tenant()
 """The tenant of requests with neither key nor salt."""
 
+
+class Asker(NamedTuple):
+    """Whom a result in memory was made for. Only its `tenant` finds it, and its room counts for its `share`: see
+    `CacheOptions`."""
+
+    tenant: Tenant = SHARED
+    share: str = ""
+
+
+NO_ASKER = Asker()
+"""The asker of what no client sends."""
+
+
 MOST_NAME_CHARS = 200
 """The longest name of a model."""
 
@@ -371,6 +384,10 @@ class CacheOptions(Struct, frozen=True, kw_only=True):
     computes_last: bool = False
     is_asked: bool = False
     share: str = ""
+
+    @property
+    def asker(self) -> Asker:
+        return Asker(self.tenant, self.share)
 
 
 class Break(NamedTuple):

@@ -60,7 +60,7 @@ class CachedRequest:
         origin: PromptOrigin = SENT,
         of_any_build: bool = False,
     ) -> None:
-        self.cache, self.namespace = cache, cache.namespaces.get(options.tenant)
+        self.cache, self.namespace = cache, cache.namespaces.get(options.tenant, options.share)
         self.prompt, self.options = prompt, options
         self._context = context = RequestContext(cache, self.namespace, prompt, options, goes_on, origin, of_any_build)
         num_tokens, reason = len(prompt.token_ids), self._bypass or "off"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from diskprefix.cache.policy.seen import MAX_PROMPT_BYTES, SeenPrompts
 from diskprefix.errors import CacheError, StoreCorrupt
+from diskprefix.fair_cache import FairCache
 from diskprefix.store.ghosts import SeenRecord, newest_first
 from diskprefix.store.schema import RootRecord
 from diskprefix.store.store import Store
@@ -19,8 +20,9 @@ from diskprefix.tokens import TokenIds, root_hash
 from diskprefix.values import Tenant
 
 _MAX_BYTES = 128 << 20
-_MAX_TENANTS = 256
-"""Bounds over all tenants, except for the tenant that was used last: `SeenPrompts` bounds its size."""
+_LEAST_BYTES = _MAX_BYTES // 256
+"""The bound on the memory of all tenants, which shares divide, and the least that a tenant counts. `SeenPrompts` bounds
+the memory of one."""
 
 
 class TenantNamespace(Struct, eq=False):
@@ -80,8 +82,7 @@ class TenantNamespaces:
         self._record_of = record_of
         self._on_prompts = on_prompts
         self._ttl_s = ttl_s
-        self._used: OrderedDict[Tenant, TenantNamespace] = OrderedDict()
-        """The least recently used first."""
+        self._used = FairCache[Tenant, TenantNamespace](_MAX_BYTES)
         self._lock = threading.Lock()
         """Guards `_used` and `epochs`. Never held while the store is read."""
         self.on_forget: Callable[[], None] = lambda: None
@@ -89,19 +90,17 @@ class TenantNamespaces:
         self.epochs = store.epochs
         """The epochs of the state in memory, as the store had them when `forget_deleted` looked."""
 
-    def get(self, tenant: Tenant) -> TenantNamespace:
-        """Returns the tenant's namespace, and marks it as used. Drops others if there are too many."""
+    def get(self, tenant: Tenant, share: str = "") -> TenantNamespace:
+        """Returns the tenant's namespace, and marks it as used, by a request of `share`. Drops others if all take too
+        much memory."""
         with self._lock:
-            if tenant not in self._used:
+            if (namespace := self._used.get(tenant)) is None:
                 record = self._record_of(tenant)
                 seen = SeenPrompts(record.block_size, is_trusting=not tenant.is_salted)
-                self._used[tenant] = TenantNamespace(root_hash(record.identity), record, seen)
-            self._used.move_to_end(tenant)
-            total = sum(namespace.seen.num_bytes for namespace in self._used.values())
-            # Bound: each round drops a tenant.
-            while len(self._used) > 1 and (total > _MAX_BYTES or len(self._used) > _MAX_TENANTS):
-                total -= self._used.popitem(last=False)[1].seen.num_bytes
-            return self._used[tenant]
+                namespace = TenantNamespace(root_hash(record.identity), record, seen)
+            self._used.put(tenant, namespace, share, _LEAST_BYTES)
+            self._used.measure_again(lambda used: max(_LEAST_BYTES, used.seen.num_bytes))
+            return namespace
 
     def read_seen(self, namespace: TenantNamespace, on_prompt: Callable[[], object] = lambda: None) -> None:
         """Reads the tenant's earlier prompts from the store, unless they were read. May take a second. Calls
@@ -141,12 +140,7 @@ class TenantNamespaces:
         now = self._store.clock()
         with self._lock:
             before, self.epochs = self.epochs, self._store.epochs
-            gone = [
-                tenant
-                for tenant, namespace in self._used.items()
-                if namespace.has_expired(now) or self.epochs.is_over(before.of(str(tenant)))
-            ]
-            for tenant in gone:
-                del self._used[tenant]
-            if gone or self.epochs != before:
+            is_over = self.epochs.is_over
+            has_gone = self._used.remove_if(lambda of, used: used.has_expired(now) or is_over(before.of(str(of))))
+            if has_gone or self.epochs != before:
                 self.on_forget()

@@ -93,7 +93,7 @@ def read_pictures(processor: PictureProcessor | None, draft: PromptDraft) -> Pro
             raise _refusal(part, processor)
         content = content_of(part.uri, part.uri_path)
         picture = processor.read_image(
-            content, detail=part.detail, param=part.uri_path, beside=pictures, owner=draft.owner
+            content, detail=part.detail, param=part.uri_path, beside=pictures, asker=draft.asker
         )
         pictures.append(picture)
     return replace(draft, pictures=pictures)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, partial, reduce
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -17,7 +17,7 @@ from diskprefix.chat.replay import ConversationHash, RecordStore, SampledTurn, w
 from diskprefix.chat.template_input import TemplateInput
 from diskprefix.thread_work import begin_step
 from diskprefix.tokens import TokenIds, as_token_ids
-from diskprefix.values import Picture, Prompt
+from diskprefix.values import NO_ASKER, Asker, Picture, Prompt
 
 if TYPE_CHECKING:
     from diskprefix.chat.known_parts import OwnedParts
@@ -61,8 +61,8 @@ class PromptDraft(Struct, frozen=True, kw_only=True):
     """Set by the caller; `canonicalise`, `place`, `fit` and `set_date` change it."""
     replies: RecordStore | None = None
     known: OwnedParts | None = None
-    owner: Hashable = None
-    """The owner of the prompt. Results that stay in memory are found only by their owner."""
+    asker: Asker = NO_ASKER
+    """Whose prompt it is, for the results that stay in memory."""
 
     # recall
     remembered: Mapping[int, SampledTurn] = field(default_factory=dict)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
@@ -13,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+from diskprefix.fair_cache import FairCache
 from diskprefix.tokens import TokenIds
 
 _KNOWN_TOKENS = 2 << 20
@@ -28,55 +27,39 @@ class Encoding(NamedTuple):
 
 
 class KnownParts:
-    """An LRU cache of encoded parts of prompts. Thread-safe."""
+    """Encoded parts of earlier prompts. For any thread."""
 
     def __init__(self) -> None:
-        self._parts: OrderedDict[tuple[Hashable, bytes], tuple[Encoding, float]] = OrderedDict()
+        self._parts = FairCache[tuple[Hashable, bytes], tuple[Encoding, float]](_KNOWN_TOKENS)
         """The encodings by owner and digest of the text, each with the time at which it expires."""
-        self._num_tokens = 0
-        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._parts)
 
     def get(self, owner: Hashable, text: str) -> Encoding | None:
-        key = owner, _digest(text)
-        with self._lock:
-            encoding, expires_at = self._parts.get(key, (None, 0.0))
-            if encoding is None or expires_at <= time.monotonic():
-                return None
-            self._parts.move_to_end(key)
-            return encoding
+        encoding, expires_at = self._parts.get((owner, _digest(text))) or (None, 0.0)
+        return encoding if expires_at > time.monotonic() else None
 
-    def put(self, owner: Hashable, text: str, encoding: Encoding, lasts_s: float) -> None:
-        """Adds an encoding, which expires `lasts_s` seconds after this use."""
-        key = owner, _digest(text)
-        with self._lock:
-            self._drop(key)
-            self._parts[key] = encoding, time.monotonic() + lasts_s
-            self._num_tokens += len(encoding.token_ids)
-            while self._num_tokens > _KNOWN_TOKENS:
-                self._drop(next(iter(self._parts)))
+    def put(self, owner: Hashable, text: str, encoding: Encoding, lasts_s: float, share: str = "") -> None:
+        """Adds an encoding, which expires `lasts_s` seconds after this use. Its room counts for `share`."""
+        expires_at = time.monotonic() + lasts_s
+        self._parts.put((owner, _digest(text)), (encoding, expires_at), share, len(encoding.token_ids))
 
     def forget(self, is_gone: Callable[[Hashable], bool]) -> None:
         """Drops expired parts, and the parts of owners that are gone."""
         now = time.monotonic()
-        with self._lock:
-            for key in [key for key, (_, until) in self._parts.items() if until <= now or is_gone(key[0])]:
-                self._drop(key)
-
-    def _drop(self, key: tuple[Hashable, bytes]) -> None:
-        if key in self._parts:
-            self._num_tokens -= len(self._parts.pop(key)[0].token_ids)
+        self._parts.remove_if(lambda key, part: part[1] <= now or is_gone(key[0]))
 
 
 class OwnedParts(Struct, frozen=True):
-    """The known parts of the `owner` of a request. With `keeps`, new parts last `lasts_s` seconds after each use."""
+    """The known parts of the `owner` of a request. With `keeps`, new parts last `lasts_s` seconds after each use. Their
+    room counts for `share`."""
 
     known: KnownParts
     owner: Hashable
     lasts_s: float
     keeps: bool = True
+    share: str = ""
 
     def get(self, text: str) -> Encoding | None:
         return self.known.get(self.owner, text)
@@ -84,7 +67,7 @@ class OwnedParts(Struct, frozen=True):
     def put(self, text: str, encoding: Encoding) -> None:
         """Adds a part, or renews the time of a known one."""
         if self.keeps:
-            self.known.put(self.owner, text, encoding, self.lasts_s)
+            self.known.put(self.owner, text, encoding, self.lasts_s, self.share)
 
 
 def _digest(text: str) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import date
 from functools import cached_property, partial
 from operator import attrgetter
@@ -32,7 +32,7 @@ from diskprefix.chat.template_input import PART_SEPARATOR, MessageForm, Template
 from diskprefix.errors import InvalidRequest
 from diskprefix.printable import printable_only
 from diskprefix.tokens import as_token_ids, common_prefix_length
-from diskprefix.values import Picture, Prompt, SourceText
+from diskprefix.values import NO_ASKER, Asker, Picture, Prompt, SourceText
 
 if TYPE_CHECKING:
     from diskprefix.model.load.picture_processor import PictureProcessor
@@ -143,13 +143,13 @@ class PromptRenderer:
         conversation: Conversation,
         replies: RecordStore | None,
         known: OwnedParts | None = None,
-        owner: Hashable = None,
+        asker: Asker = NO_ASKER,
     ) -> Replayed:
-        """Returns the prompt of a conversation of `owner`, with the sampled tokens of `replies`. `known` texts are not
+        """Returns the prompt of a conversation of `asker`, with the sampled tokens of `replies`. `known` texts are not
         encoded again. Raises `ContextTooLong`, `InvalidRequest` if the template or the model refuses the conversation,
         and `RecordsUnread`."""
         require_few_arguments(conversation)
-        draft = PromptDraft(conversation=conversation, replies=replies, known=known, owner=owner)
+        draft = PromptDraft(conversation=conversation, replies=replies, known=known, asker=asker)
         draft = run_steps(self._steps(), draft)
         if draft.conversation_hash is None or draft.conversation.ending != "reply":
             return Replayed(draft.prompt)

@@ -38,7 +38,7 @@ def splice(template: ChatTemplate, output_format: OutputFormat, draft: PromptDra
         if not draft.remembered:
             return draft
         tools, text = draft.conversation.tools, draft.rendering.text
-        read = partial(readings, output_format.of(draft.owner), tools or (), template.special, text)
+        read = partial(readings, output_format.of(draft.asker), tools or (), template.special, text)
         spans = find_spans(text, draft.rendering.written, draft.remembered, template.reply_ends_of(tools), read)
         if len(spans) == len(draft.remembered):
             return replace(draft, spans=tuple(spans.values()))

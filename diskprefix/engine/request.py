@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
@@ -12,7 +12,7 @@ from msgspec import Struct, field
 from diskprefix.engine.thought_limit import ThoughtBudget
 from diskprefix.errors import DiskPrefixError
 from diskprefix.store.reads import Patience
-from diskprefix.values import CacheOptions, CacheOutcome, CacheReport, Prompt, StateSource, outcome_of
+from diskprefix.values import NO_ASKER, Asker, CacheOptions, CacheOutcome, CacheReport, Prompt, StateSource, outcome_of
 
 if TYPE_CHECKING:
     import regex
@@ -65,8 +65,8 @@ class Constraint(Struct, frozen=True, kw_only=True):
     before: FreeText | None = None
     begins: regex.Pattern[str] | None = None
     make_source: Callable[[], str] | None = None
-    owner: Hashable = None
-    """The owner of the constraint: compiled constraints are not shared between owners."""
+    asker: Asker = NO_ASKER
+    """Whose request it is: compiled constraints are not shared between tenants."""
 
 
 class Reading(Struct, frozen=True, kw_only=True):

@@ -34,8 +34,8 @@ def engine_request(rendered: Rendered) -> tuple[ReplyReader, GenerateRequest]:
     num_choices = parsed.sampling.n * len(rendered.prompts)
     serving, choice = arrival.serving, parsed.tool_choice
     is_chat = isinstance(parsed.prompt, Conversation)
-    tenant = arrival.cache.tenant
-    output_format: OutputFormat = serving.renderer.output_format.of(tenant) if is_chat else PlainText()
+    asker = arrival.cache.asker
+    output_format: OutputFormat = serving.renderer.output_format.of(asker) if is_chat else PlainText()
     prompt_end = serving.renderer.end_of(replayed.prompt)
     encode = partial(serving.engine.tokenizer.encode, add_special_tokens=False)
     ends = serving.renderer.fill_in_ends(parsed.prompt) if isinstance(parsed.prompt, FillIn) else ()
@@ -46,7 +46,7 @@ def engine_request(rendered: Rendered) -> tuple[ReplyReader, GenerateRequest]:
     is_scored = parsed.echo and sampling.logprobs is not None
     if is_scored:
         _require_few_scores(rendered)
-    check = partial(serving.engine.constraints.check_constraint, owner=tenant)
+    check = partial(serving.engine.constraints.check_constraint, asker=asker)
     constraint = constraint_of(parsed, output_format, prompt_end, check)
     generate = GenerateRequest(
         id=reply_id(arrival.dialect, arrival.context),
@@ -56,7 +56,7 @@ def engine_request(rendered: Rendered) -> tuple[ReplyReader, GenerateRequest]:
         sampling=replace(sampling, stop=(*sampling.stop, *ends)),
         cache=replace(arrival.cache, scope=Scope("off")) if is_scored else arrival.cache,
         echo=Echo(logprobs=sampling.logprobs) if parsed.echo else None,
-        constraint=None if constraint is None else replace(constraint, owner=tenant),
+        constraint=None if constraint is None else replace(constraint, asker=asker),
         thought_budget=thought_budget_of(parsed, output_format, prompt_end, encode, serving.engine.end_ids),
         shown_special_tokens=output_format.special_tokens.union(ends),
         reports_progress=parsed.return_progress,

@@ -126,7 +126,7 @@ def render(arrival: Arrival, wanted: Conversation | str | list[int] | FillIn) ->
     serving, cache = arrival.serving, arrival.cache
     renderer, known = serving.renderer, known_parts(serving, cache)
     if isinstance(wanted, Conversation):
-        replayed = renderer.replay(wanted, arrival.turns, known, cache.tenant)
+        replayed = renderer.replay(wanted, arrival.turns, known, cache.asker)
         if replayed.prompt.pictures:
             serving.engine.read_encoder()
         return replayed
@@ -140,7 +140,7 @@ def _render_counted(arrival: Arrival, wanted: Conversation | str | list[int] | F
         return render(arrival, wanted)
     except ContextTooLong:
         assert isinstance(wanted, Conversation)
-        return arrival.serving.renderer.counting.replay(wanted, arrival.turns, owner=arrival.cache.tenant)
+        return arrival.serving.renderer.counting.replay(wanted, arrival.turns, asker=arrival.cache.asker)
 
 
 def _has_pictures(wanted: Conversation | str | list[int] | FillIn) -> bool:

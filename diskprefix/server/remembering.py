@@ -93,10 +93,9 @@ def known_parts(serving: Serving, cache: CacheOptions) -> OwnedParts | None:
     """Returns the encoded texts of the caller's earlier prompts, None if the request uses none."""
     if cache.scope.kind == "off":
         return None
-    of_cache = serving.engine.cache
-    return OwnedParts(
-        serving.renderer.known_parts, of_cache.owner(cache.tenant), of_cache.lasts_s(cache.ttl_s), keeps=cache.save
-    )
+    known, of_cache = serving.renderer.known_parts, serving.engine.cache
+    owner, lasts_s = of_cache.owner(cache.tenant), of_cache.lasts_s(cache.ttl_s)
+    return OwnedParts(known, owner, lasts_s, keeps=cache.save, share=cache.share)
 
 
 def reply_memory(serving: Serving, cache: CacheOptions, asked: Conversation, replayed: Replayed) -> ReplyMemory | None:

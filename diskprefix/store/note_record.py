@@ -135,7 +135,7 @@ def note_prompt(value: bytes | memoryview) -> PromptDigest:
     return PromptDigest(*_PROMPT.unpack_from(value, CHECKSUM_BYTES + _TIMES.size))
 
 
-def _share_of(value: bytes | memoryview) -> str:
+def share_of(value: bytes | memoryview) -> str:
     """Returns the share that a note's room counts for, without verifying the record."""
     length_at = CHECKSUM_BYTES + _SHARE_AT
     length = value[length_at] if len(value) > length_at else 0
@@ -156,7 +156,7 @@ class StoredNote(Struct, frozen=True):
         """Reads the beginning of a record. A record that is too short counts as expired."""
         is_whole = len(value) >= CHECKSUM_BYTES + _TIMES.size
         times = _TIMES.unpack_from(value, CHECKSUM_BYTES) if is_whole else (0.0, 0.0, 0)
-        return cls(key, NoteTimes(*times), note_bytes(len(value)), _share_of(value))
+        return cls(key, NoteTimes(*times), note_bytes(len(value)), share_of(value))
 
     @property
     def root(self) -> bytes:

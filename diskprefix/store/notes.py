@@ -18,6 +18,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from diskprefix.errors import CacheError, DiskStalled, StoreCorrupt
+from diskprefix.fair_cache import FairCache
 from diskprefix.identity import identity_of_tenant
 from diskprefix.store.changes import RECORDS_AT_ONCE, Changes, SmallWrite, batches
 from diskprefix.store.epochs import Epoch, epochs_of
@@ -35,6 +36,7 @@ from diskprefix.store.note_record import (
     note_limit,
     note_prompt,
     root_limit,
+    share_of,
     sizes_by_root,
     surplus_notes,
     total_limit,
@@ -78,9 +80,8 @@ class Notes:
         """The root records of the waiting notes."""
         self._used: OrderedDict[bytes, float] = OrderedDict()
         """The time of the last use of each note by this process, the latest last."""
-        self._recent: OrderedDict[bytes, tuple[Epoch, bytes]] = OrderedDict()
-        """Encoded turns by key, each with the epoch in which it was put or read; the latest last."""
-        self._recent_bytes = 0
+        self._recent = FairCache[bytes, tuple[Epoch, bytes]](_MAX_RECENT_BYTES)
+        """Encoded turns by key, each with the epoch in which it was put or read."""
         self._to_record: set[bytes] = set()
         """The keys of notes whose recorded last use is outdated; see `NoteTimes.is_outdated`."""
         self._is_new = self._is_being_written = False
@@ -162,7 +163,7 @@ class Notes:
                 return dict.fromkeys(ids)
             with self._lock:
                 for id_, key in missing.items():
-                    if (value := values[id_]) is not None and key not in self._recent:
+                    if (value := values[id_]) is not None and self._recent.get(key) is None:
                         self._remember(key, value, epoch)
         return {id_: self._content(key, values[id_]) for id_, key in keys.items()}
 
@@ -272,36 +273,23 @@ class Notes:
         lock."""
         if (note := self._waiting.get(key)) is not None and not (note.value and self._store.epochs.is_over(note.epoch)):
             return True, note.value
-        if key not in self._recent:
+        epoch, value = self._recent.get(key) or (None, None)
+        if epoch is not None and self._store.epochs.is_over(epoch):
+            self._recent.remove(key)
             return False, None
-        epoch, value = self._recent[key]
-        if self._store.epochs.is_over(epoch):
-            self._drop_recent(key)
-            return False, None
-        self._recent.move_to_end(key)
-        return True, value
+        return value is not None, value
 
     def _remember(self, key: bytes, value: bytes, epoch: Epoch) -> None:
         """Keeps an encoded turn in memory, which was put or read in `epoch`. Ignores other notes. The caller holds the
         lock."""
         if key[HASH_BYTES] != NoteKind.TURN or self._store.epochs.is_over(epoch):
             return
-        self._drop_recent(key)
-        self._recent[key] = epoch, value
-        self._recent_bytes += len(value)
-        # Bound: each round removes a turn; without any, both are 0.
-        while self._recent_bytes > _MAX_RECENT_BYTES or len(self._recent) > _MAX_RECENT:
-            self._drop_recent(next(iter(self._recent)))
-
-    def _drop_recent(self, key: bytes) -> None:
-        """Drops an encoded turn from memory. The caller holds the lock."""
-        _, value = self._recent.pop(key, (None, b""))
-        self._recent_bytes -= len(value)
+        self._recent.put(key, (epoch, value), share_of(value), max(len(value), _MAX_RECENT_BYTES // _MAX_RECENT))
 
     def _delete(self, key: bytes) -> None:
         with self._lock:
             self._replace(key, _Waiting(Epoch(), None))
-            self._drop_recent(key)
+            self._recent.remove(key)
         self._wake()
 
     def drop_outdated(self) -> None:
@@ -310,8 +298,7 @@ class Notes:
             is_over = self._store.epochs.is_over
             outdated = {key: note for key, note in self._waiting.items() if note.value and is_over(note.epoch)}
             self.dropped += len(outdated)
-            for key in [key for key, (epoch, _) in self._recent.items() if is_over(epoch)]:
-                self._drop_recent(key)
+            self._recent.remove_if(lambda _, turn: is_over(turn[0]))
         self._forget_waiting(outdated)
 
     def _replace(self, key: bytes, note: _Waiting) -> None:

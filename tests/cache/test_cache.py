@@ -462,8 +462,9 @@ def why_kept(runner: Runner, token_ids: TokenIds) -> str:
 
 
 def held(runner: Runner) -> dict[Tenant, int]:
-    """The bytes of each tenant in memory, the one that was used longest ago first."""
-    return {tenant: one.seen.num_bytes for tenant, one in runner.cache.namespaces._used.items()}
+    """The bytes of each tenant in memory."""
+    used = runner.cache.namespaces._used
+    return {tenant: namespace.seen.num_bytes for tenant in used if (namespace := used.get(tenant)) is not None}
 
 
 def test_another_model_never_hits(tmp_path: Path) -> None:
@@ -473,26 +474,28 @@ def test_another_model_never_hits(tmp_path: Path) -> None:
         runner.close()
 
 
-def test_all_that_is_remembered_of_tenants_is_bounded(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("share", ["", "key alice"])
+def test_all_that_is_remembered_of_tenants_is_bounded_and_many_salts_drop_nothing_of_another_share(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch, share: str
+) -> None:
     limit, namespaces = 20_000, runner.cache.namespaces
-    monkeypatch.setattr(namespaces_module, "_MAX_BYTES", limit)
-    total = 0
+    monkeypatch.setattr(namespaces_module, "_LEAST_BYTES", limit // 20)
+    namespaces._used.most = limit
+    total, mine = 0, namespaces.get(ALICE, "key mine")
     for number in range(60):
         tenant = SHARED.with_salt(str(number))
-        one = namespaces.get(tenant)
+        one = namespaces.get(tenant, share)
         for prompt in range(8):
             names = [bytes([number, prompt, block] + [0] * 13) for block in range(3)]
             one.seen.remember(random_prompt(100 * number + prompt, 3 * BLOCK), names)
         total += one.seen.num_bytes
-        *others, (latest, _) = held(runner).items()
-        assert latest == tenant
-        assert sum(size for _, size in others) <= limit
+        assert tenant in held(runner)
+        assert sum(size for other, size in held(runner).items() if other != tenant) <= limit
     assert total > 3 * limit
-    monkeypatch.setattr(namespaces_module, "_MAX_BYTES", 1 << 20)
-    monkeypatch.setattr(namespaces_module, "_MAX_TENANTS", 3)
-    for name in "abcd":
-        namespaces.get(SHARED.with_salt(name))
-    assert list(held(runner)) == [SHARED.with_salt(name) for name in "bcd"]
+    assert namespaces.get(ALICE, "key mine") is mine
+    for number in range(60):
+        namespaces.get(SHARED.with_salt(f"empty {number}"), share)
+    assert len(held(runner)) <= 20, "one that is empty counts too"
 
 
 def test_first_prompts_are_tried_of_each_key_but_of_no_salt(runner: Runner) -> None:
@@ -519,7 +522,7 @@ def test_the_store_is_read_with_the_fetch_and_not_by_the_engine(
 
     for is_known in (True, False):
         if not is_known:
-            runner.cache.namespaces._used.pop(ALICE)
+            runner.cache.namespaces._used.remove(ALICE)
         with monkeypatch.context() as patched:
             patched.setattr(runner.cache.store.reads, "snapshot", reading)
             cached = CachedRequest(runner.cache, Prompt(more), CacheOptions(scope=AUTO.scope, tenant=ALICE))

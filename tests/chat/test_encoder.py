@@ -162,5 +162,9 @@ def test_known_parts_go_by_their_last_use_their_time_and_their_owner(monkeypatch
     assert known.get("me", "c") is None
     known.forget(lambda owner: owner == "you")
     assert len(known) == 1
-    known.forget(lambda owner: owner == "me")
-    assert len(known) == 0
+    known.put("you", "d", part, 60, "another share")
+    for number in range(9):
+        known.put(f"me with salt {number}", "e", part, 60)
+    assert known.get("you", "d") is part
+    known.forget(lambda owner: owner != "you")
+    assert len(known) == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -33,7 +33,7 @@ from diskprefix.errors import InvalidRequest
 from diskprefix.extras.compression.compression import fit
 from diskprefix.model.load.read_tokenizer import read_tokenizer
 from diskprefix.tokens import picture_ids
-from diskprefix.values import Picture, Prompt
+from diskprefix.values import NO_ASKER, Asker, Picture, Prompt
 from tests.chat.rendering import rendered
 from tests.chat.turns import Model
 from tests.server.chat_model import CHAT_TEMPLATE, write_tokenizer
@@ -80,7 +80,7 @@ class Processor:
         detail: str,
         param: str,
         beside: Sequence[Picture] = (),
-        owner: Hashable = None,  # noqa: ARG002
+        asker: Asker = NO_ASKER,  # noqa: ARG002
     ) -> Picture:
         self.seen.append((param, detail, len(beside)))
         text = self.before + self.placeholder * (content[0] * self.scale - self.num_missing) + self.after

@@ -537,8 +537,8 @@ def test_the_request_reaches_the_engine_with_what_the_body_said(server: AppServe
         presence_penalty=1.0,
         n=2,
     )
-    assert chat.constraint == Constraint(kind="json_schema", source=json.dumps(SCHEMA), owner=chat.cache.tenant)
-    choice = Constraint(kind="choice", source='["a"]', owner=continued.cache.tenant)
+    assert chat.constraint == Constraint(kind="json_schema", source=json.dumps(SCHEMA), asker=chat.cache.asker)
+    choice = Constraint(kind="choice", source='["a"]', asker=continued.cache.asker)
     assert (streamed.constraint, continued.constraint) == (None, choice)
     assert (chat.reports_progress, streamed.reports_progress) == (False, True), "in streams only"
     for cache in (chat.cache, continued.cache):

@@ -1,10 +1,11 @@
 """What one tenant has had computed makes nothing faster for another: the time tells nobody which schemas, tools or
-pictures another one uses."""
+pictures another one uses. And what one share has computed, under many salts or one, is not computed again for another.
+"""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import regex
 
 import diskprefix
 from diskprefix.chat.messages import JsonObject
-from diskprefix.chat.output.call_patterns import compiled_for
+from diskprefix.chat.output.call_patterns import COMPILED
 from diskprefix.chat.output.choose_format import OutputFormat
 from diskprefix.chat.output.families import FAMILIES
 from diskprefix.engine.constraints import constrained_reply
@@ -21,12 +22,12 @@ from diskprefix.engine.constraints.constrained_reply import ConstraintCompiler
 from diskprefix.engine.constraints.trial import TokenizerText, Trials
 from diskprefix.engine.request import Constraint
 from diskprefix.extras.pictures.picture_reader import PictureReader
-from diskprefix.values import Tenant
+from diskprefix.values import Asker, Tenant
 from tests.server.scripted import AppServer, ScriptedEngine, say_hello, scripted_app
 from tests.server.test_auth import ALICE, BOB, bearer
 
 PACKAGE = Path(diskprefix.__file__).parent
-Use = Callable[[Hashable], object]
+Use = Callable[[Asker], object]
 TOOLS: list[JsonObject] = [
     {"type": "function", "function": {"name": "read_ledger", "parameters": {"properties": {"a": {"type": "string"}}}}}
 ]
@@ -54,7 +55,7 @@ def trials(_: pytest.MonkeyPatch) -> tuple[Use, Counted]:
     slow, made = Counted([b'{"compiled": {}}']), Trials(lambda: TokenizerText("", 0, None))
     made._ask = slow  # type: ignore[method-assign]
     constraint = Constraint(kind="json_schema", source='{"type": "object"}')
-    return lambda owner: made.run(constraint, "format", {}, (), owner), slow
+    return lambda asker: made.run(constraint, "format", {}, (), asker), slow
 
 
 def grammars(patch: pytest.MonkeyPatch) -> tuple[Use, Counted]:
@@ -62,11 +63,11 @@ def grammars(patch: pytest.MonkeyPatch) -> tuple[Use, Counted]:
     patch.setattr(constrained_reply, "matcher_of", slow)
     patch.setattr(ConstraintCompiler, "tokenizer", None)
     compiler = ConstraintCompiler(None, (), 1)
-    return lambda owner: compiler.matcher(Constraint(kind="json_object", owner=owner)), slow
+    return lambda asker: compiler.matcher(Constraint(kind="json_object", asker=asker)), slow
 
 
 def patterns(patch: pytest.MonkeyPatch, use: Callable[[OutputFormat], object], has_channels: bool) -> Any:
-    compiled_for.cache_clear()
+    COMPILED.clear()
     slow, compile_ = Counted(), regex.compile
 
     def counted(pattern: str, *args: Any, **options: Any) -> Any:
@@ -77,7 +78,7 @@ def patterns(patch: pytest.MonkeyPatch, use: Callable[[OutputFormat], object], h
     patch.setattr(regex, "compile", counted)
     names_tools = {family.name for family in FAMILIES if family.channels and "NAMES" in family.channels.header}
     family = next(family for family in FAMILIES if (family.name in names_tools) == has_channels)
-    return lambda owner: use(OutputFormat(family).of(owner)), slow
+    return lambda asker: use(OutputFormat(family).of(asker)), slow
 
 
 def parsers(patch: pytest.MonkeyPatch) -> Any:
@@ -92,7 +93,7 @@ def forms(_: pytest.MonkeyPatch) -> tuple[Use, Counted]:
     reader = PictureReader(token_id=7)
     slow = Counted({"text_replacement_offsets": [[{"replacement": "x"}]], "input_ids": ListOfOne()})
     reader._process = slow  # type: ignore[method-assign]
-    return lambda owner: reader._form((40, 30), "image", owner), slow
+    return lambda asker: reader._form((40, 30), "image", asker), slow
 
 
 class ListOfOne:
@@ -111,18 +112,38 @@ def keyed(chat_model: Path, keys_file: Path, engine: ScriptedEngine) -> Iterator
         yield running
 
 
-@pytest.mark.parametrize("memory", [trials, grammars, parsers, beginnings, forms])
-def test_values_are_computed_again_for_another_owner(
-    memory: Callable[[pytest.MonkeyPatch], tuple[Use, Counted]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+Memory = Callable[[pytest.MonkeyPatch], tuple[Use, Counted]]
+MEMORIES = pytest.mark.parametrize("memory", [trials, grammars, parsers, beginnings, forms])
+OF_ALICE, OF_BOB = (Asker(Tenant.of_key(name), f"key {name}") for name in ("alice", "bob"))
+
+
+@MEMORIES
+def test_values_are_computed_again_for_another_tenant(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     use, slow = memory(monkeypatch)
-    use(Tenant.of_key("alice"))
+    use(OF_ALICE)
     first = slow.calls
     assert first > 0
-    use(Tenant.of_key("alice"))
+    use(OF_ALICE)
     assert slow.calls == first, "it is kept"
-    use(Tenant.of_key("bob"))
-    assert slow.calls == 2 * first, "for its owner alone"
+    use(OF_BOB)
+    use(OF_ALICE._replace(tenant=OF_ALICE.tenant.with_salt("a user of Alice's")))
+    assert slow.calls == 3 * first, "for its tenant alone"
+
+
+@MEMORIES
+def test_many_salts_of_one_share_have_nothing_computed_again_for_another(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use, slow = memory(monkeypatch)
+    use(OF_ALICE)
+    for number in range(300):
+        use(OF_BOB._replace(tenant=OF_BOB.tenant.with_salt(str(number))))
+    before = slow.calls
+    use(OF_ALICE)
+    assert slow.calls == before
+
+
+OF_KEYS = {ALICE: Asker(Tenant.of_key(ALICE), "key alice"), BOB: Asker(Tenant.of_key(BOB), "key bob")}
 
 
 def test_a_constraint_belongs_to_the_key_that_sent_it(keyed: AppServer, engine: ScriptedEngine) -> None:
@@ -131,16 +152,10 @@ def test_a_constraint_belongs_to_the_key_that_sent_it(keyed: AppServer, engine: 
     with keyed.client() as client:
         for key in (ALICE, BOB, ALICE):
             assert client.post("/v1/chat/completions", json=body, headers=bearer(key)).status_code == 200
-    owners = [request.constraint.owner for request in engine.requests if request.constraint is not None]
-    assert owners[0] == owners[2] != owners[1]
-    assert None not in owners
+    askers = [request.constraint.asker for request in engine.requests if request.constraint is not None]
+    assert askers == [OF_KEYS[key] for key in (ALICE, BOB, ALICE)]
 
 
-OWNED = {
-    "chat/output/call_patterns.py": {"compiled_for"},
-    "engine/constraints/constrained_reply.py": {"_compiled"},
-}
-"""Functions whose results are kept by owner, tested above."""
 OF_THE_MODEL = {
     "chat/client_text.py": {"never"},
     "chat/output/choose_format.py": {"_holds_call"},
@@ -172,11 +187,11 @@ def _keeps(node: ast.expr) -> bool:
     return _keeps(function) if isinstance(function, ast.Call) else ast.unparse(function) in ("cache", "lru_cache")
 
 
-def test_each_function_whose_results_are_kept_is_by_owner_or_of_the_model() -> None:
+def test_what_clients_send_is_kept_by_a_fair_cache_alone() -> None:
     cached = {
         str(path.relative_to(PACKAGE)): names
         for package in ("api", "chat", "engine", "server", "extras")
         for path in (PACKAGE / package).rglob("*.py")
         if (names := kept_functions(path))
     }
-    assert cached == OWNED | OF_THE_MODEL
+    assert cached == OF_THE_MODEL

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import regex
@@ -14,6 +14,7 @@ from diskprefix.chat.output.call_patterns import compiled_for
 from diskprefix.chat.output.call_values import BARE_KEY, OfferedTools, values_of
 from diskprefix.chat.output.families import Family
 from diskprefix.errors import InvalidRequest
+from diskprefix.values import NO_ASKER, Asker
 
 _AS_TEMPLATES_WRITE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """The layout of jinja's tojson, which the model has seen in prompts."""
@@ -33,9 +34,9 @@ class CallGrammar:
     """
 
     def __init__(
-        self, family: Family, tools: Sequence[JsonObject], token_ids: Mapping[str, int], owner: Hashable = None
+        self, family: Family, tools: Sequence[JsonObject], token_ids: Mapping[str, int], asker: Asker = NO_ASKER
     ) -> None:
-        self._owner = owner
+        self._asker = asker
         self._family = family
         self._functions: list[JsonObject] = [tool["function"] for tool in tools]
         self._tools = OfferedTools(tools)
@@ -61,7 +62,7 @@ class CallGrammar:
     def beginning(self) -> regex.Pattern[str]:
         """The pattern of a text with which a call begins: a tag, as a group, or an object up to its arguments."""
         tags = (f"({re.escape(tag)})" for tag in self._tags)
-        return compiled_for(self._owner, "|".join([*tags, _object_head(self._functions)]))
+        return compiled_for(self._asker, "|".join([*tags, _object_head(self._functions)]))
 
     def begun(self) -> str:
         """Returns the grammar of calls, beginning with the text that `beginning` matches. The number of the group

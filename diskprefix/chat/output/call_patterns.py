@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
-from functools import lru_cache
+from collections.abc import Iterable
 
 import regex
 
 from diskprefix.chat.output.families import Family
+from diskprefix.fair_cache import FairCache
+from diskprefix.values import Asker, Tenant
 
 
 def any_of(texts: Iterable[str]) -> regex.Pattern[str]:
@@ -20,11 +21,15 @@ def alternatives(texts: Iterable[str]) -> str:
     return "|".join(regex.escape(text) for text in sorted(texts, key=len, reverse=True)) or r"(?!)"
 
 
-@lru_cache(maxsize=8)
-def compiled_for(owner: Hashable, pattern: str, flags: int = 0) -> regex.Pattern[str]:  # noqa: ARG001 (a part of the key)
-    """Compiles a pattern with names of tools, which takes long, once for each owner: the time must not show one owner
-    which tools another has. Caches few patterns: regex itself would cache 500 of up to 30 MiB."""
-    return regex.compile(pattern, flags, cache_pattern=False)
+COMPILED = FairCache[tuple[Tenant, str], regex.Pattern[str]](8)
+"""Patterns with names of tools. Few: regex itself would keep 500 of up to 30 MiB."""
+
+
+def compiled_for(asker: Asker, pattern: str) -> regex.Pattern[str]:
+    """Compiles a pattern with names of tools, which takes long, once for each tenant: the time must not show one tenant
+    which tools another has."""
+    key = asker.tenant, pattern
+    return COMPILED.get_or_make(key, asker.share, lambda: regex.compile(pattern, cache_pattern=False))
 
 
 _PARTS = regex.compile(

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import logging
 import re
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cache
@@ -25,6 +25,7 @@ from diskprefix.chat.output.parsers import ChannelParser, FamilyParser
 from diskprefix.chat.replay import Turn
 from diskprefix.chat.template_input import MessageForm, common_chars
 from diskprefix.errors import InvalidRequest
+from diskprefix.values import NO_ASKER, Asker
 
 log = logging.getLogger("diskprefix")
 
@@ -42,13 +43,13 @@ class OutputFormat:
     """The ids of the tokenizer's added tokens that are tags of this format."""
     written: str = ""
     """The known call in the chat template's form, if it writes calls."""
-    owner: Hashable = None
-    """The tenant whose tools these are. Tenants share no compiled patterns."""
+    asker: Asker = NO_ASKER
+    """Whose tools these are: tenants share no compiled patterns."""
 
-    def of(self, owner: Hashable) -> OutputFormat:
-        """Returns the format for the tools of an owner."""
+    def of(self, asker: Asker) -> OutputFormat:
+        """Returns the format for the tools of an asker."""
         mine = copy(self)
-        object.__setattr__(mine, "owner", owner)
+        object.__setattr__(mine, "asker", asker)
         return mine
 
     @property
@@ -70,7 +71,7 @@ class OutputFormat:
         """Returns the parser of one reply. Without `tools`, in the form of OpenAI's API, calls are content. The last 64
         or more characters of the prompt, `prompt_end`, show whether the template opened a thought."""
         if channels := self.family.channels:
-            return ChannelParser(self.family, channels, OfferedTools(tools), prompt_end, self.owner)
+            return ChannelParser(self.family, channels, OfferedTools(tools), prompt_end, self.asker)
         return FamilyParser(self.family, self.thoughts, OfferedTools(tools), prompt_end)
 
     def call_grammar(self, tools: Sequence[JsonObject], *, many: bool) -> str:
@@ -79,7 +80,7 @@ class OutputFormat:
 
     def beginning_of_calls(self, tools: Sequence[JsonObject]) -> regex.Pattern[str] | None:
         """Returns the pattern of a text with which a call of `tools` begins, None if replies have no calls."""
-        return CallGrammar(self.family, tools, self.token_ids, self.owner).beginning
+        return CallGrammar(self.family, tools, self.token_ids, self.asker).beginning
 
     def begun_grammar(self, tools: Sequence[JsonObject]) -> str:
         """Returns the grammar of calls, beginning with such a text."""

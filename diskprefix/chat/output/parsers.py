@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 
 import regex
 
@@ -13,6 +13,7 @@ from diskprefix.chat.output.call_values import OfferedTools
 from diskprefix.chat.output.families import NONE, Channels, Family
 from diskprefix.chat.output.format import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin
 from diskprefix.chat.output.reader import Parsing, Reader, Take
+from diskprefix.values import NO_ASKER, Asker
 
 Thoughts = Sequence[tuple[str, str]]
 """Pairs of tags around reasoning."""
@@ -182,7 +183,7 @@ class ChannelParser(StreamParser):
     """Parses a reply message by message. Text without a header is content."""
 
     def __init__(
-        self, family: Family, channels: Channels, tools: OfferedTools, prompt_end: str, owner: Hashable = None
+        self, family: Family, channels: Channels, tools: OfferedTools, prompt_end: str, asker: Asker = NO_ASKER
     ) -> None:
         super().__init__()
         self._channels = channels
@@ -193,8 +194,8 @@ class ChannelParser(StreamParser):
         self._calls = CallReader(self.reader, family, tools, self._made)
         self._begin = any_of(family.begins)
         names = alternatives(tools.names)
-        self._header = compiled_for(owner, channels.header.replace("NAMES", names))
-        self._end = compiled_for(owner, channels.end.replace("NAMES", names))
+        self._header = compiled_for(asker, channels.header.replace("NAMES", names))
+        self._end = compiled_for(asker, channels.end.replace("NAMES", names))
         self._tag = any_of(channels.tags) if channels.tags else self._end
         # The prompt may end with the header of the first message.
         start = channels.tags[0] if channels.tags else "<|start|>"

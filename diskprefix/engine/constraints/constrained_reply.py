@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from copy import copy
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,8 +30,10 @@ from diskprefix.engine.constraints.kept_schema import Loosened
 from diskprefix.engine.constraints.trial import TokenizerText, Trials
 from diskprefix.engine.request import Constraint, FreeText
 from diskprefix.errors import DiskPrefixError, InvalidRequest
+from diskprefix.fair_cache import FairCache
 from diskprefix.printable import first_line
 from diskprefix.thread_pool import ThreadPool, Work
+from diskprefix.values import NO_ASKER, Asker, Tenant
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -61,7 +63,7 @@ class ConstraintCompiler:
         self.threads = ThreadPool(_MAX_THREADS, "masks").start()
         """The threads that compile constraints and compute masks, one at a time for each request."""
         # An agent sends its tools again and again.
-        self._compiled = lru_cache(_MAX_COMPILED)(lambda _owner, grammar: matcher_of(self.tokenizer, grammar))
+        self._compiled: FairCache[tuple[Tenant, str], LLMatcher] = FairCache(_MAX_COMPILED)
 
     @property
     def tokenizer(self) -> LLTokenizer:
@@ -90,19 +92,20 @@ class ConstraintCompiler:
         param: str,
         parts: Mapping[str, str] = MappingProxyType({}),
         strict: Collection[str] = (),
-        owner: Hashable = None,
+        asker: Asker = NO_ASKER,
     ) -> dict[str, Loosened]:
-        """Tries a constraint of `owner`. Returns the result of `Trials.run`, and raises its errors. May take seconds,
+        """Tries a constraint of `asker`. Returns the result of `Trials.run`, and raises its errors. May take seconds,
         so it must not be called on the event loop."""
         # Raises if the tokenizer cannot be used. The process of the trials would only end.
         _ = self.tokenizer
-        return self._trials.run(constraint, param, parts, strict, owner)
+        return self._trials.run(constraint, param, parts, strict, asker)
 
     def matcher(self, constraint: Constraint) -> LLMatcher:
         """Returns a matcher at its beginning. Raises `InvalidRequest` for a constraint that `check_constraint` refuses.
         A constraint that `check_constraint` has not seen may take any time and memory."""
         grammar = grammar_of(constraint, "constraint")
-        compiled = self._compiled(constraint.owner, grammar)
+        key, share = (constraint.asker.tenant, grammar), constraint.asker.share
+        compiled = self._compiled.get_or_make(key, share, lambda: matcher_of(self.tokenizer, grammar))
         if compiled.is_error():
             raise explained(self.tokenizer, constraint, "constraint", compiled.get_error())
         # The copy shares the computed parts of the constraint.

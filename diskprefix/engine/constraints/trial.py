@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,6 +29,8 @@ from diskprefix.engine.constraints.constraint_grammar import excess_of, explaine
 from diskprefix.engine.constraints.kept_schema import Loosened
 from diskprefix.engine.request import Constraint
 from diskprefix.errors import DiskPrefixError, InvalidRequest
+from diskprefix.fair_cache import FairCache
+from diskprefix.values import NO_ASKER, Asker, Tenant
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -70,9 +72,9 @@ class Trials:
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._is_closed = False
-        self._known: dict[tuple[Hashable, bytes], dict[str, Any]] = {}
-        """The answers by owner and digest of the question. They are not shared between owners, because the time of an
-        answer would show that another owner has asked the same question."""
+        self._known = FairCache[tuple[Tenant, bytes], dict[str, Any]](_MAX_KNOWN)
+        """The answers by tenant and digest of the question. They are not shared between tenants, because the time of an
+        answer would show that another tenant has asked the same question."""
 
     def run(
         self,
@@ -80,7 +82,7 @@ class Trials:
         param: str,
         parts: Mapping[str, str],
         strict: Collection[str],
-        owner: Hashable = None,
+        asker: Asker = NO_ASKER,
     ) -> dict[str, Loosened]:
         """Tries a constraint that is made of the schemas in `parts`. Returns {} if it can be compiled. If some of the
         schemas cannot be compiled, returns loosened forms of these by their keys, so that the caller can make another
@@ -93,7 +95,7 @@ class Trials:
         question = {"kind": constraint.kind, "source": constraint.source, "param": param, "parts": dict(parts)}
         question["strict"] = list(strict)
         asked = json.dumps(question).encode()
-        key = owner, hashlib.blake2b(asked).digest()
+        key = asker.tenant, hashlib.blake2b(asked).digest()
         began, last = time.monotonic(), self._known.get(key)
         if last is None:
             if not (answers := self._ask(asked)):
@@ -103,9 +105,7 @@ class Trials:
         if "failed" not in last and time.monotonic() - began < _MAX_WALL_S:
             # An agent sends its tools again and again. An answer that took the whole time is not kept: the next trial
             # may succeed when the machine is less busy.
-            self._known[key] = last
-            for oldest in [*self._known][:-_MAX_KNOWN]:
-                self._known.pop(oldest, None)
+            self._known.put(key, last, asker.share)
         if "error" in last:
             raise InvalidRequest(last["error"], param=last["param"])
         if "failed" in last:

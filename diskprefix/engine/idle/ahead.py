@@ -108,7 +108,8 @@ def _num_ready(job: AheadJob, prompt: Prompt, patience: Patience | None) -> int:
     """Returns how many of a prompt's first tokens are in memory, or in a tier from which they can be restored. A tier
     that fails has none."""
     cache = job.model.cache
-    context = RequestContext(cache, cache.namespaces.get(job.options.tenant), prompt, job.options, goes_on=True)
+    namespace = cache.namespaces.get(job.options.tenant, job.share)
+    context = RequestContext(cache, namespace, prompt, job.options, goes_on=True)
     if context.bypass is not None:
         return 0
     token_ids, size = prompt.token_ids, cache.settings.block_size

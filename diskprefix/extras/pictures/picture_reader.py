@@ -10,7 +10,7 @@ import math
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from diskprefix.errors import InvalidRequest
+from diskprefix.fair_cache import FairCache
 from diskprefix.kv.layout import is_out_of_memory
 from diskprefix.memo import Memo
 from diskprefix.model.gguf.file_processor import lenient_class
@@ -25,7 +26,7 @@ from diskprefix.model.load.gguf_file import file_stamp
 from diskprefix.model.load.imports import INSTALL
 from diskprefix.model.load.picture_processor import Detail, PicturesModel
 from diskprefix.printable import first_line
-from diskprefix.values import Picture
+from diskprefix.values import NO_ASKER, Asker, Picture, Tenant
 from diskprefix.version import __version__
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class PictureReader:
     ) -> None:
         self._make = make
         self._busy = threading.Lock()
-        self._forms: dict[tuple[Hashable, tuple[int, int]], _Form] = {}
+        self._forms = FairCache[tuple[Tenant, tuple[int, int]], _Form](_KNOWN_SIZES)
         self.problem, self.mark, self.token_id = problem, mark, token_id
         self.placeholders = frozenset(placeholders)
         self.computed_by: Callable[[], str] = lambda: ""
@@ -131,7 +132,7 @@ class PictureReader:
         return _settings(self._processor)
 
     def read_image(
-        self, content: bytes, *, detail: Detail, param: str, beside: Sequence[Picture] = (), owner: Hashable = None
+        self, content: bytes, *, detail: Detail, param: str, beside: Sequence[Picture] = (), asker: Asker = NO_ASKER
     ) -> Picture:
         """Returns the first frame of a file, turned upright. Reads only the header. Raises `InvalidRequest` if the file
         is no picture, if its sides differ too much, or if it has too many pixels, alone or with those `beside` it."""
@@ -162,19 +163,19 @@ class PictureReader:
         width, height = reversed(size) if turn is not None and turn in (2, 4, 5, 6) else size
         scale = min(1.0, LONGEST_SIDE.get(detail, max(size)) / max(size))
         target_size = (max(1, round(width * scale)), max(1, round(height * scale)))
-        form = self._form(target_size, param, owner)
+        form = self._form(target_size, param, asker)
         with self._busy:
             form_text = self.computed_by() + json.dumps(target_size)
         name = hashlib.blake2b(self._settings + form_text.encode() + content, digest_size=16).digest()
         prepare = partial(self._prepare, content, (kind, turn, size, target_size), param)
         return Picture(name, *form, f"{width}x{height}", len(content), param, prepare)
 
-    def _form(self, size: tuple[int, int], param: str, owner: Hashable = None) -> _Form:
+    def _form(self, size: tuple[int, int], param: str, asker: Asker = NO_ASKER) -> _Form:
         """Returns the form of pictures of this size, from a blank one: only the pixels differ. It takes up to a second
-        and is kept for its `owner` alone. Raises `InvalidRequest`."""
+        and is kept for the tenant of `asker` alone. Raises `InvalidRequest`."""
         from PIL import Image
 
-        if (form := self._forms.get((owner, size))) is not None:
+        if (form := self._forms.get((asker.tenant, size))) is not None:
             return form
         made = self._process(Image.new("RGB", size), param)
         if (num_bytes := sum(getattr(value, "nbytes", 0) for value in made.values())) > MAX_PREPARED_BYTES:
@@ -183,9 +184,7 @@ class PictureReader:
         text = made["text_replacement_offsets"][0][0]["replacement"]
         num_tokens = int((made["input_ids"] == self.token_id).sum())
         form = _Form(text, num_tokens, {name: made[name] for name in _POSITION_FIELDS if name in made})
-        if len(self._forms) >= _KNOWN_SIZES:
-            self._forms.clear()
-        self._forms[owner, size] = form
+        self._forms.put((asker.tenant, size), form, asker.share)
         return form
 
     def _process(self, image: Any, param: str) -> dict[str, Any]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
 from msgspec import Struct
 
-from diskprefix.values import Picture
+from diskprefix.values import NO_ASKER, Asker, Picture
 
 Detail: TypeAlias = Literal["auto", "low", "high"]
 """How closely the model shall look at a picture, as OpenAI's clients say it."""
@@ -44,7 +44,7 @@ class PictureProcessor(Protocol):
     computed_by: Callable[[], str]
 
     def read_image(
-        self, content: bytes, *, detail: Detail, param: str, beside: Sequence[Picture] = (), owner: Hashable = None
+        self, content: bytes, *, detail: Detail, param: str, beside: Sequence[Picture] = (), asker: Asker = NO_ASKER
     ) -> Picture:
         """Returns a picture after reading only its header. `param` is the path of its content in the request. Raises
         `InvalidRequest` if it is not a picture, or too large together with the pictures `beside`."""

@@ -43,7 +43,7 @@ def forced_text(grammar: str) -> str:
 def read(family: Family, tools: list[dict[str, Any]], text: str) -> Any:
     """Returns the arguments of a call as a client gets them, with numbers as they are written."""
     if family.channels:
-        parser: Any = ChannelParser(family, family.channels, OfferedTools(tools), "", None)
+        parser: Any = ChannelParser(family, family.channels, OfferedTools(tools), "")
     else:
         parser = FamilyParser(family, THOUGHTS[:1], OfferedTools(tools), "")
     deltas = [*parser.feed(text), *parser.finish()]
