@@ -10,6 +10,10 @@ from typing import Any, NamedTuple, NoReturn
 
 MAX_PARTS, MAX_VALUES = 1 << 18, 1 << 21
 """Limits for a request: objects, lists and texts (keys included), and values in all. Parsing holds Python's lock."""
+_FEW_PARTS, _FEW_VALUES = 1 << 13, 1 << 15
+"""Up to these counts, characters in strings need not be told from others."""
+_PART_BYTES, _VALUE_BYTES = 120, 36
+"""The most memory that a parsed object, list or text takes beside its characters, and that another value takes."""
 
 
 class Counted(NamedTuple):
@@ -17,6 +21,12 @@ class Counted(NamedTuple):
 
     parts: int
     values: int
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that the parsed values take beside the characters of texts, at most. Below a few thousand values
+        up to a MiB more."""
+        return self.parts * _PART_BYTES + (self.values - self.parts) * _VALUE_BYTES
 
     @property
     def too_many(self) -> str:
@@ -27,12 +37,12 @@ class Counted(NamedTuple):
 
 
 def count_values(texts: Sequence[bytes]) -> Counted:
-    """Counts the values of JSON texts. Below the limits, characters in strings may be counted too."""
+    """Counts the values of JSON texts. Below a few thousand values, characters in strings may be counted too."""
     quickly = _sum(
         Counted(parts := text.count(b'"') // 2 + text.count(b"[") + text.count(b"{"), text.count(b",") + parts)
         for text in texts
     )
-    return _sum(map(_count, texts)) if quickly.too_many else quickly
+    return _sum(map(_count, texts)) if quickly.parts > _FEW_PARTS or quickly.values > _FEW_VALUES else quickly
 
 
 def _sum(counted: Iterable[Counted]) -> Counted:

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
@@ -26,7 +27,8 @@ log = logging.getLogger("diskprefix")
 _IDLE_S = 10.0
 """Seconds without a request."""
 MAX_QUEUED_PICTURE_BYTES = 1 << 30
-"""The limit for the picture files of all running and waiting requests, in bytes."""
+"""The limit for the picture files of all running and waiting requests, in bytes. Above it, each share may have an equal
+part."""
 _RETRY_AFTER_S = 10
 
 
@@ -108,23 +110,32 @@ class Inbox:
         self._thread.start()
 
     def submit(self, request: GenerateRequest, emit: Callable[[Event], None]) -> Ticket:
-        """Adds a request. Raises `QueueFull` if the picture files of all requests would exceed their limit, and
-        `NotReady` while stopping."""
+        """Adds a request. Raises `QueueFull` if the picture files of all requests would exceed their limit, and those
+        of the request's share their part of it. Raises `NotReady` while stopping."""
         ticket = Ticket(request, emit)
         with self._changed:
             if self._stopping:
                 raise self._refusal()
             self._drop_cancelled()
-            held = sum(_picture_bytes(other.request) for other in (*self._waiting, *self._running))
-            num_bytes = _picture_bytes(request)
-            if num_bytes and held + num_bytes > MAX_QUEUED_PICTURE_BYTES:
-                raise QueueFull(
-                    f"the images of waiting requests take {held >> 20} MiB already; try again later",
-                    retry_after_s=_RETRY_AFTER_S,
-                )
+            self._require_room(request)
             self._waiting.append(ticket)
             self._notify()
         return ticket
+
+    def _require_room(self, request: GenerateRequest) -> None:
+        """Raises `QueueFull` if the pictures of a request have no room. The caller holds the lock."""
+        if not (num_bytes := _picture_bytes(request)):
+            return
+        taken, share = Counter[str](), request.cache.share
+        for other in (*self._waiting, *self._running):
+            if other_bytes := _picture_bytes(other.request):
+                taken[other.request.cache.share] += other_bytes
+        part = MAX_QUEUED_PICTURE_BYTES // len({*taken, share})
+        if taken.total() + num_bytes > MAX_QUEUED_PICTURE_BYTES and taken[share] + num_bytes > part:
+            raise QueueFull(
+                f"the images of waiting requests take {taken.total() >> 20} MiB already; try again later",
+                retry_after_s=_RETRY_AFTER_S,
+            )
 
     def waiting(self) -> list[Ticket]:
         """Returns the waiting requests in order of arrival. Drops cancelled ones."""

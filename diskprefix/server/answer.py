@@ -132,7 +132,7 @@ async def answer(request: Request, dialect: Dialect[B]) -> Response:
 async def _response(request: Request, dialect: Dialect[B], body: B, held: AsyncExitStack) -> Response:
     """Takes a request through all steps. Closes `held` once the engine has the request."""
     async with held:
-        arrival = await arrive(request, dialect, body, held)
+        arrival = await arrive(request, dialect, body)
         if isinstance(dialect, LoadingDialect):
             may_unload = arrival.serving.takes_any_name or arrival.daemon.settings.idle_unload > 0
             said = dialect.without_prompt(body, arrival.serving.model_name, may_unload=may_unload)
@@ -151,7 +151,7 @@ async def _response(request: Request, dialect: Dialect[B], body: B, held: AsyncE
     return EventStream(*reply) if is_stream else await json_reply(*reply)
 
 
-async def arrive(request: Request, dialect: BodyReader[B], body: B, held: AsyncExitStack) -> Arrival:
+async def arrive(request: Request, dialect: BodyReader[B], body: B) -> Arrival:
     """Waits for the model. Raises `NotReady`, `ModelNotFound`, and the errors of `cache_options`."""
     daemon: Daemon = request.app.state.daemon
     context = log_context(request)
@@ -173,7 +173,6 @@ async def arrive(request: Request, dialect: BodyReader[B], body: B, held: AsyncE
         dialect=dialect,
         body=with_sampling(body, daemon.sampling),
         cache=cache,
-        held=held,
         patience=patience,
         turns=stored_turns(serving, cache, patience),
     )
@@ -271,6 +270,6 @@ async def _length(request: Request, dialect: BodyReader[B]) -> int:
     daemon: Daemon = request.app.state.daemon
     async with AsyncExitStack() as held:
         body = await daemon.bodies.read_json(request, dialect.body, held)
-        arrival = await arrive(request, dialect, body, held)
+        arrival = await arrive(request, dialect, body)
         _, length = await prepare(arrival, lambda rendered: len(rendered.prompts[0].prompt.token_ids), "counting")
     return length

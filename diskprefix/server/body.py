@@ -6,8 +6,9 @@ import asyncio
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from typing import Any, TypeVar
 
 import msgspec
@@ -27,8 +28,8 @@ from diskprefix.server.threads import NUM_BESIDE, Threads
 Model = TypeVar("Model", bound=BaseModel)
 
 _SHOWN_CHARS = 60
-_SMALL_BYTES = 64 * 1024
-"""The values in a small body need not be counted."""
+_OWN_BYTES = 8 * 1024
+"""The most memory of a parsed body without values."""
 _PATIENCE_S = 60.0
 """The time after which a large body, with its pause, leaves its place to others."""
 _PAUSE, _PAUSE_BESIDE = 1, 7
@@ -44,11 +45,12 @@ class Bodies:
         self._turns, self._pace = Turns(1, _PATIENCE_S, NUM_BESIDE["large"]), BodyPace(is_computing)
 
     async def read_json(self, request: Request, model: type[Model], held: AsyncExitStack) -> Model:
-        """Returns the body as `model`. A large body takes a turn of its share. The turn lasts until `held` is closed,
-        after the prompt is rendered, and for a pause. Meanwhile the thread `large` does all work for the large body, so
-        that the share's other requests do not lengthen the turn.
+        """Returns the body as `model`. Its share has the memory of the parsed body until `held` is closed, after the
+        prompt is rendered. A large body takes a turn of its share, which lasts as long or until `end_large_turn`, and
+        for a pause. Meanwhile the thread `large` does all work for the large body, so that the share's other requests
+        do not lengthen the turn.
 
-        Raises `InvalidRequest`, `HttpError` 415, and the errors of `BodyPace.whole_body`.
+        Raises `InvalidRequest`, `HttpError` 415, and the errors of `BodyPace.whole_body` and of `CountedRequest.hold`.
         """
         _check_content_type(request)
         place: CountedRequest = request.state.place
@@ -56,7 +58,9 @@ class Bodies:
         held.callback(place.release)
         # In a thread, because it would block the event loop.
         if len(body) <= LARGE_BYTES:
-            return await self._threads.run_for(request, "parsing", _parse, body, model)
+            parsed, num_bytes = await self._threads.run_for(request, "parsing", _parse, body, model)
+            place.hold(num_bytes)
+            return parsed
         record = log_context(request)
         turn = await self._turns.take(record.share, record.conversation)
         loop = asyncio.get_running_loop()
@@ -67,18 +71,37 @@ class Bodies:
             pause = _PAUSE_BESIDE if self._is_computing() else _PAUSE
             loop.call_later(pause * took_s, self._turns.give_back, turn)
 
-        request.state.is_large = True
-        held.callback(give_back)
+        request.state.is_large, request.state.large_turn = True, held.enter_context(ExitStack())
+        request.state.large_turn.callback(give_back)
         try:
-            return await self._threads.run_for(request, "parsing", _parse, body, model)
+            parsed, num_bytes = await self._threads.run_for(request, "parsing", _parse, body, model)
         finally:
             took_s = loop.time() - began
+        place.hold(num_bytes)
+        return parsed
 
 
-def _parse(body: bytes, model: type[Model]) -> Model:
-    if len(body) > _SMALL_BYTES and (too_many := count_values([body]).too_many):
-        raise InvalidRequest(f"the body has {too_many}", code="body_too_complex")
-    return parse_json(body, model)
+def end_large_turn(request: Request) -> None:
+    """Ends the turn of a large body early, if the request has one: see `Bodies.read_json`."""
+    if (turn := getattr(request.state, "large_turn", None)) is not None:
+        turn.close()
+
+
+def _parse(body: bytes, model: type[Model]) -> tuple[Model, int]:
+    """Returns the body as `model`, and the most bytes of memory that it takes: up to some 40 for each byte."""
+    counted = count_values([body])
+    if counted.too_many:
+        raise InvalidRequest(f"the body has {counted.too_many}", code="body_too_complex")
+    parsed = parse_json(body, model)
+    return parsed, _OWN_BYTES + counted.num_bytes + _text_bytes(body)
+
+
+def _text_bytes(body: bytes) -> int:
+    """Returns the most bytes that the characters of a body take in memory: the widest one of a text sets the width of
+    all."""
+    text = body.decode("utf-8-sig")
+    escaped = 4 if rb"\ud" in body or rb"\uD" in body else 2 if rb"\u" in body else 1
+    return max(sys.getsizeof(text), escaped * len(text))
 
 
 def _check_content_type(request: Request) -> None:

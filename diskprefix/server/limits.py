@@ -75,7 +75,8 @@ def _declared(content_length: str) -> int:
 
 
 class InFlight:
-    """The requests whose answers have not ended, and the bytes of the bodies that wait. For the event loop.
+    """The requests whose answers have not ended, and the bytes of the bodies that wait: as they were sent while they
+    arrive, and then as they are in memory. For the event loop.
 
     Each share may take what is free, and always has an equal part of each limit, even if others have taken all of it.
     """
@@ -115,11 +116,13 @@ class InFlight:
         self._of_conversation[share, conversation] += 1
         return self._until_end(share, conversation, 1)
 
-    def require_room(self, share: Share, num_bytes: int) -> None:
-        """Raises `ShareFull` or `QueueFull` if there is no room for `num_bytes` more of bodies. Each share has room for
-        one body."""
+    def require_room(self, share: Share, num_bytes: int, own_bytes: int = 0) -> None:
+        """Raises `ShareFull` or `QueueFull` if there is no room for `num_bytes` more of a body, which has `own_bytes`
+        already. Each share has room for one body."""
         limit = _MAX_BODIES * MAX_BODY_BYTES
-        if not self._fits(self.bytes_of, share, num_bytes, limit, MAX_BODY_BYTES):
+        # In memory, one body may take more than its part.
+        least = MAX_BODY_BYTES if self.bytes_of[share] > own_bytes else max(MAX_BODY_BYTES, own_bytes + num_bytes)
+        if not self._fits(self.bytes_of, share, num_bytes, limit, least):
             raise self._refusal(self.bytes_of, share, f"the bodies that wait may have {format_size(limit)} together")
 
     @staticmethod
@@ -157,8 +160,19 @@ class CountedRequest:
 
     def add(self, num_bytes: int) -> None:
         """Counts bytes that have arrived. Raises the errors of `InFlight.require_room`."""
-        self._in_flight.require_room(self._share, num_bytes)
-        self._in_flight.bytes_of[self._share] += num_bytes
+        self._in_flight.require_room(self._share, num_bytes, self.num_bytes)
+        self._count(num_bytes)
+
+    def hold(self, num_bytes: int) -> None:
+        """Counts the parsed body, which takes `num_bytes`, in place of what has arrived. Raises the errors of
+        `InFlight.require_room`."""
+        more = num_bytes - self.num_bytes
+        if more > 0:
+            self._in_flight.require_room(self._share, more, self.num_bytes)
+        self._count(more)
+
+    def _count(self, num_bytes: int) -> None:
+        self._in_flight.bytes_of += Counter({self._share: num_bytes})
         self.num_bytes += num_bytes
 
     def release(self) -> None:

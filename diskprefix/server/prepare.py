@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
 from msgspec import Struct
@@ -16,6 +15,7 @@ from diskprefix.chat.fill_in import FillIn
 from diskprefix.chat.messages import Conversation
 from diskprefix.chat.replay import RecordsUnread, Replayed
 from diskprefix.errors import ContextTooLong
+from diskprefix.server.body import end_large_turn
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.log_context import LogContext
 from diskprefix.server.remembering import StoredTurns, known_parts
@@ -40,8 +40,6 @@ class Arrival(Struct, frozen=True, kw_only=True):
     body: RequestBody
     cache: CacheOptions
 
-    held: AsyncExitStack
-    """The share's turn for a large body."""
     patience: Patience
     """The time that the request may wait for the disk."""
     turns: StoredTurns | None
@@ -116,7 +114,7 @@ async def prepare(arrival: Arrival, make: Callable[[Rendered], M], kind: WorkKin
         rendered = Rendered(arrival, parsed, prompts)
     if made is None:
         # The turn is given back first: other shares do not wait for a constraint to compile.
-        await arrival.held.aclose()
+        end_large_turn(arrival.request)
         made = await run("compiling" if parsed.is_constrained else kind, make, rendered)
     return rendered, made
 

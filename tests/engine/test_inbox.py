@@ -100,6 +100,8 @@ def test_what_waiting_requests_hold_of_images_is_limited(steps: Steps, monkeypat
     with pytest.raises(QueueFull, match="the images of waiting requests take") as refused:
         inbox.submit(request("more", image_bytes=1), Events())
     assert refused.value.retry_after_s >= 1
+    theirs = request("another share's", image_bytes=50)
+    inbox.submit(replace(theirs, cache=replace(theirs.cache, share="key bob")), Events()).cancel()
     waiting.cancel()
     inbox.submit(request("in its place", image_bytes=40), Events())
     steps.go.set()

@@ -6,8 +6,9 @@ import asyncio
 import json
 import socket
 import threading
+import tracemalloc
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack
 from functools import partial
@@ -20,6 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from diskprefix.api.error_forms import HttpError
 from diskprefix.api.fields import Body
+from diskprefix.api.openai_chat import ChatRequest
 from diskprefix.chat.messages import Conversation
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.engine.request import FinishEvent, GenerateRequest, TextEvent
@@ -126,12 +128,25 @@ def test_waiting_bodies_are_bounded_and_each_share_has_room_for_its_part() -> No
         with pytest.raises(QueueFull, match=r"128\.0 MiB together; try"):
             in_flight.counted(POST | {"headers": [(b"content-length", b"1")]}, ALICE)
         for share, part in ((BOB, 2 * limits.MAX_BODY_BYTES), (CAROL, 4 * limits.MAX_BODY_BYTES // 3)):
-            place = stack.enter_context(in_flight.counted(POST, share))
+            place, another = (stack.enter_context(in_flight.counted(POST, share)) for _ in range(2))
             place.add(part)
-            with pytest.raises(ShareFull, match=r"128\.0 MiB together, and this client has its part"):
-                place.add(1)
+            for more in (another.add, another.hold):
+                with pytest.raises(ShareFull, match=r"128\.0 MiB together, and this client has its part"):
+                    more(1)
             place.release()
             place.add(part)
+    assert not in_flight.bytes_of
+
+
+def test_the_only_body_of_a_share_has_room_for_what_it_takes_in_memory() -> None:
+    in_flight = InFlight(Settings())
+    with ExitStack() as stack:
+        for share in (ALICE, BOB):
+            place = stack.enter_context(in_flight.counted(POST, share))
+            place.add(limits.MAX_BODY_BYTES)
+            place.hold(7 * limits.MAX_BODY_BYTES)
+        place.hold(1)
+        assert in_flight.bytes_of == {ALICE: 7 * limits.MAX_BODY_BYTES, BOB: 1}
     assert not in_flight.bytes_of
 
 
@@ -479,6 +494,67 @@ def test_a_left_clients_work_is_dropped_or_keeps_its_turn(threads: Threads, kind
 
 class Anything(Body):
     a: Any = None
+
+
+SHAPES: dict[str, Any] = {
+    "texts": {"messages": [{"role": "user", "content": "x" * 200_000}]},
+    "wide texts": {"messages": [{"role": "user", "content": "x" * 200_000 + "\N{GRINNING FACE}"}]},
+    "messages": {"messages": [{"role": "user", "content": "x"}] * 8192},
+    "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 1024}] * 8},
+    **{
+        name: {
+            "messages": [{"role": "user", "content": "x"}],
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": values}}}],
+        }
+        for name, values in {
+            "empty lists": [[]] * 50_000,
+            "objects with a key": [{"": {}}] * 40_000,
+            "numbers": list(range(1000, 90_000)),
+            "keys": {f"{number:05}": {} for number in range(40_000)},
+        }.items()
+    },
+}
+
+
+@pytest.mark.parametrize("is_ascii", [False, True])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_parsed_body_takes_no_more_memory_than_counts_for_its_share(shape: Any, is_ascii: bool) -> None:
+    sent = json.dumps(shape, ensure_ascii=is_ascii).encode()
+    body_module._parse(sent, ChatRequest)
+    tracemalloc.start()
+    try:
+        parsed, num_bytes = body_module._parse(sent, ChatRequest)
+        kept_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert parsed.messages
+    assert kept_bytes <= num_bytes <= 3 * kept_bytes + MIB
+
+
+async def ended_by(works: Sequence[Awaitable[None]]) -> BaseException | None:
+    """Returns the first error of works that are done together."""
+    return next((error for error in await asyncio.gather(*works, return_exceptions=True) if error), None)
+
+
+def test_bodies_that_were_parsed_and_wait_are_bounded_by_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_BODY_BYTES", MIB)
+    in_flight, sent = InFlight(Settings()), b'{"a": [' + b"[]," * 6000 + b"[]]}"
+
+    async def scenario() -> None:
+        bodies = Bodies(Threads())
+        async with AsyncExitStack() as held:
+
+            async def read_one(share: Share) -> None:
+                request = request_of(sent, share)
+                request.state.place = held.enter_context(in_flight.counted(POST, share))
+                await bodies.read_json(request, Anything, held)
+
+            assert isinstance(await ended_by([read_one(ALICE) for _ in range(20)]), QueueFull)
+            assert 3 * MIB < in_flight.bytes_of[ALICE] <= 4 * MIB
+            await read_one(BOB)
+        assert not in_flight.bytes_of
+
+    asyncio.run(scenario())
 
 
 def body_of(size: int) -> bytes:
