@@ -66,8 +66,9 @@ class ImportChecks(Struct):
         # Bound: until the daemon ends.
         while True:
             try:
-                await threads.run("reading", self.look)
-            except CacheError as error:
+                await threads.run("ahead", self.look)
+            except (CacheError, RuntimeError, MemoryError) as error:
+                # Also if the system refuses the thread.
                 log.debug("[import] imported prompts are not read yet: %s", error)
             await asyncio.sleep(_CHECK_S)
 

@@ -50,8 +50,9 @@ async def compute_openings(serving: Serving, threads: Threads) -> None:
     while True:
         if (today := serving.renderer.today()) != computed:
             try:
-                num_added = await threads.run("reading", add_openings, serving, today)
-            except CacheError as error:
+                num_added = await threads.run("ahead", add_openings, serving, today)
+            except (CacheError, RuntimeError, MemoryError) as error:
+                # Also if the system refuses the thread.
                 log.debug("[template] the prompts of the last days are not read yet: %s", error)
             else:
                 computed = today

@@ -22,7 +22,8 @@ from diskprefix.thread_work import ThreadWork, doing
 T = TypeVar("T")
 
 WorkKind: TypeAlias = Literal[
-    "parsing", "reading", "rendering", "large", "images", "compiling", "counting", "writing", "inspecting", "stopping"
+    *("parsing", "reading", "rendering", "large", "images", "compiling", "counting", "writing"),
+    *("ahead", "inspecting", "stopping"),
 ]
 
 _NUM_THREADS: dict[WorkKind, int] = {
@@ -34,11 +35,13 @@ _NUM_THREADS: dict[WorkKind, int] = {
     "compiling": 16,
     "counting": 2,
     "writing": 2,
+    "ahead": 1,
     "inspecting": 3,
     "stopping": 2,
 }
 """The first image of each size takes up to a second. A thread that compiles only waits for a process, and one
-that reads only for the disk. Three callers inspect the daemon, each once at a time, and all may wait for a disk."""
+that reads only for the disk, as long as its request may wait. What reads for no request has the thread `ahead`. Three
+callers inspect the daemon, each once at a time, and all may wait for a disk."""
 _LOW_PRIORITY: tuple[WorkKind, ...] = ("large", "images", "counting")
 """Threads with a lower priority than the engine's, which wait for each other: one without a processor delays all."""
 _NICE = 10

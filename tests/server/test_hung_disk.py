@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import httpx
 import lmdb
 import pytest
 
-from diskprefix.server.threads import _NUM_THREADS
+from diskprefix.server import import_checks, openings
+from diskprefix.server.import_checks import ImportChecks
+from diskprefix.server.openings import compute_openings
+from diskprefix.server.threads import _NUM_THREADS, Threads
 from diskprefix.store import reads
 from diskprefix.store.environment import Environment
+from diskprefix.thread_pool import ThreadPool
 from tests.server.daemon_process import reply_to
 from tests.server.scripted import AppServer, real_app
 from tests.waiting import wait_for
@@ -104,6 +110,54 @@ def test_conversations_and_pages_are_answered_while_the_disk_hangs(server: AppSe
         assert [said(client, messages)["prefix_cache"]["replayed"] for messages in talks] == [3] * len(talks)
         again = {"input": "On.", "previous_response_id": first["id"], "max_output_tokens": 4}
         assert client.post(RESPONSES, json=again).status_code == 200
+
+
+def test_reads_for_no_request_hold_up_no_request(server: AppServer, disk: HungDisk) -> None:
+    serving, threads = server.daemon.serving, Threads()
+    assert serving is not None
+    # The system refuses all others.
+    threads._of["reading"] = ThreadPool(1, "reading")
+
+    async def scenario() -> None:
+        disk.answers.clear()
+        loops = [compute_openings(serving, threads), ImportChecks(serving).run(threads)]
+        reading = [asyncio.create_task(loop) for loop in loops]
+        await asyncio.to_thread(wait_for, lambda: disk.by)
+        assert await asyncio.wait_for(threads.run("reading", lambda: 1), 30) == 1
+        disk.answers.set()
+        for task in reading:
+            task.cancel()
+
+    disk.by.clear()
+    asyncio.run(scenario())
+    threads.close()
+
+
+@pytest.mark.parametrize("module", [openings, import_checks])
+def test_after_a_refused_thread_openings_and_imported_prompts_are_read(
+    server: AppServer, disk: HungDisk, monkeypatch: pytest.MonkeyPatch, module: ModuleType
+) -> None:
+    serving, threads, start, refused = server.daemon.serving, Threads(), threading.Thread.start, list[str]()
+    assert serving is not None
+
+    def refuse_once(thread: threading.Thread) -> None:
+        if thread.name == "ahead_0" and not refused:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    async def scenario() -> None:
+        loop = compute_openings(serving, threads) if module is openings else ImportChecks(serving).run(threads)
+        reading = asyncio.create_task(loop)
+        await asyncio.to_thread(wait_for, lambda: "ahead" in disk.by)
+        reading.cancel()
+
+    disk.by.clear()
+    monkeypatch.setattr(module, "_CHECK_S", 0.01)
+    monkeypatch.setattr(threading.Thread, "start", refuse_once)
+    asyncio.run(scenario())
+    assert refused
+    threads.close()
 
 
 def test_turns_in_memory_are_replayed_without_the_disk(server: AppServer, disk: HungDisk) -> None:
