@@ -303,6 +303,23 @@ def test_shares_with_prompts_ahead_take_turns_and_have_equal_seconds(jobs: Ahead
     assert computed == ["alice", *["bob"] * 4, "alice", *["bob"] * 4]
 
 
+def test_a_long_prompt_ahead_gives_way_to_another_share_after_a_turn_and_goes_on_after_its(jobs: AheadJobs) -> None:
+    long_ones = [job_of(share, "a long prompt") for share in ("alice", "bob")]
+    jobs.add_job(long_ones[0])
+    jobs.add_job(job_of("alice", "another of hers"))
+    assert all(jobs.spend(long_ones[0], 20.0) for _ in range(9)), "nobody else's waits"
+    jobs.add_job(long_ones[1])
+    turns = list[tuple[str, int]]()
+    for _ in range(4):
+        job, num_steps = jobs.next(), 1
+        assert job is not None
+        while jobs.spend(job, 10.0):
+            num_steps += 1
+        turns.append((job.share, num_steps))
+    assert turns == [("alice", 7), ("bob", 14), ("alice", 14), ("bob", 14)]
+    assert all(map(jobs.has, long_ones)), "they wait for their next turns"
+
+
 def test_a_prompt_ahead_that_was_dropped_says_that_it_waits_no_longer(jobs: AheadJobs) -> None:
     asked = [job_of("bob", f"{number}", f"prompt {number}") for number in range(9)]
     for job in asked:

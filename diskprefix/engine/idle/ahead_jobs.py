@@ -32,6 +32,9 @@ _MAX_JOBS, _MAX_SHARES = 8, 64
 _QUIET_S = 0.5
 """Nothing is computed ahead for this many seconds after a request for a reply comes or the reply ends, because the next
 request may come."""
+_TURN_S = 60.0
+"""The processor seconds that a job may take more than another share has taken whose job waits. The rest of it is
+computed in the share's next turn, from what memory or the disk has of it."""
 _LATER_S = 60.0
 """The seconds until the battery, an exhausted budget or the other programs are checked again."""
 _DAY_S = 86400.0
@@ -182,16 +185,18 @@ class AheadJobs:
         return "budget" if self._left_at(self._clock()) <= 0 else "battery" if runs_on_battery() else None
 
     def spend(self, job: AheadJob, seconds: float) -> bool:
-        """Subtracts processor seconds from the budget. Returns whether the job may go on."""
+        """Subtracts processor seconds from the budget. Returns whether the job may go on, or is to wait for its share's
+        next turn, or for the budget."""
         self._left_s -= seconds
         self.spent_s += seconds
         with self._lock:
-            self._spent_of[job.share] = self._spent_of.get(job.share, 0.0) + seconds
+            spent_s = self._spent_of[job.share] = self._spent_of.get(job.share, 0.0) + seconds
+            others = [self._spent_of[share] for share in self._jobs if share != job.share]
         if self._waits.are_long():
             self.pause_reason = "other programs"
             self.pause(is_long=True)
             return False
-        return self._refill() > 0 and self.has(job)
+        return self._refill() > 0 and spent_s <= min(others, default=math.inf) + _TURN_S and self.has(job)
 
     @property
     def figures(self) -> dict[str, Any]:
