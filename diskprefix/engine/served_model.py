@@ -427,11 +427,7 @@ class ServedModel:
         if not longest:
             # Nothing can be restored.
             return
-        try:
-            self.pages.make_ahead(_AHEAD_BYTES, min(longest + _TURN_TOKENS, self.max_positions))
-        except ContextTooLong as error:
-            # Only time is lost: a request allocates the memory that it needs.
-            log.info("[engine] no KV memory taken ahead: %s", error)
+        self.pages.make_ahead(_AHEAD_BYTES, min(longest + _TURN_TOKENS, self.max_positions))
 
     def _require_uncached(self) -> None:
         """Raises `ModelError` if this model cannot be run step by step."""
