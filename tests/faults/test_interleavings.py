@@ -5,10 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,8 @@ from tests.faults.interleavings.kept_seeds import KEPT_SEEDS
 from tests.faults.interleavings.mutants import MUTANTS, Mutant
 from tests.faults.interleavings.task_scheduler import Stuck, TaskScheduler
 from tests.faults.seeds import seeds_of
+from tests.waiting import wait_for
+from tools.faults import interleavings
 from tools.faults.interleavings import Result, run_histories
 
 ROOT = Path(__file__).parents[2]
@@ -98,6 +103,32 @@ def test_a_history_that_fails_in_another_way_does_not_find_a_mutant(
     # Not each history submits a request before it ends.
     assert failed.failures
     assert (found.histories, found.failures) == (3, [])
+
+
+def never_ending_histories(_start: int, folder: Path, **_: Any) -> None:
+    """As the simulated daemon does, catches whatever is raised."""
+    (folder / "begun").touch()
+    while True:
+        with suppress(BaseException):
+            signal.pause()
+
+
+def test_a_signal_ends_a_run_in_the_middle_of_its_histories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interleavings, "_share", never_ending_histories)
+
+    def end_twice() -> None:
+        wait_for((tmp_path / "begun").exists)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, interleavings.interrupt_once)
+    ending = threading.Thread(target=end_twice)
+    ending.start()
+    try:
+        assert interleavings.simulate(0, 2 * interleavings.AT_ONCE, tmp_path, 2).is_cut_off
+    finally:
+        ending.join()
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.slow

@@ -137,6 +137,19 @@ def run_history(
     return ""
 
 
+def interrupt_once(_signal: int, _frame: FrameType | None) -> None:
+    """Handles SIGTERM: `timeout` sends it twice, to this process and to its group."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def _end_by_signals() -> None:
+    """Lets SIGTERM end a worker. The simulated daemon would catch an exception, such as its parent gets: it goes on after
+    any error of a thread. Ctrl-C is left to the parent."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def _share(start: int, first: int, count: int, folder: Path, without: str, until: str | None) -> Result:
     return run_histories(
         range(start, min(start + AT_ONCE, first + count)),
@@ -161,7 +174,8 @@ def simulate(
     whole = Result()
     work = partial(_share, first=first, count=count, folder=folder, without=without, until=until)
     gc.freeze()
-    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork")) as pool:
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(processes, mp_context=context, initializer=_end_by_signals) as pool:
         try:
             for part in pool.map(work, range(first, first + count, AT_ONCE)):
                 whole.add(part)
@@ -170,6 +184,8 @@ def simulate(
                     break
         except KeyboardInterrupt:
             whole.is_cut_off = True
+            for worker in multiprocessing.active_children():
+                worker.terminate()
         finally:
             pool.shutdown(cancel_futures=True)
     return whole
@@ -237,7 +253,7 @@ def main(
     /dev/shm if it exists).
     """
     _with_fixed_hashes()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, interrupt_once)
     console, shm = Console(stderr=True), Path("/dev/shm")
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     with tempfile.TemporaryDirectory(prefix="diskprefix-sim-", dir=folder or (shm if shm.is_dir() else None)) as work:
