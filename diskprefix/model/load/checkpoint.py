@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from msgspec import Struct
+import msgspec
+from msgspec import Meta, Struct
 
 from diskprefix.errors import ModelError
 from diskprefix.model.families.types.known_types import TYPES
@@ -123,8 +124,14 @@ def require_inner_path(name: str) -> str:
 
 
 def stored_tensors(folder: Path, files: Sequence[Path]) -> list[StoredTensor]:
-    """Returns the tensors that transformers would load. Raises `ModelError` if a file is damaged or cut short."""
-    return [tensor for file in checkpoint_files(folder, files) for tensor in tensors_in(file)]
+    """Returns the tensors that transformers would load. Raises `ModelError` if a file is damaged or cut short, or if
+    two files have a tensor of one name."""
+    found: dict[str, StoredTensor] = {}
+    for file in checkpoint_files(folder, files):
+        for tensor in tensors_in(file):
+            if (other := found.setdefault(tensor.name, tensor)) is not tensor:
+                raise ModelError(f"{file} and {other.file.name} both hold {shown(tensor.name)}: they are not one model")
+    return list(found.values())
 
 
 def tensors_in(file: Path) -> list[StoredTensor]:
@@ -134,19 +141,37 @@ def tensors_in(file: Path) -> list[StoredTensor]:
             size = int.from_bytes(content.read(8), "little")
             if size > _MOST_HEADER_BYTES:
                 raise ValueError(f"its header has {size} bytes")
-            header = json.loads(content.read(size))
-        total = file.stat().st_size - 8 - size
-        return [_stored(file, name, entry, 8 + size, total) for name, entry in header.items() if name != "__metadata__"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            header = msgspec.json.decode(content.read(size), type=dict[str, msgspec.Raw])
+        header.pop("__metadata__", None)
+        entries = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in header.items()}
+        return list(_placed(file, entries, 8 + size))
+    except (OSError, ValueError, msgspec.MsgspecError, OverflowError, RecursionError) as error:
         raise ModelError(f"{file} is damaged or cut short ({first_line(error)}); fetch or copy it again") from error
 
 
-def _stored(file: Path, name: str, entry: Mapping[str, Any], begin: int, total: int) -> StoredTensor:
-    kind, shape = str(entry["dtype"]), tuple(map(int, entry["shape"]))
-    first, last = entry["data_offsets"]
-    if not 0 <= first <= last <= total or min(shape, default=0) < 0 or last - first != _num_bytes(kind, shape):
-        raise ValueError(f"{name} lies outside of it")
-    return StoredTensor(name, kind, shape, last - first, begin + first, file)
+class _Entry(Struct, frozen=True):
+    """A tensor in the header of a safetensors file."""
+
+    dtype: str
+    shape: tuple[Annotated[int, Meta(ge=0)], ...]
+    data_offsets: tuple[int, int]
+
+
+def _placed(file: Path, entries: Mapping[str, _Entry], begin: int) -> Iterator[StoredTensor]:
+    """Yields the tensors of a file, whose content starts at byte `begin`. Raises `ValueError` unless they fill it
+    without holes and overlaps, as the library safetensors requires, and `OSError`."""
+    end, total = 0, file.stat().st_size - begin
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        (first, last), num_bytes = entry.data_offsets, _num_bytes(entry.dtype, entry.shape)
+        if first != end or last - first != num_bytes or last > total:
+            raise ValueError(
+                f"{shown(name)} has {num_bytes} bytes and lies at {first} to {last}; "
+                f"those before it end at {end}, the file at {total}"
+            )
+        yield StoredTensor(name, entry.dtype, entry.shape, num_bytes, begin + first, file)
+        end = last
+    if end != total:
+        raise ValueError(f"its tensors end at {end}, the file at {total}")
 
 
 def _num_bytes(kind: str, shape: Sequence[int]) -> int:

@@ -105,7 +105,7 @@ def _read_tensors(parts: tuple[Path, ...], _stamps: tuple[Any, ...]) -> tuple[Gg
     headers = [read_header(part) for part in parts]
     tensors = [tensor for header in headers for tensor in header.tensors]
     if len(parts) > 1:
-        _require_one_model(parts, headers, len({tensor.name for tensor in tensors}))
+        _require_one_model(parts, headers, tensors)
     return headers[0], with_factors(tensors)
 
 
@@ -157,15 +157,21 @@ def require_gguf(file: Path, flag: str) -> None:
     raise ModelError(f"{flag}: {file} is no model: a .gguf file begins with the letters GGUF")
 
 
-def _require_one_model(parts: Sequence[Path], headers: Sequence[GgufHeader], num_tensors: int) -> None:
+def _require_one_model(parts: Sequence[Path], headers: Sequence[GgufHeader], tensors: Sequence[FileTensor]) -> None:
     total = headers[0].values.get("split.tensors.count")
     for number, (part, header) in enumerate(zip(parts, headers, strict=True)):
         split = [header.values.get(f"split.{key}") for key in ("no", "count", "tensors.count")]
         if split != [number, len(parts), total]:
             raise ModelError(f"{part} is not part {number + 1} of {len(parts)} of the same model as the others")
-    if num_tensors != total:
+    seen: dict[str, FileTensor] = {}
+    for tensor in tensors:
+        if (other := seen.setdefault(tensor.name, tensor)) is not tensor:
+            raise ModelError(
+                f"{tensor.file} and {other.file} both hold the tensor {tensor.name}: they are not one model"
+            )
+    if len(tensors) != total:
         raise ModelError(
-            f"{parts[0]} and its other parts hold {num_tensors} tensors of {total}: they are not one model"
+            f"{parts[0]} and its other parts hold {len(tensors)} tensors of {total}: they are not one model"
         )
 
 

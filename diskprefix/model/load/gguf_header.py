@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -398,12 +399,9 @@ def _parse_header(path: Path, reading: _Reading, num_bytes: int) -> GgufHeader:
                 raise ValueError(f"its alignment is {alignment}")
     described = [_tensor(path, reading) for _ in range(num_tensors)]
     begin = -(-reading.at // alignment) * alignment
-    tensors = tuple(_placed(tensor, begin, alignment, num_bytes) for tensor in described)
-    if len({tensor.name for tensor in tensors}) < len(tensors):
-        raise ValueError("a tensor is in it twice")
-    if sum(tensor.num_bytes for tensor in tensors) > num_bytes:
-        raise ValueError("its tensors overlap")
-    return GgufHeader(values, lists, arrays, tensors)
+    if twice := [name for name, count in Counter(tensor.name for tensor in described).items() if count > 1]:
+        raise ValueError(f"the tensor {twice[0]!r} is in it twice")
+    return GgufHeader(values, lists, arrays, tuple(_placed(described, begin, alignment, num_bytes)))
 
 
 def _tensor(path: Path, reading: _Reading) -> FileTensor:
@@ -425,11 +423,20 @@ def _tensor(path: Path, reading: _Reading) -> FileTensor:
     return FileTensor(name, kind, shape, path, offset, dtype, stored_shape)
 
 
-def _placed(tensor: FileTensor, begin: int, alignment: int, num_bytes: int) -> FileTensor:
-    if tensor.offset % alignment:
-        raise ValueError(f"the tensor {tensor.name!r} begins at {tensor.offset}, which is not aligned")
-    first = begin + tensor.offset
-    if first + tensor.num_bytes > num_bytes:
-        missing = first + tensor.num_bytes - num_bytes
-        raise ValueError(f"it is cut short: {missing} bytes are missing up to the end of the tensor {tensor.name!r}")
-    return replace(tensor, offset=first)
+def _placed(described: Iterable[FileTensor], begin: int, alignment: int, num_bytes: int) -> Iterator[FileTensor]:
+    """Yields the tensors of a file of `num_bytes`, whose offsets counted from `begin`, with offsets from its start.
+    Raises `ValueError` unless each follows the one before it at the next multiple of the alignment, which llama.cpp
+    requires too: otherwise tensors could share bytes, or have those of others."""
+    end = 0
+    for tensor in described:
+        if tensor.offset != end:
+            raise ValueError(
+                f"the tensor {tensor.name!r} begins at byte {tensor.offset} of its tensors, "
+                f"and those before it take the first {end} bytes"
+            )
+        first, end = begin + end, -(-(end + tensor.num_bytes) // alignment) * alignment
+        if (missing := first + tensor.num_bytes - num_bytes) > 0:
+            raise ValueError(
+                f"it is cut short: {missing} bytes are missing up to the end of the tensor {tensor.name!r}"
+            )
+        yield replace(tensor, offset=first)

@@ -139,6 +139,7 @@ UNREADABLE = "layout cannot be read"
         ("header", metadata(manifest="{}"), "digest of its manifest"),
         ("header", lambda header: header["__metadata__"].pop("manifest"), "digest of its manifest"),
         ("header", lambda header: header.pop("token_ids"), "cut short, or no .safetensors file"),
+        ("header", lambda header: header["digests"].update(header["signature"]), "cut short, or no .safetensors file"),
         ("header", of("token_ids", dtype="F32"), "its tensor token_ids is not a list of I32"),
         ("header", of("digests", dtype="I8"), "its tensor digests is not a list of U8"),
         ("header", of("payloads", dtype="F8_E4M3"), "its tensor payloads is not a list of U8"),

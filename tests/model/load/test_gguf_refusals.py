@@ -96,9 +96,7 @@ DAMAGES: dict[str, tuple[bytes, bytes, str]] = {
     "size overflows": (PLAIN, text("plain") + struct.pack("<I2Q", 2, 2**63, 2**63), "cut short"),
     "type of a tensor": (PLAIN + struct.pack("<I", F32), PLAIN + struct.pack("<I", 77), "the type 77"),
     "not in blocks": (BLOCKS, text("Q4_0") + struct.pack("<I2Q", 2, 25, 2), "Q4_0"),
-    "offset behind the end": (PLAIN + struct.pack("<IQ", F32, 0), PLAIN + struct.pack("<IQ", F32, 2**40), "cut short"),
-    "offset not aligned": (PLAIN + struct.pack("<IQ", F32, 0), PLAIN + struct.pack("<IQ", F32, 1), "not aligned"),
-    "tensor twice": (text("Q8_0"), text("Q4_0"), "twice"),
+    "tensor twice": (text("Q8_0"), text("Q4_0"), "the tensor 'Q4_0' is in it twice"),
     "alignment": (ALIGNMENT + struct.pack("<I", 64), ALIGNMENT + struct.pack("<I", 0), "alignment is 0"),
 }
 
@@ -120,16 +118,35 @@ def test_a_file_that_is_cut_short_is_refused(share: float, file: Path) -> None:
         read_header(file)
 
 
-def test_tensors_that_share_bytes_are_refused(file: Path) -> None:
-    content = file.read_bytes()
-    first = read_header(file).tensors[0]
-    # All tensors lie in the file, but it has not as many bytes as they have together.
-    for tensor in read_header(file).tensors[1:]:
-        number, offset = GGMLQuantizationType[tensor.kind], tensor.offset - first.offset
-        content = content.replace(struct.pack("<IQ", number, offset), struct.pack("<IQ", number, 0))
-    file.write_bytes(content[: first.offset + first.num_bytes])
-    with pytest.raises(ModelError, match="overlap"):
-        read_header(file)
+PLACES: dict[str, Callable[[int, int], int]] = {
+    "that of the first tensor": lambda _own, _other: 0,
+    "that of another tensor": lambda _own, other: other,
+    "within the one before": lambda own, _other: own - 64,
+    "behind a hole": lambda own, _other: own + 64,
+    "not aligned": lambda own, _other: own + 1,
+    "behind the end": lambda _own, _other: 2**40,
+    "the last number": lambda _own, _other: 2**64 - 64,
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_tensor_that_does_not_follow_the_one_before_is_refused_by_name(place: str, file: Path) -> None:
+    tensors, content = read_header(file).tensors, file.read_bytes()
+    for number, it in enumerate(tensors):
+        own, other = (tensor.offset - tensors[0].offset for tensor in (it, tensors[number - 2]))
+        offset = PLACES[place](own, other) % 2**64
+        if offset == own:
+            continue
+        kind, dimensions = GGMLQuantizationType[it.kind], struct.pack("<I", len(it.shape))
+        described = text(it.name) + dimensions + struct.pack(f"<{len(it.shape)}QI", *it.shape[::-1], kind)
+        # Wherever it lies now, the file has all its bytes.
+        file.write_bytes(content + bytes(1024))
+        changed(file, described + struct.pack("<Q", own), described + struct.pack("<Q", offset))
+        said = (
+            f"the tensor '{it.name}' begins at byte {offset} of its tensors, and those before it take the first {own}"
+        )
+        with pytest.raises(ModelError, match=said):
+            read_header(file)
 
 
 def test_the_parts_of_a_header_that_no_model_has_are_not_read(file: Path, monkeypatch: Any) -> None:
@@ -212,10 +229,25 @@ def require_refused(file: Path, words: str) -> None:
     assert "\n" not in raised.value.message
 
 
+def name_one_twice(parts: list[Path]) -> None:
+    """Gives a tensor of the last part the name of one of the first, and the parts the number of names that remain."""
+    first, last = ([tensor.name for tensor in read_header(part).tensors] for part in (parts[0], parts[-1]))
+    old, new = next((old, new) for old in last for new in first if len(old) == len(new))
+    changed(parts[-1], text(old), text(new))
+    count = text("split.tensors.count") + struct.pack("<I", 5)
+    total = read_header(parts[0]).values["split.tensors.count"]
+    for part in parts:
+        changed(part, count + struct.pack("<i", total), count + struct.pack("<i", total - 1))
+
+
 @pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
+        (
+            name_one_twice,
+            r"tiny-00003-of-00003\.gguf and .*tiny-00001-of-00003\.gguf both hold the tensor [a-z0-9._]+:",
+        ),
         (lambda parts: parts[1].unlink(), r"tiny-00002-of-00003\.gguf is missing"),
         (lambda parts: shutil.copyfile(parts[1], parts[2]), "is not part 3 of 3 of the same model"),
         (lambda parts: parts[2].write_bytes(parts[2].read_bytes()[:-100]), "cannot read"),

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from diskprefix.errors import ModelError, SettingsError
 from diskprefix.model.load import loader, read_tokenizer
 from diskprefix.model.load.chat_template import render_template
-from diskprefix.model.load.checkpoint import weight_files_of
+from diskprefix.model.load.checkpoint import tensors_in, weight_files_of
 from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.model.load.fingerprint import weights_digest
 from diskprefix.model.load.folder_weights import FolderWeights
@@ -260,6 +261,49 @@ def test_a_defective_folder_is_refused_with_the_reason(
     message = refusal(folder)
     assert words in message
     assert str(folder) in message
+
+
+def entries_of(count: int) -> dict[str, Any]:
+    """Returns a header of tensors a, b, … that have 8 bytes each."""
+    return {chr(97 + i): {"dtype": "F32", "shape": [2], "data_offsets": [8 * i, 8 * i + 8]} for i in range(count)}
+
+
+LAYOUTS: dict[str, tuple[dict[str, Any], int, str]] = {
+    "the same bytes": (entries_of(2) | {"c": entries_of(2)["b"]}, 16, "c has 8 bytes and lies at 8 to 16"),
+    "an overlap": (entries_of(2) | {"c": entries_of(1)["a"] | {"data_offsets": [12, 20]}}, 20, "c has 8 bytes"),
+    "within another": (entries_of(1) | {"b": {"dtype": "U8", "shape": [2], "data_offsets": [2, 4]}}, 8, "b has 2 "),
+    "a hole": (entries_of(1) | {"c": entries_of(3)["c"]}, 24, "c has 8 bytes and lies at 16 to 24"),
+    "a hole before the first": ({"b": entries_of(2)["b"]}, 16, "b has 8 bytes"),
+    "bytes behind the last": (entries_of(2), 24, "its tensors end at 16, the file at 24"),
+    "beyond the end": (entries_of(3), 20, "c has 8 bytes and lies at 16 to 24"),
+    "fewer bytes than numbers": ({"a": entries_of(1)["a"] | {"shape": [3]}}, 8, "a has 12 bytes and lies at 0 to 8"),
+    "backwards": ({"a": entries_of(1)["a"] | {"data_offsets": [8, 0]}}, 8, "a has 8 bytes"),
+    "half a byte": ({"a": entries_of(1)["a"] | {"data_offsets": [0.5, 8.5]}}, 9, "int"),
+    "half a row": ({"a": entries_of(1)["a"] | {"shape": [2.5]}}, 8, "int"),
+    "a number as text": ({"a": entries_of(1)["a"] | {"shape": ["2"]}}, 8, "int"),
+    "less than nothing": ({"a": entries_of(1)["a"] | {"shape": [-1, -2]}}, 8, "int"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tensors_that_do_not_fill_their_file_are_refused_as_the_library_does(layout: str, tmp_path: Path) -> None:
+    entries, num_bytes, words = LAYOUTS[layout]
+    file, header = tmp_path / "model.safetensors", json.dumps(entries).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(num_bytes))
+    with pytest.raises(ModelError, match=rf"model\.safetensors is damaged or cut short \(.*{words}"):
+        tensors_in(file)
+    with pytest.raises(SafetensorError), safe_open(file, "np"):
+        pass
+
+
+def test_a_tensor_that_two_files_of_a_folder_hold_is_refused_by_name(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    first = min(weights)
+    save_file(weights, folder / "model-00001-of-00002.safetensors")
+    save_file({first: weights[first] + 1}, folder / "model-00002-of-00002.safetensors")
+    said = f"model-00002-of-00002.safetensors and model-00001-of-00002.safetensors both hold {first}: they are not one"
+    assert said in refusal(folder)
 
 
 class Panic(BaseException):
