@@ -7,6 +7,7 @@ with it, or a seen or saved prompt. What nobody tells is deleted: it may be of t
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -207,17 +208,29 @@ class DeletedPrompts:
             yield from (key for key, kind, prompt in of_root if kind == ENCODED_TEXT or prompt in gone)
 
     def _unknown(self, prompts: set[PromptDigest], texts: Sequence[GoneText]) -> set[PromptDigest]:
-        """Returns the prompts that may continue a deleted text, because no seen or saved prompt shows them."""
-        shortest = min((len(text.token_ids) for text in texts if not text.key), default=0)
-        known = {prompt for tenant, prompt in self._living if tenant == self._tenant(texts[0].root)}
-        longer = {prompt for prompt in prompts - known if shortest and prompt.num_tokens > shortest}
-        longer -= {prompt for prompt in longer if self._prompts.find(prompt) is not None}
-        for name, entry in self._snapshot.entries() if longer else ():
-            if name not in self.entries and entry.root == texts[0].root:
-                lengths = sorted({prompt.num_tokens for prompt in longer if prompt.num_tokens <= entry.num_tokens})
+        """Returns the prompts that may be of a deleted conversation, because no seen or saved prompt shows them: those
+        that may continue a deleted text, and all of them if nothing shows what a deleted text was made of."""
+        root = texts[0].root
+        told = min((len(text.token_ids) for text in texts if not text.key), default=math.inf)
+        if not all(self._is_told(name, entry) for name, entry in self.entries.items() if entry.root == root):
+            told = 0
+        known = {prompt for tenant, prompt in self._living if tenant == self._tenant(root)} | {NO_PROMPT}
+        unknown = {prompt for prompt in prompts - known if prompt.num_tokens > told}
+        unknown -= {prompt for prompt in unknown if self._prompts.find(prompt) is not None}
+        for name, entry in self._snapshot.entries() if unknown else ():
+            if name not in self.entries and entry.root == root:
+                lengths = sorted({prompt.num_tokens for prompt in unknown if prompt.num_tokens <= entry.num_tokens})
                 if lengths:
-                    longer -= set(PromptDigest.of_beginnings(self._secret, text_of(self._snapshot, name), lengths))
-        return longer
+                    unknown -= set(PromptDigest.of_beginnings(self._secret, text_of(self._snapshot, name), lengths))
+        return unknown
+
+    def _is_told(self, name: bytes, entry: EntryRecord) -> bool:
+        """Returns whether the text of a deleted entry is the beginning of its prompt, or that is known."""
+        if entry.kind in (*OWN_KINDS, "partial") or self._source(entry) in self._living:
+            return True
+        text, length = text_of(self._snapshot, name), entry.came_from.num_tokens
+        is_own = 0 < length <= len(text) and PromptDigest.of(self._secret, text[:length]) == entry.came_from
+        return is_own or self._prompts.find(entry.came_from) is not None
 
 
 def text_of(snapshot: Snapshot, name: bytes) -> TokenIds:

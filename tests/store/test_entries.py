@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from diskprefix.store.note_record import NoteKind
+from diskprefix.store.notes import Notes, TenantNotes
 from diskprefix.store.purge import PurgeFilter, purge
 from diskprefix.store.schema import EntryKind, NodeKind
 from diskprefix.store.store import Publication, Store
@@ -79,6 +81,25 @@ def test_what_came_from_a_prompt_that_nothing_shows_goes_with_any_shorter_one(st
     name = computed(store, WITHOUT, unknown, "ahead")
     delete(store, end(pub))
     assert (name in listed(store)) == is_seen
+
+
+@pytest.mark.parametrize(("kind", "token_ids"), [("ahead", WITHOUT), ("opening", WITHOUT), ("partial", TURNS[:-BLOCK])])
+@pytest.mark.parametrize("is_seen", [False, True])
+def test_replies_go_with_what_was_made_of_a_prompt_that_nothing_shows(
+    store: Store, kind: EntryKind, token_ids: TokenIds, is_seen: bool
+) -> None:
+    """If the text differs from its prompt, only a seen prompt tells which replies are of its beginnings."""
+    if is_seen:
+        store.publish(replace(publication(store, TURNS), nodes=(), last_node=None, entry=None))
+    name, other = computed(store, token_ids, TURNS, kind), saved(store, prompt(7, 3 * BLOCK))
+    notes = TenantNotes(Notes(store, lambda: None), other.epoch, ROOT, other.root_record, 1000.0)
+    of_prompts = {"own": TURNS[: 3 * BLOCK], "other": prompt(7, 2 * BLOCK), "unknown": prompt(8, 2 * BLOCK)}
+    for id_, of_prompt in of_prompts.items():
+        notes.put(NoteKind.RESPONSE, id_, b"content", of_prompt)
+    notes.notes.write()
+    delete(store, name)
+    left = {id_ for id_ in of_prompts if notes.get(NoteKind.RESPONSE, id_) is not None}
+    assert left == ({"other", "unknown"} if is_seen or kind == "partial" else {"other"})
 
 
 def test_what_came_from_a_saved_prompt_that_stays_stays_beside_one_that_is_deleted(store: Store) -> None:
