@@ -183,26 +183,26 @@ def inode_of(path: Path) -> int:
 
 _META = struct.Struct("<II16xI")
 """Magic number, data version and page size, after the header of a meta page."""
-_MAGIC, _DATA_VERSION, _META_AT, _PAGE_HEADER_BYTES = 0xBEEFC0DE, 1, 16, (16, 24)
-"""The values of LMDB 0.9. The second header size is that of later data versions."""
+_MAGIC, _META_AT, _LATER_META_AT = 0xBEEFC0DE, 16, 24
+"""The header of a page of LMDB 0.9 has 16 bytes, that of later data versions 24."""
 _PAGE_BYTES = tuple(1 << n for n in range(12, 16))
 
 
 def _require_own_layout(path: Path) -> None:
-    """Raises `StoreUnavailable` if both meta pages have another data version of LMDB, or another page size than this
-    machine: such a file is not damaged."""
+    """Raises `StoreUnavailable` if both meta pages have the place that they have in another data version of LMDB, or
+    another page size than this machine: such a file is not damaged. The number of the version alone may be."""
     try:
         with (path / DATA).open("rb") as file:
-            start = file.read(_PAGE_BYTES[-1] + _PAGE_HEADER_BYTES[-1] + _META.size)
+            start = file.read(_PAGE_BYTES[-1] + _LATER_META_AT + _META.size)
     except FileNotFoundError:
         return
-    for header, page_bytes in itertools.product(_PAGE_HEADER_BYTES, _PAGE_BYTES):
+    for header, page_bytes in itertools.product((_META_AT, _LATER_META_AT), _PAGE_BYTES):
         if len(start) < page_bytes + header + _META.size:
             continue
         magic, version, stated_bytes = first = _META.unpack_from(start, header)
         if magic != _MAGIC or first != _META.unpack_from(start, page_bytes + header):
             continue
-        if version != _DATA_VERSION:
+        if header == _LATER_META_AT:
             raise other_lmdb(path / DATA, f"has LMDB's data version {version}")
         if stated_bytes == page_bytes != min(mmap.PAGESIZE, _PAGE_BYTES[-1]):
             raise other_lmdb(path / DATA, f"has pages of {page_bytes} bytes")

@@ -121,7 +121,6 @@ def of_larger_pages(metas: list[bytes]) -> bytes:
 
 
 OTHERS: dict[str, tuple[Callable[[list[bytes]], bytes], str]] = {
-    "version": (lambda metas: b"".join(with_number(meta, VERSION, 2) for meta in metas), "has LMDB's data version 2"),
     "later": (of_later_lmdb, "has LMDB's data version 3"),
     "pages": (of_larger_pages, f"has pages of {4 * PAGE} bytes"),
 }
@@ -142,10 +141,14 @@ def test_a_store_of_another_lmdb_or_another_kind_of_machine_is_left_alone(which:
 
 
 @pytest.mark.parametrize("place", [VERSION, PAGE_SIZE])
-def test_a_data_version_or_page_size_that_one_meta_page_alone_has_is_damage(place: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("pages", [(0,), (1,), (0, 1)])
+def test_a_data_version_or_page_size_of_meta_pages_that_are_where_ours_are_is_damage(
+    pages: tuple[int, ...], place: int, tmp_path: Path
+) -> None:
     opened(tmp_path, None).close()
     file = tmp_path / DATA
-    file.write_bytes(with_number(file.read_bytes(), place, 2 * PAGE))
+    for page in pages:
+        file.write_bytes(with_number(file.read_bytes(), page * PAGE + place, 2 * PAGE))
     opened(tmp_path, None).close()
     assert (tmp_path / DAMAGED).exists()
 
