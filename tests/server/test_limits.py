@@ -107,11 +107,24 @@ def test_many_addresses_refuse_no_key_and_have_a_bound() -> None:
         stack.enter_context(in_flight.counted(POST, ALICE))
 
 
+def test_a_share_may_take_what_is_free_beside_another() -> None:
+    in_flight = InFlight(Settings(max_queue=4, max_sequences=2))
+    with ExitStack() as stack:
+        stack.enter_context(in_flight.counted(POST, ALICE))
+        for _ in range(5):
+            stack.enter_context(in_flight.counted(POST, BOB))
+        with pytest.raises(ShareFull):
+            in_flight.counted(POST, BOB)
+
+
 def test_an_agents_requests_leave_a_place_to_the_chat_of_the_same_user() -> None:
     in_flight = InFlight(Settings(max_queue=4, max_sequences=2))
     with ExitStack() as stack:
         for _ in range(6):
             stack.enter_context(in_flight.counted(POST, ALICE, "agent"))
+        with in_flight.counted(POST, ALICE, "chat"):
+            pass
+        # One that has ended counts no more.
         for conversation in ("chat", "another"):
             stack.enter_context(in_flight.counted(POST, ALICE, conversation))
             with pytest.raises(QueueFull):
@@ -259,6 +272,23 @@ def test_within_a_share_conversations_take_turns() -> None:
         await asyncio.gather(*tasks)
         assert began.index("chat") == 1
         assert began.index("of another") < 15
+
+    asyncio.run(scenario())
+
+
+def test_a_name_for_each_request_gets_no_turn_before_another_share_and_is_forgotten() -> None:
+    async def scenario() -> None:
+        turns, began = Turns(1), list[str]()
+
+        async def work(share: Share, conversation: str) -> None:
+            async with turns.of(share, conversation):
+                began.append(conversation)
+                await asyncio.sleep(0)
+
+        named = [(ALICE, f"new {number}") for number in range(4)]
+        await asyncio.gather(*(work(*one) for one in [*named, (BOB, "his"), (BOB, "his")]))
+        assert began == ["new 0", "his", "new 1", "his", "new 2", "new 3"]
+        assert not turns._last
 
     asyncio.run(scenario())
 

@@ -13,7 +13,15 @@ import httpx
 import pytest
 
 from diskprefix.engine.idle import ahead_jobs
-from diskprefix.server.share import UNNAMED, Share, conversation_of, share_of_connection
+from diskprefix.extras.router.passing import _headers_up
+from diskprefix.server.share import (
+    MAX_SESSION_CHARS,
+    SHARE_HEADER,
+    UNNAMED,
+    Share,
+    conversation_of,
+    share_of_connection,
+)
 from tests.server.daemon_process import open_raw, running_as
 from tests.server.other_user import OTHER_USER, url_as
 from tests.server.scripted import real_app
@@ -123,3 +131,10 @@ def test_a_conversation_is_the_session_or_else_the_program() -> None:
     assert conversation_of({"headers": [agent]}) == "claude-cli/2.1"
     assert conversation_of({"headers": [agent, (b"x-claude-code-session-id", b"s1")]}) == "s1"
     assert conversation_of({"headers": []}) == ""
+    assert len(conversation_of({"headers": [(b"user-agent", b"x" * 100_000)]})) == MAX_SESSION_CHARS
+
+
+def test_the_router_alone_names_the_share_to_a_worker() -> None:
+    sent = [(b"diskprefix-share", b"key admin"), (b"host", b"localhost")]
+    up = _headers_up({"headers": sent, "state": {"share": Share("user", "1000")}})
+    assert [value for name, value in up if name == SHARE_HEADER] == [b"user 1000"]
