@@ -306,6 +306,31 @@ def test_one_share_has_half_of_the_places_and_one_conversation_a_quarter() -> No
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(
+    ("shares", "conversations", "num_given"),
+    [([ALICE], 1, 1 + 1), ([ALICE], 8, 1 + 2), ([ALICE, BOB, CAROL], 8, 1 + 4)],
+)
+def test_of_slow_work_beside_one_share_has_half_and_one_conversation_a_quarter(
+    shares: list[Share], conversations: int, num_given: int
+) -> None:
+    async def scenario() -> None:
+        turns = Turns(1, patience_s=0.0, max_beside=4)
+        tasks = [
+            asyncio.create_task(turns.take(share, f"{number % conversations}"))
+            for share in shares
+            for number in range(8)
+        ]
+        done, waiting = set(tasks), set(tasks)
+        # Bound: each round gives a turn.
+        while done:
+            done, waiting = await asyncio.wait(waiting, timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
+        assert len(tasks) - len(waiting) == num_given
+        for task in tasks:
+            task.cancel()
+
+    asyncio.run(scenario())
+
+
 def test_a_cancelled_wait_passes_its_turn_on() -> None:
     async def scenario() -> None:
         turns = Turns(1)

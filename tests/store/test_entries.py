@@ -149,9 +149,47 @@ def test_what_is_left_of_an_evicted_prompt_stays_listed_until_all_of_it_is_gone(
 def test_an_entry_of_a_lower_kind_gives_way_to_the_prompts_own_and_not_the_reverse(store: Store) -> None:
     name = computed(store, TURNS, TURNS, "ahead")
     assert listed(store) == {name: ("ahead", len(TURNS))}
-    saved(store, TURNS)
+    pub = saved(store, TURNS)
+    assert pub.entry is not None
     computed(store, TURNS, TURNS, "partial")
+    store.publish(replace(pub, entry=replace(pub.entry, kind="imported"), epoch=store.epochs.of("")))
     assert listed(store) == {name: ("saved", len(TURNS))}
+
+
+def test_a_checkpoint_that_another_prompt_goes_on_from_gets_no_entry_of_an_evicted_one(store: Store) -> None:
+    common, more = TURNS[: 2 * BLOCK], {"layout": STATES, "checkpoints": (2 * BLOCK, 2 * BLOCK + 5)}
+    gone, other = (
+        publication(store, np.concatenate([common, prompt(seed, 5)]), end_kind=NodeKind.CHECKPOINT, **more)
+        for seed in (7, 8)
+    )
+    for pub in (gone, other):
+        store.publish(pub)
+    store.evictor._evict([end(gone)])
+    assert listed(store) == {end(other): ("saved", 2 * BLOCK + 5)}
+
+
+def test_an_interim_checkpoint_stays_if_a_saved_prompt_ends_there(store: Store) -> None:
+    pub = publication(store, TURNS[: 2 * BLOCK], layout=STATES, end_kind=NodeKind.CHECKPOINT)
+    store.publish(pub)
+    with store.changes() as changes:
+        changes.remove_interim(end(pub), pub.nodes[-1].parent)
+    assert listed(store) == {end(pub): ("saved", 2 * BLOCK)}
+
+
+def test_a_later_checkpoint_replaces_an_interim_one_and_its_entry(store: Store) -> None:
+    whole = publication(store, TURNS, layout=STATES, checkpoints=(2 * BLOCK,))
+    interim = next(node for node in whole.nodes if node.kind == NodeKind.CHECKPOINT)
+    first, rest = ([node for node in whole.nodes if (node.end > 2 * BLOCK) == is_rest] for is_rest in (False, True))
+    store.publish(part_of(replace(whole, nodes=tuple(first))))
+    assert listed(store) == {interim.name: ("partial", 2 * BLOCK)}
+    store.publish(part_of(replace(whole, nodes=tuple(rest[:2]), replaced=(interim.name, interim.parent))))
+    assert listed(store) == {rest[1].name: ("partial", rest[1].end)}
+
+
+def test_a_prompt_that_is_removed_from_its_first_block_counts_as_one_entry(store: Store) -> None:
+    pub = saved(store, TURNS)
+    removed = store.remove_subtrees({pub.nodes[0].name: ROOT})
+    assert (removed.entries, len(removed.nodes)) == ([end(pub)], len(pub.nodes))
 
 
 def test_of_a_purge_that_is_killed_the_rest_stays_listed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,10 +57,9 @@ class Places:
     def take(self, connection: Placed, share: Share) -> bool:
         """Gives a place to a new connection of a share. Returns False if no place is free, because all connections are
         in requests."""
-        if share != UNNAMED:
-            of_share = self._of_shares.get(share)
-            if of_share is not None and of_share.num >= self.most_of_share and not self._close_one(of_share):
-                return False
+        of_share = self._of_shares.get(share)
+        if of_share is not None and of_share.num >= self.most_of_share and not self._close_one(of_share):
+            return False
         if self._all.num >= self.most and not self._close_one(self._all):
             return False
         self._share[connection] = share
