@@ -294,8 +294,6 @@ class Changes(Snapshot):
         """Removes an interim checkpoint, which continues `parent`, unless a saved prompt ends there."""
         entry = self._sound_entry(name)
         if entry is None or entry.kind not in OWN_KINDS:
-            # The prompt goes on, and its next entry with it.
-            self.delete_record("entries", name)
             self.delete_node(name, parent)
 
     def put_entry(self, name: bytes, entry: EntryRecord) -> None:

@@ -320,6 +320,20 @@ def test_a_long_prompt_ahead_gives_way_to_another_share_after_a_turn_and_goes_on
     assert all(map(jobs.has, long_ones)), "they wait for their next turns"
 
 
+def test_a_share_that_comes_later_has_saved_up_no_seconds_for_its_prompts_ahead(jobs: AheadJobs) -> None:
+    for number in range(8):
+        jobs.add_job(job_of("bob", f"bob {number}"))
+    computed = list[str]()
+    while (job := jobs.next()) is not None:
+        assert jobs.spend(job, 10.0)
+        jobs.drop_job(job)
+        computed.append(job.share)
+        if len(computed) == 4:
+            for number in range(3):
+                jobs.add_job(job_of("alice", f"alice {number}"))
+    assert computed == [*["bob"] * 4, *["bob", "alice"] * 3, "bob"]
+
+
 def test_a_prompt_ahead_that_was_dropped_says_that_it_waits_no_longer(jobs: AheadJobs) -> None:
     asked = [job_of("bob", f"{number}", f"prompt {number}") for number in range(9)]
     for job in asked:

@@ -176,6 +176,15 @@ def test_an_interim_checkpoint_stays_if_a_saved_prompt_ends_there(store: Store) 
     assert listed(store) == {end(pub): ("saved", 2 * BLOCK)}
 
 
+def test_a_checkpoint_at_the_end_of_a_prompts_last_block_belongs_to_its_entry(store: Store) -> None:
+    points = (2 * BLOCK,)
+    pub = publication(store, TURNS[: 2 * BLOCK], layout=STATES, checkpoints=points, end_kind=NodeKind.BLOCK)
+    store.publish(pub)
+    assert listed(store) == {pub.nodes[1].name: ("saved", 2 * BLOCK)}
+    delete(store, pub.nodes[1].name)
+    assert store.counts()["blocks"] == 0
+
+
 def test_a_later_checkpoint_replaces_an_interim_one_and_its_entry(store: Store) -> None:
     whole = publication(store, TURNS, layout=STATES, checkpoints=(2 * BLOCK,))
     interim = next(node for node in whole.nodes if node.kind == NodeKind.CHECKPOINT)
