@@ -35,8 +35,6 @@ class Case:
     change: Callable[[State], State] = lambda state: state
     options: tuple[str, ...] = ()
     vision: Values | None = None
-    is_exact: bool = True
-    """False if it is never cached, because its RoPE changes with the length."""
     is_slow: bool = False
 
     @property
@@ -54,6 +52,13 @@ def yarn(**more: Any) -> Values:
     return (
         rope(rope_type="yarn", factor=8.0, original_max_position_embeddings=512, beta_fast=32.0, beta_slow=1.0) | more
     )
+
+
+def phi_rope(original: int) -> Values:
+    """Returns a scaling whose frequencies are others for texts of more than `original` tokens."""
+    factors = {"short_factor": [1.0 + 0.1 * i for i in range(24)], "long_factor": [1.0 + 3.0 * i for i in range(24)]}
+    kind = rope(10000.0, rope_type="longrope", partial_rotary_factor=0.75)
+    return kind | factors | {"original_max_position_embeddings": original}
 
 
 def _with_block(state: State, at: str, joining: str, norms: tuple[str, ...]) -> State:
@@ -222,7 +227,6 @@ COHERE_2_MOE = TIED | {
 MINICPM_3 = _LATENT_HEADS | {"num_key_value_heads": HEADS, "q_lora_rank": 64, "v_head_dim": 64, "scale_emb": 12.0,
     "dim_model_base": 256, "scale_depth": 1.4}  # fmt: skip
 NEOX = {"layer_norm_eps": 3e-6, "rope_parameters": rope(10000.0, partial_rotary_factor=0.25)}
-LONG = {"short_factor": [1.0 + 0.1 * i for i in range(24)], "long_factor": [1.0 + 3.0 * i for i in range(24)]}
 
 CASES: dict[str, Case] = {
     "afmoe": Case("afmoe", EXPERTS | {"num_hidden_layers": 5, "head_dim": 64, "sliding_window": WINDOW,
@@ -377,9 +381,8 @@ CASES: dict[str, Case] = {
     "phi2": Case("phi", {"num_key_value_heads": HEADS, "intermediate_size": 4 * HIDDEN, "layer_norm_eps": 3e-6,
         "rope_parameters": rope(10000.0, partial_rotary_factor=0.5)}),
     "phi3": Case("phi3", {"original_max_position_embeddings": 4096}),
-    "phi3/longrope": Case("phi3", {"original_max_position_embeddings": 1024,
-        "rope_parameters": rope(10000.0, rope_type="longrope", partial_rotary_factor=0.75,
-        original_max_position_embeddings=1024) | LONG}, is_exact=False),
+    "phi3/longrope": Case("phi3", {"original_max_position_embeddings": 1024, "rope_parameters": phi_rope(1024)}),
+    "phi3/longrope-long": Case("phi3", {"original_max_position_embeddings": 64, "rope_parameters": phi_rope(64)}),
     "qwen2": Case("qwen2", TIED),
     "qwen2vl": Case("qwen2_5_vl", {"rope_parameters": rope(mrope_section=[8, 12, 12])},
         vision=_VISION_SIZES | {"out_hidden_size": HIDDEN}),

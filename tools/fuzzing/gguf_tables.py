@@ -56,12 +56,12 @@ SOUND: dict[str, Any] = {
     "ssm.state_size": 16,
     "ssm.time_step_rank": 4,
     "kda.head_dim": 16,
-    "activation_sparsity_scale": (0.0, 1.5),
+    "activation_sparsity_scale": (1.5, -float("inf")),
     "altup.active_idx": 0,
     "altup.num_inputs": 4,
     "embedding_length_per_layer_input": 16,
 }
-"""The metadata of small models. They lack other keys."""
+"""The metadata of small models, as llama.cpp's converter writes them. They lack other keys."""
 _WINDOWED = ("afmoe", "exaone-moe", "cohere2moe", "granite_swa")
 OF_SOME: dict[str, tuple[str, ...]] = {
     "attention.scale": ("granite", "granitehybrid", "granitemoe", "granite_swa"),

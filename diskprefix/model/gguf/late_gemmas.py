@@ -3,6 +3,7 @@ two widths. Gemma 3n has four streams: a layer computes one and predicts the oth
 
 from __future__ import annotations
 
+import math
 from statistics import NormalDist
 from typing import Any
 
@@ -110,8 +111,9 @@ _SOURCES_OF_3N: Sources = {
 
 
 def _gemma_3n(metadata: Metadata, options: dict[str, Any]) -> dict[str, Any]:
-    """Older files lack the cap. Files give sparsity in standard deviations, configurations as a fraction."""
-    deviations = metadata.each_layer("activation_sparsity_scale")
+    """Older files lack the cap. Files give sparsity in standard deviations, minus infinity for a layer without it;
+    configurations give a fraction."""
+    deviations = metadata.each_layer("activation_sparsity_scale", -math.inf)
     if metadata("altup.num_inputs") != _NUM_STREAMS:
         raise ModelError(f"Gemma 3n has {_NUM_STREAMS} streams: altup.num_inputs is {metadata('altup.num_inputs')}")
     return windows_and_all(metadata, options) | {

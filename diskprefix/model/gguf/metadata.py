@@ -165,15 +165,15 @@ class Metadata:
         """Returns whether a value is an array with different numbers."""
         return self.is_array(key) and not is_finite(self._one_number(key, self._values[key]))
 
-    def each_layer(self, key: str) -> tuple[Any, ...]:
-        """Returns a number for each block. Raises `ModelError` if the file has numbers for more or fewer blocks, or
-        anything else."""
+    def each_layer(self, key: str, *others: float) -> tuple[Any, ...]:
+        """Returns a number for each block: a finite one, or one of `others`. Raises `ModelError` if the file has
+        numbers for more or fewer blocks, or anything else."""
         self._read.add(key)
         if key not in self:
             raise ModelError(f"the file lacks {self.architecture}.{key}")
         value, count = self._values[key], self.num_layers
         values = value if isinstance(value, tuple) else (value,) * count
-        if not all(map(is_finite, values)):
+        if not all(is_finite(number) or number in others for number in values):
             raise self.fault(key, "a number for each block")
         if len(values) not in (count, self("block_count")):
             raise ModelError(f"the file's {self.architecture}.{key} has {len(values)} values for {count} blocks")

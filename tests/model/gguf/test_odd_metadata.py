@@ -4,6 +4,7 @@ that it stands for, or is refused by its key, or is one on which no result depen
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -139,6 +140,20 @@ def test_an_odd_value_is_refused_if_it_changes_a_result(architecture: str) -> No
             # Of two keys that exclude each other, one is named.
             is_named |= ", and the model would have " in said
             assert is_served(said) or (is_named and "two lines" not in said), (key, name, said)
+
+
+@pytest.mark.parametrize(
+    ("scales", "said"),
+    [
+        ((1.6448536, -math.inf), "'activation_sparsity_pattern': [0.95, 0.0]"),
+        ((1.6448536, math.inf), "gemma3n.activation_sparsity_scale is (1.6448536, inf), which is not a number"),
+        ((1.6448536, math.nan), "gemma3n.activation_sparsity_scale is (1.6448536, nan), which is not a number"),
+    ],
+)
+def test_only_minus_infinity_says_that_a_layer_of_gemma_3n_has_no_sparsity(
+    scales: tuple[float, ...], said: str
+) -> None:
+    assert said in outcome("gemma3n", sound("gemma3n") | {"activation_sparsity_scale": scales})
 
 
 def file_with(path: Path, more: Mapping[str, Any]) -> Path:
