@@ -62,7 +62,8 @@ SECTIONS: dict[str, dict[str, Tool]] = {
     "Pages": {
         "screenshots": Tool("screenshots", "All pictures of the pages: drawn, recorded, or of a real browser."),
     },
-    "Models": {
+    "Models and sources": {
+        "sources": Tool("benchmarks.sources", "Fetch what the matrices compare with."),
         "models": Tool("models.real", "List and fetch the real models that tools and tests use."),
         "trained": Tool("models.trained", "Train a tiny mixture and a tiny delta-rule model on local text."),
     },

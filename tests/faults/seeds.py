@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import subprocess
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
+_Item = TypeVar("_Item")
 ROOT = Path(__file__).parents[2]
 NO_COMMIT = "no commit"
 """What seeds are drawn from outside a checkout, where each run tries the same ones."""
@@ -34,3 +37,10 @@ def seeds_of(sample: str, count: int, *, commit: str | None = None) -> range:
     drawn = hashlib.sha256(f"{sample} {commit or commit_of()}".encode()).digest()
     first = int.from_bytes(drawn[:8], "big") % (_LAST - count)
     return range(first, first + count)
+
+
+def part_of(sample: str, items: Sequence[_Item], count: int = 1, *, commit: str | None = None) -> list[_Item]:
+    """Returns `count` of the rows of a matrix, one behind the other and from the last to the first, for the sample of
+    this name."""
+    first = seeds_of(sample, 1, commit=commit)[0]
+    return [items[(first + i) % len(items)] for i in range(count)]

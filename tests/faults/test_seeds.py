@@ -3,7 +3,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from tests.faults.seeds import NO_COMMIT, commit_of, seeds_of
+from tests.faults.seeds import NO_COMMIT, commit_of, part_of, seeds_of
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -18,6 +18,12 @@ def test_a_sample_has_other_seeds_at_each_commit_and_the_same_ones_in_every_run(
     assert not set(one) & set(other)
     assert not set(one) & set(seeds_of("files", 20, commit="a" * 40))
     assert len(one) == 20
+
+
+def test_each_row_of_a_matrix_is_in_the_part_of_some_commit() -> None:
+    parts = [part_of("files", "abcdefg", 3, commit=str(number)) for number in range(60)]
+    assert {"".join(part) for part in parts} == {"abc", "bcd", "cde", "def", "efg", "fga", "gab"}
+    assert part_of("files", "abcdefg", commit="7") == part_of("files", "abcdefg", 3, commit="7")[:1]
 
 
 def test_seeds_fit_32_bits() -> None:

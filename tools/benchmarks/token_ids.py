@@ -13,7 +13,7 @@ import sys
 import tarfile
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from ctypes import CDLL, CFUNCTYPE, c_char_p, c_int32, c_void_p
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -174,9 +174,13 @@ class LlamaVocabulary:
         return list(room[:count])
 
 
-def programs(folder: Path, library: CDLL) -> Iterator[tuple[str, dict[tuple[str, str], tuple[Encode, Encode]]]]:
-    """Yields the vocabularies, each with pairs of programs."""
+def programs(
+    folder: Path, library: CDLL, only: Collection[str] = ()
+) -> Iterator[tuple[str, dict[tuple[str, str], tuple[Encode, Encode]]]]:
+    """Yields the vocabularies, each with pairs of programs. `only` has the names of some vocabularies, or is empty."""
     for path in sorted(folder.glob("*.gguf")):
+        if only and path.stem not in only:
+            continue
         try:
             ours = _ours(make_tokenizer(read_header(path)))
         except ModelError:
@@ -188,6 +192,8 @@ def programs(folder: Path, library: CDLL) -> Iterator[tuple[str, dict[tuple[str,
             pairs |= {("tokenizers", "ours, of the file"): (original, ours)}
         yield path.stem, pairs
     for name in FOLDERS:
+        if only and name not in only:
+            continue
         yield name, {("tokenizers", "ours"): (_original(folder / name), _ours(read_tokenizer(folder / name, None)))}
 
 
@@ -222,8 +228,9 @@ def compared(vocabulary: str, names: tuple[str, str], pair: Sequence[Encode], gi
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="A folder of texts, in addition to those that are made.",
 )
+@click.option("--only", multiple=True, help="Only the vocabulary with this name; repeatable.")
 @JSON
-def main(folder: Path | None, as_json: bool) -> None:
+def main(folder: Path | None, only: tuple[str, ...], as_json: bool) -> None:
     """Compare the token ids of published vocabularies by the library tokenizers, by llama.cpp and by our encoder.
 
     Texts are code, numbers, white space, calls, scripts, control tokens, and the files of `--texts`. Takes two minutes
@@ -235,14 +242,14 @@ def main(folder: Path | None, as_json: bool) -> None:
     given = list(texts(folder))
     pairs = [
         compared(vocabulary, names, pair, given)
-        for vocabulary, several in programs(vocabularies(console.print), library)
+        for vocabulary, several in programs(vocabularies(console.print), library, only)
         for names, pair in several.items()
     ]
     if as_json:
         click.echo(json.dumps(msgspec.to_builtins(pairs)))
     else:
         show(pairs, Console(width=120))
-    sys.exit(1 if any(pair.reason == UNKNOWN for pair in pairs) else 0)
+    sys.exit(1 if not pairs or any(pair.reason == UNKNOWN for pair in pairs) else 0)
 
 
 def show(pairs: Sequence[Pair], console: Console) -> None:

@@ -190,7 +190,7 @@ def matrix(
     device = "CPU" if backend in (None, "cpu") else run_child(python, variables, "-c", _DEVICE)
     num_layers = 0 if device == "CPU" else _ALL_LAYERS
     options = LlamaOptions(kv_type=kv_type, num_threads=threads, num_layers=num_layers, device=device)
-    load_converter(converter())
+    load_converter(converter(tell))
     rows = []
     with tempfile.TemporaryDirectory(prefix="diskprefix-llama-") as temporary:
         for name in chosen:

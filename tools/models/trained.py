@@ -141,7 +141,7 @@ def write_files(folder: Path) -> None:
 
     # llama.cpp's code patches transformers, prints, and ends its process at an error.
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        pool.submit(_convert, folder, converter(), llama_cpp_libraries(print_report)).result()
+        pool.submit(_convert, folder, converter(print_report), llama_cpp_libraries(print_report)).result()
 
 
 def _convert(folder: Path, code: Path, libraries: Path) -> None:
