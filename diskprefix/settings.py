@@ -536,11 +536,15 @@ class Settings:
                 shown = format_size if setting.kind == "size" else str
                 raise SettingsError(f"{flag}: {value} is out of range ({shown(minimum)} to {shown(maximum)})")
         _ = self.sampling_values, self.write_budget_bytes, self.template_variables, self.template_day, self.ahead_s
-        if self.draft_model is not None and self.speculative == "off":
-            raise SettingsError("--draft-model: has no effect with --speculative off")
         threshold = str(self.prefill_compression)
         if not re.fullmatch("off|auto|[0-9]{2,9}", threshold) or (threshold.isdigit() and int(threshold) < 16):
             raise SettingsError(f"--prefill-compression: {threshold!r} is not off, auto or a number of tokens from 16")
+        self.require_together()
+
+    def require_together(self) -> None:
+        """Raises `SettingsError` for a value that needs another one, or has no effect beside it."""
+        if self.draft_model is not None and self.speculative == "off":
+            raise SettingsError("--draft-model: has no effect with --speculative off")
         if self.remote_tier is not None and self.namespace_key_file is None:
             reason = "machines that share a bucket need one key to name and sign its objects"
             raise SettingsError(f"--remote-tier needs --namespace-key-file: {reason}")

@@ -245,9 +245,17 @@ def policy_value(name: str, value: object) -> Any:
         converted = command.params[0].process_value(click.Context(command), str(value))
     except click.BadParameter as error:
         raise SettingsError(error.message.rstrip(".")) from error
-    # Checks the range.
-    build_settings({"kv_cache_dir": Path(), name: converted})
+    values = {name: converted} if converted is None else {name: _parsed(name, converted)}
+    settings = _OneValue(**{"kv_cache_dir": Path()} | values)
+    require_kernels(settings.kernels, settings.rows)
     return converted
+
+
+class _OneValue(Settings):
+    """Settings of which one value is checked, whatever the others will be."""
+
+    def require_together(self) -> None:
+        """Accepts any value: what it needs may follow."""
 
 
 def build_settings(flags: Mapping[str, Any]) -> Settings:

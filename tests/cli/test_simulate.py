@@ -85,6 +85,11 @@ def test_options_reach_the_policy_and_the_geometry(made: Made, run: Run) -> None
     totals = simulate(trace, policy, CHECKPOINTS)
     assert found[0]["budget_bytes"] is None
     assert (found[0]["requests"], found[0]["written_bytes"]) == (30, totals.written_bytes)
+    limits = ["--kv-cache-write-budget", "1MiB/day", "--kv-memory", "64MiB", "--ahead", "off"]
+    limited = rows(run("simulate", made("interleaved", 30), *flags.split(), *limits))
+    policy_of_limits = replace(policy, write_budget_bytes=1 << 20, memory_bytes=64 << 20, computes_ahead=False)
+    assert limited[0]["written_bytes"] == simulate(trace, policy_of_limits, CHECKPOINTS).written_bytes
+    assert limited[0]["written_bytes"] < totals.written_bytes
     forever = simulate(trace, replace(policy, ttl_s=0.0), CHECKPOINTS)
     assert 0 < found[0]["restored_tokens"] == totals.restored_tokens < forever.restored_tokens
 

@@ -49,9 +49,7 @@ def _settings(config: Mapping[str, Any], names: Collection[str], **defaults: Any
     values = dict(defaults)
     for key, value in config.items():
         try:
-            # The address of a bucket is not checked alone, because it needs the key.
-            convert = None if key == "remote_tier" else policy_value
-            values |= {} if value is None else {key: checked_value(key, value, convert)}
+            values |= {} if value is None else {key: checked_value(key, value, policy_value)}
         except SettingsError as error:
             raise SettingsError(f"{key}: {error.message}") from error
     return replace(build_settings(values), kv_cache_write_buffer=_WRITE_BUFFER)

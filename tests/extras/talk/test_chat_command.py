@@ -14,7 +14,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from diskprefix.cli import main
+from diskprefix.cli import cli, main
 from diskprefix.errors import InvalidRequest, NotReady
 from diskprefix.extras import daemon_call
 from diskprefix.extras.daemon_call import wait_ready
@@ -29,15 +29,19 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_message_from_a_pipe_is_answered(agent: AppServer, engine: ScriptedEngine, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["chat", "run"])
+def test_a_message_from_a_pipe_is_answered(
+    command: str, agent: AppServer, engine: ScriptedEngine, tmp_path: Path
+) -> None:
     engine.script = saying(thought("I look.") + "The Nile\x1b[2J,\nthe Po.")
     (tmp_path / "notes.txt").write_text("All rivers.", encoding="utf-8")
-    flags = ["--url", agent.url, "--system", str(tmp_path / "notes.txt"), "--max-tokens", "77"]
-    found = CliRunner().invoke(chat, flags, input="Rivers?")
+    flags = ["--url", agent.url, "--system", str(tmp_path / "notes.txt"), "--max-tokens", "77", "--temperature", "0.5"]
+    found = CliRunner().invoke(cli, [command, *(["scripted"] if command == "run" else []), *flags], input="Rivers?")
     assert found.exit_code == 0, found.output
     assert found.stdout.strip() == "I look.\nThe Nile[2J,\nthe Po."
     assert "first token after" in found.stderr
     assert engine.requests[-1].sampling.max_tokens == 77
+    assert engine.requests[-1].sampling.temperature == 0.5
     assert "All rivers." in engine.last_prompt
     assert "Rivers?" in engine.last_prompt
 
