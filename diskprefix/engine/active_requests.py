@@ -248,7 +248,7 @@ class ActiveRequests:
                 is_background=_is_background(ticket),
                 grid=len(prompt) if layout.unsupported else self._cache.settings.block_size,
                 spans=() if pictures is None else pictures.spans,
-                sampler=Sampler(request.sampling, running.known_ids, index, constraint),
+                sampler=Sampler(request.sampling, running.known_ids, index, constraint, served.suppressed),
                 text=served.text_stream(request),
                 guesser=served.guesser(request),
                 thought_limit=None if request.thought_budget is None else ThoughtLimit(request.thought_budget),

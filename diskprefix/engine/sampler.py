@@ -26,9 +26,12 @@ BUCKETS, BUCKETS_PER_UNIT = 2048, 16
 """The scores of a bucket differ by less than 1/16. The last bucket has all scores that are more than 127.9 below the
 highest one: their probability is 0 in float32."""
 
+_NONE: npt.NDArray[np.int64] = np.empty(0, np.int64)
+
 
 class Sampler:
-    """Chooses the tokens of one reply. `choice` is its index among the request's `n`."""
+    """Chooses the tokens of one reply. `choice` is its index among the request's `n`. The tokens `suppressed` never
+    come."""
 
     def __init__(
         self,
@@ -36,9 +39,11 @@ class Sampler:
         prompt: TokenIds,
         choice: int = 0,
         constraint: ConstrainedReply | ConstrainedCalls | None = None,
+        suppressed: npt.NDArray[np.int64] = _NONE,
     ) -> None:
         self._params = params
         self._constraint = constraint
+        self._suppressed = suppressed
         bias = params.logit_bias
         self._bias = np.fromiter(bias, np.int64), np.fromiter(bias.values(), np.float32)
         self._penalises = bool(params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty)
@@ -125,8 +130,10 @@ class Sampler:
         params = self._params
         # Bias and penalties do not change -inf.
         scores: Logits = logits if forbidden is None else np.where(forbidden, np.float32(-np.inf), logits)
-        if scores is logits and (params.logit_bias or self._penalises):
+        if scores is logits and (params.logit_bias or self._penalises or len(self._suppressed)):
             scores = logits.copy()
+        if len(self._suppressed):
+            scores[self._suppressed] = -np.inf
         if params.logit_bias:
             tokens, bias = self._bias
             scores[tokens] += bias

@@ -126,6 +126,9 @@ class ServedModel:
         """The seconds of each step of loading."""
         self.end_ids = _end_ids(loaded.stops, self.tokenizer)
         """The tokens that end a reply."""
+        self.suppressed = np.array(sorted({*loaded.suppressed} & {*range(runtime.vocab_size)}), np.int64)
+        """The tokens of the vocabulary that never come in a reply."""
+        self._never_guessed = frozenset(self.suppressed.tolist())
         self._special_tokens = special_tokens(self.tokenizer)
         self.constraints = ConstraintCompiler(self.tokenizer, self.end_ids, runtime.vocab_size)
         self.pools = EnginePools(self.max_sequences)
@@ -280,7 +283,8 @@ class ServedModel:
         """Returns the guesser of one reply to a request."""
         if request.reading is not None:
             return Guesser()
-        return self.speculation.guesser(len(request.prompt.token_ids) + self.reply_limit(request) - 1)
+        longest = len(request.prompt.token_ids) + self.reply_limit(request) - 1
+        return self.speculation.guesser(longest, self._never_guessed)
 
     def pictures_of(self, request: GenerateRequest) -> PromptPictures | None:
         """Returns the pictures of a prompt, None if it has none. Raises `InvalidRequest` if the model takes text

@@ -36,6 +36,17 @@ def draws(count: int, logits: Logits = LOGITS, **params: Any) -> list[int]:
     return [chosen.sample(logits) for _ in range(count)]
 
 
+@pytest.mark.parametrize("params", [{"temperature": 0}, {"seed": 1}, {"logit_bias": {3: 100.0}}, {"top_k": 1}])
+def test_a_suppressed_token_never_comes_and_the_models_logits_stay(params: dict[str, Any]) -> None:
+    logits = LOGITS.copy()
+    chosen = Sampler(SamplingParams(**params), np.array([3], np.int32), suppressed=np.array([3, 4]))
+    assert 3 in draws(50, **params)
+    found = {chosen.sample(logits) for _ in range(50)}
+    assert found
+    assert not found & {3, 4}
+    assert np.array_equal(logits, LOGITS)
+
+
 @pytest.mark.parametrize(
     ("params", "logits", "expected"),
     [

@@ -7,7 +7,7 @@ right. It also counts while no guesses are computed, because each sampled token 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 
 from diskprefix.engine.running_request import Reply
 from diskprefix.engine.speculation.drafting import MIN_SPEEDUP, ChainProposer, Proposer
@@ -29,9 +29,10 @@ class Speculation:
         self._free, self._chains, self._clock = free, chains, clock
         self.proposers: list[Proposer] = [*([] if free is None else [free]), *chains]
 
-    def guesser(self, max_computed: int) -> Guesser:
-        """Returns the guesser of a new reply. `max_computed` as in `Guesser`."""
-        return Guesser(max_computed, {proposer.name: proposer.rates.of_reply() for proposer in self.proposers})
+    def guesser(self, max_computed: int, suppressed: Collection[int] = ()) -> Guesser:
+        """Returns the guesser of a new reply. `max_computed` and `suppressed` as in `Guesser`."""
+        rates = {proposer.name: proposer.rates.of_reply() for proposer in self.proposers}
+        return Guesser(max_computed, rates, suppressed)
 
     def begin_reply(self, reply: Reply) -> None:
         """Prepares for the guesses of a reply whose prompt is about to be computed."""

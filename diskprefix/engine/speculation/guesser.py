@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 from operator import mul
 
@@ -46,10 +46,14 @@ class Rates:
 
 class Guesser:
     """The guesses for one reply. `rates` are the reply's rates by the name of the proposer. Without any, the reply gets
-    no guesses. `max_computed` is the number of tokens of the longest possible sequence without its last token."""
+    no guesses. `max_computed` is the number of tokens of the longest possible sequence without its last token. Tokens
+    that are `suppressed` never come in a reply, so they are not guessed."""
 
-    def __init__(self, max_computed: int = 0, rates: dict[str, Rates] | None = None) -> None:
+    def __init__(
+        self, max_computed: int = 0, rates: dict[str, Rates] | None = None, suppressed: Collection[int] = ()
+    ) -> None:
         self.max_computed = max_computed
+        self._suppressed = suppressed
         self.rates = rates or {}
         self.is_computing = False
         """True if the last step computed guesses."""
@@ -60,9 +64,10 @@ class Guesser:
         self._kinds: Sequence[Sequence[int]] = []
 
     def set_guesses(self, proposer: str, token_ids: list[int], kinds: Sequence[Sequence[int]]) -> None:
-        """Sets the guesses. `kinds` are the kinds of each guess: the rate of its first kind is its chance, and all its
-        kinds count it."""
-        self.proposer, self.token_ids, self._kinds = proposer, token_ids, kinds
+        """Sets the guesses, up to the first one that cannot be right. `kinds` are the kinds of each guess: the rate of
+        its first kind is its chance, and all its kinds count it."""
+        end = next((at for at, token in enumerate(token_ids) if token in self._suppressed), len(token_ids))
+        self.proposer, self.token_ids, self._kinds = proposer, token_ids[:end], kinds[:end]
 
     def drop_guesses(self) -> None:
         """Forgets the guesses."""

@@ -9,6 +9,7 @@ from typing import Any
 from diskprefix.errors import ModelError
 from diskprefix.model.load.gguf_file import block_of, within_block
 from diskprefix.model.load.gguf_header import FLOAT32, FileTensor, GgufHeader
+from diskprefix.model.reply_tokens import ReplyTokens
 
 _HARMLESS = """
     context_length vocab_size tensor_data_layout pooling_type nextn_predict_layers attention.causal
@@ -55,6 +56,7 @@ _TEXTS = (
     *(f"tokenizer.ggml.{name}" for name in ("model", "pre", "tokens", "merges")),
     *("tokenizer.chat_template", "tokenizer.chat_template.tool_use"),
 )
+_SUPPRESSED = "tokenizer.ggml.suppress_tokens"
 _UNNEEDED = ("padding", "unknown")
 """Special tokens that occur in no prompt and no reply."""
 MOST_LAYERS = 512
@@ -223,10 +225,18 @@ class Metadata:
         return int(number)
 
     @property
-    def stops(self) -> list[int]:
-        """The tokens that end a reply. Raises `ModelError` for an invalid token."""
+    def reply_tokens(self) -> ReplyTokens:
+        """The tokens that end a reply, and those that never come. Raises `ModelError` for an invalid token."""
         ends = [token for token in map(self.token, ("eos", "eot", "eom")) if token is not None]
-        return list(dict.fromkeys(ends))
+        return ReplyTokens(list(dict.fromkeys(ends)), self._suppressed())
+
+    def _suppressed(self) -> list[int]:
+        array = self.header.arrays.get(_SUPPRESSED)
+        if array is None and _SUPPRESSED not in self.header.values:
+            return []
+        if array is None or isinstance(content := array.content, list) or content.dtype.kind not in "iu":
+            raise ModelError(f"the file's {_SUPPRESSED} is no array of tokens")
+        return [int(token) for token in content]
 
     def tokenizer_flag(self, name: str, *, default: bool) -> bool:
         """Returns an option of the tokenizer. Raises `ModelError` for a value that is neither true nor false."""

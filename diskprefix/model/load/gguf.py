@@ -100,11 +100,6 @@ class GgufModel(Struct, frozen=True, kw_only=True, eq=False):
         return parameters_of(kind.skeleton(self.whole), self.architecture, tensors, dtype)
 
     @property
-    def stops(self) -> list[int]:
-        """The tokens that end a reply. Raises `ModelError` for an invalid token."""
-        return self.metadata.stops
-
-    @property
     def whole(self) -> PreTrainedConfig:
         """The configuration of transformers."""
         return transformers_config(self.config)

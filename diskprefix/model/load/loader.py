@@ -36,6 +36,7 @@ from diskprefix.model.load.draft_layer import further_layers, has_known_draft_la
 from diskprefix.model.load.embedded import EMBEDDED, embedded_file
 from diskprefix.model.load.fingerprint import weights_digest
 from diskprefix.model.load.fit import Fit, ModelNeeds, needs_of_file_model, needs_of_folder
+from diskprefix.model.load.generation import reply_tokens
 from diskprefix.model.load.gguf_file import file_stamp, forget_headers, offer_packs, part_paths
 from diskprefix.model.load.hub import HubListing, fetched_model
 from diskprefix.model.load.imports import INSTALL, transformers_quietly
@@ -46,8 +47,9 @@ from diskprefix.model.load.picture_processor import PictureProcessor, PicturesMo
 from diskprefix.model.load.read_tokenizer import read_tokenizer
 from diskprefix.model.load.tokenizer import Tokenizer
 from diskprefix.model.model_config import ModelConfig
+from diskprefix.model.reply_tokens import ReplyTokens
 from diskprefix.native.library import choose, operators
-from diskprefix.printable import first_line, shown
+from diskprefix.printable import first_line
 from diskprefix.progress import Report
 from diskprefix.settings import Settings
 
@@ -74,9 +76,9 @@ class LoadedModel(Struct, frozen=True, kw_only=True, eq=False):
 
     `config` is the configuration of the whole model: ours, or transformers'. `reason` says why it has no plan.
     `encoder` returns the modules that encode pictures, which are read at the first call; it is None for a model that
-    takes none, and so is its `processor`. `stops` are tokens that end a reply. `name` is the name for clients.
-    `timings` holds seconds by step: `source` (with download), `imports`, `digest`, `tokenizer` (with the processor),
-    `weights`.
+    takes none, and so is its `processor`. `stops` are tokens that end a reply, `suppressed` those that never come.
+    `name` is the name for clients. `timings` holds seconds by step: `source` (with download), `imports`, `digest`,
+    `tokenizer` (with the processor), `weights`.
     """
 
     config: Any
@@ -87,6 +89,7 @@ class LoadedModel(Struct, frozen=True, kw_only=True, eq=False):
     reason: str
     encoder: Callable[[], PreTrainedModel] | None
     stops: list[int]
+    suppressed: list[int]
     tokenizer: Tokenizer
     processor: PictureProcessor | None
     name: str
@@ -146,11 +149,11 @@ class _ModelSource(Struct, frozen=True, kw_only=True, eq=False, dict=True):
     def digest(self) -> str:
         return weights_digest(self.files) if self.gguf is None else self.gguf.digest()
 
-    def stops(self) -> list[int]:
-        """Returns the tokens that end a reply."""
+    def reply_tokens(self) -> ReplyTokens:
+        """Returns the tokens that end a reply, and those that never come. Raises `ModelError`."""
         if self.gguf is not None:
-            return self.gguf.stops
-        return stops_in(self.path)
+            return self.gguf.metadata.reply_tokens
+        return reply_tokens(self.path)
 
     def new_packing(self) -> MatrixPacking | None:
         """Returns what packs the quants of a file, if they are kept. Raises `ModelError` without the operators."""
@@ -259,7 +262,7 @@ def begin_load(settings: Settings, progress: Report, flag: str = "--model") -> L
             forget_headers()
             processor = _load_processor(source, tokenizer, encoder) if source.kind.is_multimodal else None
         with _load_failures(source.path):
-            stops = source.stops()
+            of_replies = source.reply_tokens()
         failing.pop_all()
 
     def read_rest() -> None:
@@ -279,7 +282,8 @@ def begin_load(settings: Settings, progress: Report, flag: str = "--model") -> L
         model=model,
         reason=source.reason,
         encoder=None if processor is None or processor.problem is not None else encoder,
-        stops=stops,
+        stops=of_replies.stops,
+        suppressed=of_replies.suppressed,
         tokenizer=tokenizer,
         processor=processor,
         name=settings.served_model_name or source.name,
@@ -559,17 +563,6 @@ def _require_unchanged(stamps: Mapping[Path, tuple[int, int, int]]) -> None:
     for file, stamp in stamps.items():
         if file_stamp(file) != stamp:
             raise ModelError(f"{file} was changed while it was read; start again")
-
-
-def stops_in(folder: Path) -> list[int]:
-    """Returns the tokens that end a reply of a folder. Older ones have them in the configuration. Raises
-    `ModelError`."""
-    file = folder / "generation_config.json"
-    value = read_config(folder, file.name if file.is_file() else "config.json").get("eos_token_id")
-    stops = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(stop, int) and not isinstance(stop, bool) for stop in stops):
-        raise ModelError(f"{folder}: eos_token_id is {shown(repr(value))}, which is no token")
-    return stops
 
 
 def _has_draft_layer(folder: Path, files: Sequence[Path], config: Any) -> bool:

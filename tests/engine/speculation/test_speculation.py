@@ -332,3 +332,9 @@ def test_a_guess_ends_before_a_picture() -> None:
     text = Text(np.array([1, 2, 3, -5, -6, 4, 1, 2], np.int32))
     assert text.guess(8) == Guess([3], 2)
     assert Text(np.array([1, 2, -5, 4, 1, 2], np.int32)).guess(8) == Guess([], 2)
+
+
+def test_guesses_end_before_a_token_that_never_comes() -> None:
+    guesser = Guesser(100, {"ngram": Rates([0.5]).of_reply()}, frozenset({7}))
+    guesser.set_guesses("ngram", [5, 6, 7, 8], [(0,)] * 4)
+    assert (guesser.token_ids, len(guesser.chances())) == ([5, 6], 2)

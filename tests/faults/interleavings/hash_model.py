@@ -223,6 +223,7 @@ def loaded(kv_limit: int) -> Any:
         device="cpu",
         encoder=None,
         stops=[],
+        suppressed=[],
         tokenizer=_TOKENIZER,
         processor=None,
         name="hash",

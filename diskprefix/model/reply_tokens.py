@@ -1,0 +1,12 @@
+"""The tokens of which a model's files say something about replies."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+
+class ReplyTokens(Struct, frozen=True):
+    """The tokens that end a reply, and those that never come. Tokens outside the vocabulary mean nothing."""
+
+    stops: list[int]
+    suppressed: list[int]
