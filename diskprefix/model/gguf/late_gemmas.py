@@ -54,6 +54,7 @@ def _gemma_4(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
         "global_head_dim": metadata("attention.key_length"),
         "intermediate_size": widths[0],
         "use_double_wide_mlp": widths[-1] == 2 * widths[0],
+        "final_logit_softcapping": metadata.get("final_logit_softcapping", 30.0) or None,
         "vocab_size_per_layer_input": metadata.num_rows("per_layer_token_embd.weight"),
         "enable_moe_block": bool(metadata.get("expert_count", 0)),
         "rope_parameters": {

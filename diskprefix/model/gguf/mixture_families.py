@@ -116,7 +116,11 @@ def _bailing_2(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
     metadata.get("expert_shared_feed_forward_length")
     if metadata.get("attention.sliding_window", 0):
         raise metadata.fault("attention.sliding_window", "0: models of this architecture have no windows")
-    return {"use_qk_norm": True}
+    return {"use_qk_norm": True, "norm_topk_prob": _normed(metadata)}
+
+
+def _normed(metadata: Metadata) -> bool:
+    return bool(metadata.get("expert_weights_norm", False))
 
 
 def _kinds_of_feed_forward(metadata: Metadata) -> list[str]:
@@ -127,8 +131,8 @@ def _kinds_of_feed_forward(metadata: Metadata) -> list[str]:
 def _laguna(metadata: Metadata, options: dict[str, Any]) -> dict[str, Any]:
     """Layers with a window may have more heads, and another rotary embedding. Without a list in the file, the first of
     every few layers has no window. A gate has a number for each head, or for each element of heads."""
-    if not metadata.get("expert_weights_norm", True):
-        raise ModelError("experts that are weighted so are not served: laguna.expert_weights_norm is false")
+    if not metadata.get("expert_weights_norm", False):
+        raise ModelError("experts that are weighted so are not served: laguna.expert_weights_norm is not true")
     heads, window = metadata.each_layer("attention.head_count"), metadata.get("attention.sliding_window", 0)
     width, key = metadata("attention.key_length"), "attention.sliding_window_pattern"
     if metadata.get("attention.value_length", width) != width:
@@ -291,7 +295,11 @@ MIXTURES: dict[str, Architecture] = {
     "glm4moe": Architecture(
         model_type="glm4_moe",
         # If a file says nothing, whole heads are rotated; transformers' default is half of a head.
-        config=lambda metadata, _: {"use_qk_norm": metadata.has("attn_q_norm.weight"), "partial_rotary_factor": 1.0},
+        config=lambda metadata, _: {
+            "use_qk_norm": metadata.has("attn_q_norm.weight"),
+            "partial_rotary_factor": 1.0,
+            "norm_topk_prob": _normed(metadata),
+        },
         gate=SIGMOID,
     ),
     "bailingmoe2": Architecture(model_type="glm4_moe", config=_bailing_2, gate=SIGMOID),

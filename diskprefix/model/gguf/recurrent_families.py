@@ -122,6 +122,7 @@ def _nemotron_h(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
         "layers_block_type": kinds,
         "num_key_value_heads": _most_heads(metadata, heads),
         "intermediate_size": max(plain, default=0) or max(widths),
+        "norm_topk_prob": bool(metadata.get("expert_weights_norm", False)),
     }
 
 
@@ -186,7 +187,6 @@ RECURRENT: dict[str, Architecture] = {
         model_type="nemotron_h",
         config=_nemotron_h,
         gate=SIGMOID,
-        fixed={"norm_topk_prob": True},
         is_rotary=False,
         own=("feed_forward_length",),
     ),

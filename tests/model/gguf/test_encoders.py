@@ -123,7 +123,7 @@ FAMILIES = {
                 "full_attention": rope() | {"rope_type": "proportional"},
             }
         }
-        | {"vocab_size_per_layer_input": 0},
+        | {"vocab_size_per_layer_input": 0, "final_logit_softcapping": 30.0},
         vision={"use_clipped_linears": True, "standardize": True},
         architecture="gemma4",
         of_text={"attention.key_length": 32, "attention.value_length": 32, "attention.sliding_window": 16}

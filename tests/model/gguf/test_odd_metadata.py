@@ -43,6 +43,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "gptneox": {"use_parallel_residual": True},
     "granite_swa": {"attention.rope_pattern": (True, True)},
     "hy_v3": {"expert_weights_norm": True},
+    "laguna": {"expert_weights_norm": True},
     "smallthinker": {"expert_gating_func": 2, "attention.sliding_window": 16},
     "mellum": {"attention.sliding_window": 16, "attention.sliding_window_pattern": (True, False)},
 }
