@@ -6,10 +6,10 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from msgspec import Struct
 
@@ -172,10 +172,13 @@ def other_first_character(content: str | Sequence[JsonObject]) -> str:
 
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 """The ids of calls that Mistral's templates accept."""
+CallIds: TypeAlias = Literal["any", "short", "named"]
+"""The ids of calls that a template takes: any; nine letters and digits; or `functions.NAME:INDEX`, counted from 0 over
+the conversation, of templates that write only the id of a call (Kimi K2)."""
 
 
 class MessageForm(Struct, frozen=True):
-    """The form of messages that a template accepts. The default: contents are texts, arguments objects, ids any."""
+    """The form of messages that a template accepts. The default: contents are texts, arguments objects."""
 
     parts_only: bool = False
     """Contents are lists of parts."""
@@ -185,34 +188,47 @@ class MessageForm(Struct, frozen=True):
     """Arguments are JSON text."""
     objects_only: bool = False
     """Arguments are always objects: others become the argument `arguments`."""
-    short_ids: bool = False
-    """Ids of calls are nine letters and digits."""
+    call_ids: CallIds = "any"
     named_results: bool = False
     """Results of calls have the name of the tool."""
 
     def applied(self, messages: Sequence[JsonObject]) -> list[JsonObject]:
-        calls = [call for message in messages for call in message.get("tool_calls", ())] if self.named_results else []
-        names = {call["id"]: call["function"]["name"] for call in calls if "id" in call}
-        return [self._message(message, names) for message in messages]
+        """Returns the messages in this form. A result belongs to the last call before it that has its id."""
+        called: dict[str, JsonObject] = {}
+        num_calls, applied = 0, []
+        for message in messages:
+            sent = message.get("tool_calls", ())
+            calls = [self._call(call, index) for index, call in enumerate(sent, start=num_calls)]
+            called |= {call["id"]: ours for call, ours in zip(sent, calls, strict=True) if "id" in call}
+            num_calls += len(calls)
+            applied.append(self._message(message, calls, called.get(message.get("tool_call_id", ""))))
+        return applied
 
-    def _message(self, message: JsonObject, names: Mapping[str, str]) -> JsonObject:
+    def _message(self, message: JsonObject, calls: list[JsonObject], answered: JsonObject | None) -> JsonObject:
         changed: JsonObject = {}
-        if (name := names.get(message.get("tool_call_id", ""))) is not None:
-            changed["name"] = message.get("name", name)
-        if calls := message.get("tool_calls"):
-            changed["tool_calls"] = [self._call(call) for call in calls]
+        if answered is not None and self.named_results:
+            changed["name"] = message.get("name", answered["function"]["name"])
+        if calls:
+            changed["tool_calls"] = calls
         if self.null_content and calls and not message["content"]:
             changed["content"] = None
         elif self.parts_only and isinstance(message["content"], str):
             changed["content"] = text_for_template(message["content"])
-        if self.short_ids and "tool_call_id" in message:
-            changed["tool_call_id"] = _short(message["tool_call_id"])
+        if "tool_call_id" in message:
+            changed["tool_call_id"] = self._id(message["tool_call_id"]) if answered is None else answered["id"]
         return {**message, **changed}
 
-    def _call(self, call: JsonObject) -> JsonObject:
+    def _call(self, call: JsonObject, index: int) -> JsonObject:
         function = {**call["function"], "arguments": self._arguments(call["function"]["arguments"])}
-        ids = {"id": _short(call["id"])} if self.short_ids and "id" in call else {}
+        if self.call_ids == "named":
+            return {**call, "id": f"functions.{function['name']}:{index}", "function": function}
+        ids = {"id": self._id(call["id"])} if "id" in call else {}
         return {**call, **ids, "function": function}
+
+    def _id(self, call_id: str) -> str:
+        if self.call_ids != "short" or _SHORT_ID.fullmatch(call_id):
+            return call_id
+        return hashlib.blake2b(call_id.encode()).hexdigest()[:9]
 
     def _arguments(self, arguments: Any) -> Any:
         if self.objects_only and not isinstance(arguments, dict):
@@ -220,10 +236,6 @@ class MessageForm(Struct, frozen=True):
         if self.text_arguments and not isinstance(arguments, str):
             return json.dumps(arguments, ensure_ascii=False)
         return arguments
-
-
-def _short(call_id: str) -> str:
-    return call_id if _SHORT_ID.fullmatch(call_id) else hashlib.blake2b(call_id.encode()).hexdigest()[:9]
 
 
 def common_chars(a: str, b: str) -> int:

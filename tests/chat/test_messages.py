@@ -123,12 +123,26 @@ def applied(form: MessageForm, call_id: str = "abcdefgh1", arguments: Any = None
 def test_a_short_id_links_one_call_with_its_result() -> None:
     ids = set()
     for sent in ("toolu_01-A", "toolu_01-B", "call_1"):
-        spoken, result = applied(MessageForm(short_ids=True), call_id=sent)
+        spoken, result = applied(MessageForm(call_ids="short"), call_id=sent)
         assert spoken["tool_calls"][0]["id"] == result["tool_call_id"]
         ids.add(result["tool_call_id"])
     assert len(ids) == 3
     assert all(len(short) == 9 and short.isalnum() for short in ids)
-    assert applied(MessageForm(short_ids=True))[1]["tool_call_id"] == "abcdefgh1"
+    assert applied(MessageForm(call_ids="short"))[1]["tool_call_id"] == "abcdefgh1"
+
+
+def test_an_id_that_stands_for_the_name_of_a_call_is_counted_over_the_conversation() -> None:
+    """Clients may use an id again in each turn, or send calls without one."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {}}}
+    two = [{**call, "function": {"name": "g", "arguments": {}}}, {"type": "function", "function": call["function"]}]
+    asked, asked_two = ({"role": "assistant", "content": "", "tool_calls": calls} for calls in ([call], two))
+    result, unknown = ({"role": "tool", "tool_call_id": sent, "content": "done"} for sent in ("call_1", "call_2"))
+    after = MessageForm(call_ids="named").applied([asked, result, asked_two, result, unknown])
+    ids = [[sent["id"] for sent in message.get("tool_calls", ())] for message in after]
+    assert ids == [["functions.f:0"], [], ["functions.g:1", "functions.f:2"], [], []]
+    assert [message.get("tool_call_id") for message in after] == [
+        *(None, "functions.f:0", None, "functions.g:1", "call_2")
+    ]
 
 
 def test_only_a_message_that_says_nothing_has_no_content() -> None:
@@ -138,7 +152,7 @@ def test_only_a_message_that_says_nothing_has_no_content() -> None:
 
 def test_a_result_gets_the_name_of_its_call_unless_it_has_one() -> None:
     assert "name" not in applied(MessageForm())[1]
-    spoken, result = applied(MessageForm(named_results=True, short_ids=True), call_id="call_1")
+    spoken, result = applied(MessageForm(named_results=True, call_ids="short"), call_id="call_1")
     assert (result["name"], "name" in spoken) == ("f", False)
     named = {"role": "tool", "tool_call_id": "call_1", "name": "g", "content": "done"}
     unknown = {"role": "tool", "tool_call_id": "call_2", "content": "done"}

@@ -82,6 +82,14 @@ def _short_ids(given: Given) -> Given:
     return _each(lambda m: {**m, "tool_call_id": _nine(m["tool_call_id"])} if "tool_call_id" in m else m)(given)
 
 
+def _named_ids(given: Given) -> Given:
+    """Numbers all calls. No conversation has an id twice."""
+    calls = [call for message in given.messages for call in message.get("tool_calls") or ()]
+    ids = {call["id"]: f"functions.{call['function']['name']}:{number}" for number, call in enumerate(calls)}
+    given = _with_calls(lambda call: {**call, "id": ids[call["id"]]})(given)
+    return _each(lambda m: {**m, "tool_call_id": ids[m["tool_call_id"]]} if "tool_call_id" in m else m)(given)
+
+
 def _named_results(given: Given) -> Given:
     calls = [call for message in given.messages for call in message.get("tool_calls", ())]
     names = {call["id"]: call["function"]["name"] for call in calls}
@@ -159,6 +167,7 @@ FORMS: dict[str, tuple[Form, ...]] = {
     "text as parts": (_each(_in_parts),),
     "name of the tool in results": (_named_results,),
     "ids of nine characters": (_short_ids,),
+    "ids with the name of the tool": (_named_ids,),
 }
 """The changes by their names, in the order in which they are made, with their variants, of which one applies."""
 THOUGHTS_KEPT = "thoughts of earlier turns kept"

@@ -23,7 +23,7 @@ from diskprefix.chat.output.families import FAMILIES, NONE, THOUGHTS, Family
 from diskprefix.chat.output.format import OutputParser, PlainParser, ThoughtTags, ToolCallBegin
 from diskprefix.chat.output.parsers import ChannelParser, FamilyParser
 from diskprefix.chat.replay import Turn
-from diskprefix.chat.template_input import MessageForm, common_chars
+from diskprefix.chat.template_input import CallIds, MessageForm, common_chars
 from diskprefix.errors import InvalidRequest
 from diskprefix.values import NO_ASKER, Asker
 
@@ -121,7 +121,7 @@ class PlainText(OutputFormat):
 Render = Callable[[list[JsonObject], list[JsonObject], bool], str]
 """Renders messages and tools, with or without the beginning of a reply. Returns "" if the template refuses them."""
 
-_NAME = "probe_tool"
+_NAME, _OTHER_NAME = "probe_tool", "another_one"
 _ARGUMENTS: JsonObject = {"text": "some text", "count": 7}
 _THOUGHT, _ANSWER = "known reasoning", "known answer"
 _PROPERTIES = {"text": {"type": "string", "description": "a"}, "count": {"type": "integer", "description": "b"}}
@@ -133,7 +133,11 @@ _USER: JsonObject = {"role": "user", "content": "A question"}
 _SHORT_ID, _LONG_ID = "abcdefgh1", "call_0123456789abcdef"
 _RESULT: JsonObject = {"role": "tool", "tool_call_id": _SHORT_ID, "content": "a result"}
 """As clients send it: without the name of the tool."""
-_FORMS = [MessageForm(null_content=null, text_arguments=text) for null, text in product((False, True), repeat=2)]
+_CALL_IDS: tuple[CallIds, ...] = ("any", "named")
+_FORMS = [
+    MessageForm(null_content=null, text_arguments=text, call_ids=ids)
+    for ids, null, text in product(_CALL_IDS, (False, True), (False, True))
+]
 
 
 class Chosen(NamedTuple):
@@ -166,9 +170,10 @@ def choose_format(template: str, render: Render, *, special: Collection[str], ad
 def _replies(
     render: Render, form: MessageForm, arguments: object = _ARGUMENTS, call_id: str = _SHORT_ID
 ) -> Iterator[tuple[str, str]]:
-    """Yields pairs of a prompt and the call after it in the rendering, with and without reasoning and a result."""
+    """Yields pairs of a prompt and the call after it in the rendering, with and without reasoning and a result. Only
+    the call can have the tool's name: its result has another."""
     prompt = render([_USER], _TOOLS, True)
-    result: JsonObject = {**_RESULT, "tool_call_id": call_id, "name": _NAME}
+    result: JsonObject = {**_RESULT, "tool_call_id": call_id, "name": _OTHER_NAME}
     for thoughts in ({"reasoning_content": _THOUGHT, "thinking": _THOUGHT}, {}):
         message = {**_calling(arguments, call_id), **thoughts}
         for after in ([], [result]):
@@ -186,7 +191,8 @@ def _completed(form: MessageForm, render: Render) -> MessageForm:
     without, named = (
         render(each.applied(messages), _TOOLS, False) for each in (form, replace(form, named_results=True))
     )
-    return replace(form, objects_only=not any_text, short_ids=not any_id, named_results=bool(named and not without))
+    ids = form.call_ids if any_id else "short"
+    return replace(form, objects_only=not any_text, call_ids=ids, named_results=bool(named and not without))
 
 
 def _calling(arguments: object, call_id: str) -> JsonObject:

@@ -243,15 +243,50 @@ def test_the_header_of_a_message_that_the_prompt_begins_is_read_to_its_end() -> 
     assert (turn.reasoning, turn.parsed_calls) == ("I must look.", [("get_weather", {"city": "Oslo"})])
 
 
+ONLY_IDS = """{%- for message in messages %}
+    {%- set name = message.name or message.role %}
+    {%- if message.role == "assistant" %}<|im_assistant|>{{ name }}<|im_middle|>{{ message.content }}
+        {%- if message.tool_calls %}<|tool_calls_section_begin|>
+            {%- for call in message.tool_calls %}<|tool_call_begin|>{{ call.id }}<|tool_call_argument_begin|>
+                {%- set arguments = call.function.arguments %}
+                {{- arguments if arguments is string else arguments | tojson }}
+                {{- "<|tool_call_end|>" }}
+            {%- endfor %}<|tool_calls_section_end|>
+        {%- endif %}
+    {%- elif message.role == "tool" %}<|im_system|>{{ name }}<|im_middle|>## Return of {{ message.tool_call_id }}
+{{ message.content }}
+    {%- else %}<|im_user|>{{ name }}<|im_middle|>{{ message.content }}
+    {%- endif %}<|im_end|>
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"""
+"""As the templates of Kimi K2 0905, Kimi K2.5 and Kimi Linear: of a call, they write the id and the arguments."""
+
+
+def test_the_ids_of_calls_have_the_name_for_a_template_that_writes_no_other() -> None:
+    format, form = chosen(ONLY_IDS)
+    assert (format.name, format.holds_calls, form.call_ids) == ("kimi", True, "named")
+    call = {"id": "call_0", "type": "function", "function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}
+    messages: list[JsonObject] = [
+        {"role": "user", "content": "A question"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_0", "content": "RESULT"},
+    ]
+    text = renderer_of(ONLY_IDS)(form.applied(messages), [], True)
+    assert "<|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>" in text
+    assert "## Return of functions.get_weather:0\nRESULT" in text
+    reply = text.partition("<|im_assistant|>assistant<|im_middle|>")[2].partition("<|im_end|>")[0]
+    assert read(format, [reply], [tool("get_weather")]).parsed_calls == [("get_weather", {"city": "Oslo"})]
+
+
 def test_tags_around_each_answer_of_a_template_are_left_out() -> None:
     reply = "<response>\nUse `<b>`.\n</response>\n"
     assert read(chosen(of_no_package("hermes")).format, [reply], []).content == "Use `<b>`."
     assert read(chosen(of_no_package("hunyuan")).format, [reply], []).content == reply
 
 
-@pytest.mark.parametrize("name", TAKING)
+@pytest.mark.parametrize("name", [*TAKING, "only ids"])
 def test_a_call_is_written_whatever_its_id_and_arguments_are(name: str) -> None:
-    template, call_id = template_named(name), "call_0-long.id"
+    template, call_id = ONLY_IDS if name == "only ids" else template_named(name), "call_0-long.id"
     form = chosen(template, SPECIAL.get(name, ())).form
     both: tuple[object, ...] = ({}, "{?")
     for arguments in both:
