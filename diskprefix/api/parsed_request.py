@@ -256,7 +256,7 @@ def thought_budget_of(
                 parser.feed(text[: len(text) - num_after])
                 text, watch.is_open = text[len(text) - num_after :], False
             tail = seen[1 - len(first) :]
-            return watch.see(parser.feed(text))
+            return watch.see(parser.feed(text), parser)
 
         return see
 

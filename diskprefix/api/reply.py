@@ -150,9 +150,10 @@ class ReplyReader:
     def _text(self, event: TextEvent) -> list[ReplyEvent]:
         if is_first := event.choice not in self._parsers:
             self._parsers[event.choice] = self._new_parser()
-        deltas = self._deltas(event.choice, self._parsers[event.choice].feed(event.text))
+        parser = self._parsers[event.choice]
+        deltas = self._deltas(event.choice, parser.feed(event.text))
         # If an event ends in reasoning, all of its tokens count as reasoning, otherwise none.
-        if self._thoughts[event.choice].see(deltas):
+        if self._thoughts[event.choice].see(deltas, parser):
             self._reasoning_tokens[event.choice] += len(event.token_ids)
         if self._memory is not None:
             self._to_remember[event.choice][1].extend(event.token_ids)

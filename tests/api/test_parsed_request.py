@@ -60,6 +60,8 @@ class Thinking(OutputFormat):
 
 
 class Parser:
+    has_draft = False
+
     def __init__(self, thinks: bool) -> None:
         self._thinks = thinks
 

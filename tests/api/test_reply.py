@@ -33,6 +33,8 @@ TOKEN = TokenLogprob(5, b"x", -1.0)
 class Prepared:
     """A parser that makes of each text what a test has prepared for it."""
 
+    has_draft = False
+
     def __init__(self, deltas: dict[str, list[OutputDelta]], rest: Iterable[OutputDelta] = ()) -> None:
         self._deltas = deltas
         self._rest = list(rest)

@@ -42,6 +42,8 @@ class TaggedFormat(OutputFormat):
 
 
 class TaggedParser:
+    has_draft = False
+
     def __init__(self) -> None:
         self._text = ""
 

@@ -43,6 +43,9 @@ class OutputParser(Protocol):
     A parser never raises: text that it cannot parse is content. The joined deltas do not depend on how the text is cut.
     """
 
+    has_draft: bool
+    """True in a call that a thought contains, and after it until the thought or the reply continues."""
+
     def feed(self, text: str) -> list[OutputDelta]:
         """Returns the deltas of the next piece of the reply."""
 
@@ -60,20 +63,23 @@ class ThoughtTags(NamedTuple):
 
 
 class ThoughtWatch:
-    """Tracks whether a reply is in a thought: after a piece of reasoning, until another kind of piece follows."""
+    """Tracks whether a reply is in a thought: after a piece of reasoning, until another kind of piece follows, but not
+    in a call and right after it, where the reply may end."""
 
     def __init__(self, *, is_open: bool = False) -> None:
         self.is_open = is_open
 
-    def see(self, deltas: Sequence[object]) -> bool:
-        """Returns whether the reply is in a thought after these deltas."""
+    def see(self, deltas: Sequence[object], parser: OutputParser) -> bool:
+        """Returns whether the reply is in a thought after these deltas of `parser`."""
         if deltas:
             self.is_open = isinstance(deltas[-1], ReasoningDelta)
-        return self.is_open
+        return self.is_open and not parser.has_draft
 
 
 class PlainParser:
     """Takes all text for content."""
+
+    has_draft = False
 
     def feed(self, text: str) -> list[OutputDelta]:
         return [ContentDelta(text)] if text else []

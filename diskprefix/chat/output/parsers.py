@@ -33,6 +33,8 @@ _WRAPPER_END = any_of(["```", *(f"</{name}>" for name in _WRAPPERS)])
 class StreamParser(ABC):
     """A parser written as one generator, `reply`, which runs whenever text comes."""
 
+    has_draft = False
+
     def __init__(self) -> None:
         self.reader = Reader()
         self._out: list[OutputDelta] = []
@@ -95,9 +97,14 @@ class FamilyParser(StreamParser):
         self._family = family
         self._thoughts = thoughts
         self._opened = next((end for begin, end in thoughts if prompt_end.rstrip().endswith(begin)), None)
-        calls = CallDeltas(self.emit)
-        self._calls = CallReader(self.reader, family, tools, calls)
-        self._plain = CallReader(self.reader, NONE, tools, calls)
+        self._made = CallDeltas(self._emit_call)
+        self._calls = CallReader(self.reader, family, tools, self._made)
+        self._plain = CallReader(self.reader, NONE, tools, self._made)
+        self.has_draft = self._drafting = False
+        self._drafted: list[OutputDelta] = []
+        """The calls in the thought, held until the end of the reply."""
+        self._draft: list[str] = []
+        """The text of the last of them, while only blanks follow it in the thought."""
         self._tools = tools
         self._opener = self._openers(family, is_offered=bool(tools))
         # Inside reasoning, a tag of plain text may be a quotation unless it begins a line.
@@ -124,13 +131,39 @@ class FamilyParser(StreamParser):
 
     def reply(self) -> Parsing[None]:
         yield from self._reasoning()
+        self._made.count = 0
         while (match := (yield from self.reader.until(self._opener, self.content))) is not None:
             if match.lastgroup == "drop":
                 self.reader.at = match.end()
                 yield from self._after_tag()
             else:
                 yield from self._try_calls(match, self.content)
-        self.end()
+        if self._drafted:
+            # Nothing followed the thought.
+            self._out += self._drafted
+        else:
+            self.end()
+
+    def emit(self, delta: OutputDelta) -> None:
+        self.has_draft = False
+        if self._draft:
+            # The thought continues, or something else is the reply: the text is a part of the thought.
+            draft = "".join(self._draft)
+            self._draft.clear()
+            if isinstance(delta, ReasoningDelta):
+                delta = ReasoningDelta(draft + delta.text)
+            else:
+                super().emit(ReasoningDelta(draft.rstrip()))
+        if not isinstance(delta, ReasoningDelta):
+            self._drafted.clear()
+        super().emit(delta)
+
+    def _emit_call(self, delta: OutputDelta) -> None:
+        if self._drafting:
+            self._drafted.append(delta)
+            self.has_draft = True
+        else:
+            self.emit(delta)
 
     def _try_calls(self, match: regex.Match[str], otherwise: Callable[[str], None]) -> Parsing[bool]:
         """Reads the calls that `match` opens. Without calls, passes the text of `match` to `otherwise`."""
@@ -175,8 +208,21 @@ class FamilyParser(StreamParser):
                 self.reader.at = match.end()
                 yield from self._after_tag()
                 return
-            if (yield from self._try_calls(match, self.reasoning)):
-                return
+            yield from self._try_draft(match)
+
+    def _try_draft(self, match: regex.Match[str]) -> Parsing[None]:
+        """Reads calls in a thought. They count if nothing but the end of the thought follows it."""
+        num_drafted, self._drafting = len(self._drafted), True
+        space, self.space = self.space, []
+        refused: list[str] = []
+        self.reader.begin_copy()
+        yield from self._try_calls(match, refused.append)
+        text, self._drafting = self.reader.end_copy(), False
+        if len(self._drafted) > num_drafted:
+            self._draft += [*space, text]
+        else:
+            self.space = space
+            self.reasoning("".join(refused))
 
 
 class ChannelParser(StreamParser):

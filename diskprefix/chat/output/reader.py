@@ -38,6 +38,7 @@ class Reader:
         self._num_read = 0
         self._num_in_vain = 0
         self._furthest = 1
+        self._copied: list[str] | None = None
 
     def add(self, text: str) -> bool:
         """Adds text. Returns whether to read on. Held text may be read again from its beginning, so a long text is read
@@ -61,8 +62,21 @@ class Reader:
 
     def forget(self, *, at_line_start: bool = False) -> None:
         """Drops the text that was read. `at_line_start`: the unread text counts as the beginning of a line."""
+        if self._copied is not None:
+            self._copied.append(self.text[1 : self.at])
         self.text = ("\n" if at_line_start else self.text[self.at - 1]) + self.text[self.at :]
         self.at = self._furthest = 1
+
+    def begin_copy(self) -> None:
+        """Begins to copy the text that is read from here on."""
+        self.forget()
+        self._copied = []
+
+    def end_copy(self) -> str:
+        """Returns the text that was read since `begin_copy`."""
+        self.forget()
+        copied, self._copied = "".join(self._copied or ()), None
+        return copied
 
     def back_to(self, at: int) -> None:
         """Goes back to a position that no call follows."""

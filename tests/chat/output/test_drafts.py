@@ -1,0 +1,78 @@
+"""Calls in a thought: drafts if the reply goes on after the thought, else calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from diskprefix.chat.output.families import FAMILIES, Family
+from tests.chat.output.replies import Reply, format_named, read, tool
+from tools.benchmarks.call_texts import call_text
+
+TOOLS = [tool("get_weather", city={"type": "string"}), tool("look", place={"type": "string"})]
+CALL = ("get_weather", {"city": "Oslo"})
+OTHER = ("look", {"place": "Rome"})
+TAGGED = [
+    family
+    for family in FAMILIES
+    if not family.channels and any(tag in family.before + family.whole_call for tag in family.begins)
+]
+"""The families whose calls begin with a tag: other texts of a thought are never calls."""
+
+
+def drafted(family: Family, *calls: tuple[str, Any]) -> str:
+    """Calls at the beginning of a line, without what the family writes between a thought and its calls."""
+    return "\n" + call_text(replace(family, lead=""), calls)
+
+
+def of(family: Family, text: str, *, opened: bool) -> Iterator[Reply]:
+    """The reply, whole, in single characters, and cut in two at each character."""
+    thought = text if opened else f"<think>{text}"
+    for pieces in ([thought], thought, *([thought[:at], thought[at:]] for at in range(1, len(thought)))):
+        yield read(format_named(family.name), pieces, TOOLS, "<think>\n" if opened else "")
+
+
+@pytest.mark.cases(10)
+@pytest.mark.parametrize("family", TAGGED, ids=lambda family: family.name)
+@pytest.mark.parametrize("opened", [True, False])
+@pytest.mark.parametrize("more", ["", "\nBut wait."])
+def test_a_draft_in_a_thought_is_a_part_of_it_if_an_answer_or_a_call_follows(
+    family: Family, opened: bool, more: str
+) -> None:
+    thought = f"I could write{drafted(family, CALL)}{more}"
+    for reply in of(family, f"{thought}\n</think>\n\nDone", opened=opened):
+        assert (reply.reasoning, reply.content, reply.calls) == (thought.rstrip(), "Done", [])
+    for reply in of(family, f"{thought}\n</think>\n\n{call_text(family, [OTHER])}", opened=opened):
+        assert (reply.reasoning, reply.content.strip(), reply.parsed_calls) == (thought.rstrip(), "", [OTHER])
+
+
+@pytest.mark.cases(10)
+@pytest.mark.parametrize("family", TAGGED, ids=lambda family: family.name)
+@pytest.mark.parametrize("opened", [True, False])
+@pytest.mark.parametrize("end", ["", "\n", "\n</think>", "</think>\n\n"])
+def test_calls_that_only_a_thought_has_are_calls(family: Family, opened: bool, end: str) -> None:
+    calls = drafted(family, CALL) + drafted(family, OTHER) if family.each else drafted(family, CALL, OTHER)
+    for reply in of(family, f"I look.{calls}{end}", opened=opened):
+        assert (reply.reasoning, reply.content, reply.parsed_calls) == ("I look.", "", [CALL, OTHER])
+
+
+@pytest.mark.cases(10)
+@pytest.mark.parametrize("family", TAGGED, ids=lambda family: family.name)
+def test_a_thought_that_goes_on_after_its_call_has_it_as_text_too(family: Family) -> None:
+    thought = f"I look.{drafted(family, CALL)} Then I answer."
+    for reply in of(family, f"{thought}\n</think>\n", opened=True):
+        assert (reply.reasoning, reply.content, reply.parsed_calls) == (thought, "", [CALL])
+
+
+@pytest.mark.parametrize("family", TAGGED, ids=lambda family: family.name)
+@pytest.mark.parametrize("after", ["Done", "call", ""])
+def test_drafts_of_each_family_are_read_alike_in_pieces(family: Family, after: str) -> None:
+    """Whole and in single characters only, so that all families are always read."""
+    after = call_text(family, [OTHER]) if after == "call" else after
+    text = f"I could write{drafted(family, CALL)}\nBut wait.\n</think>\n\n{after}"
+    whole = read(format_named(family.name), [text], TOOLS, "<think>\n")
+    assert read(format_named(family.name), text, TOOLS, "<think>\n") == whole
+    assert whole.parsed_calls == {"Done": [], "": [CALL]}.get(after, [OTHER])
