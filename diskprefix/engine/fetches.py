@@ -173,8 +173,8 @@ class Fetches:
     def check_in_s(self) -> float | None:
         """The seconds until the loop must call `ended_reads` again, because a read or write may have stopped moving;
         None if none is open. Requests that wait for memory are tried again then: nothing may wake them while a thread
-        hangs."""
-        return _CHECK_S if self._open or self._cache.store.write_s else None
+        hangs, be it the writer's in a read before it writes what holds their memory."""
+        return _CHECK_S if self._open or self._cache.store.write_s or self._pages.pool.holds else None
 
     def close(self) -> None:
         """Ends all jobs. Waits at most five seconds for threads that hang: the process ends without them."""

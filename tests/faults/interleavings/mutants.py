@@ -54,6 +54,10 @@ _add_to = WriteMeter.add_to
 _take_shared, _written_lately = FolderLock._take_shared, Store.written_lately
 
 
+def _check_without_holds(self: Fetches) -> float | None:
+    return 1.0 if self._open or self._cache.store.write_s else None
+
+
 def _ended_unheard(self: Fetches, one: ReadJob) -> None:
     one.is_over = True
     self._ended.append(one)
@@ -260,6 +264,9 @@ MUTANTS: dict[str, Mutant] = {
     "the comparison with what another build has stored": Mutant(_WRONG_REPLY, ((Recheck, "_is_equal", _equal_unseen),)),
     "the root of a build with other bits": Mutant(
         _WRONG_REPLY, ((BuildBits, "note_other", lambda self: self.note_same(map(build_digest, world.BUILDS))),)
+    ),
+    "the look at pages that the writer holds": Mutant(
+        "a request waits for a read that never ends", ((Fetches, "check_in_s", property(_check_without_holds)),)
     ),
     "the build of a node": Mutant(_WRONG_REPLY, ((BuildBits, "accepts", lambda _self, _build: True),)),
     "the pages of a thread that may still write": Mutant(
