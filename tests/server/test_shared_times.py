@@ -5,6 +5,7 @@ pictures another one uses. And what one share has computed, under many salts or 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,21 @@ def kept_functions(path: Path) -> set[str]:
 def _keeps(node: ast.expr) -> bool:
     function = node.func if isinstance(node, ast.Call) else node
     return _keeps(function) if isinstance(function, ast.Call) else ast.unparse(function) in ("cache", "lru_cache")
+
+
+_BY_TENANT = re.compile(r"self\.(\w+): \w*(?:[dD]ict|Counter|set)\w*\[(?:tuple\[)?(?:Tenant|Asker|Owner|Epoch)\b")
+NOT_DIVIDED = {
+    "cache/encoded_pictures.py": ["_copied"],
+    "kv/kept_blocks.py": ["blocks", "_children", "_logits"],
+    "store/statistics/savings.py": ["_waiting"],
+}
+"""What is held by tenant and in no fair cache: outputs of the encoder that wait for the disk, within the write buffer;
+KV memory, by the last use, as on the disk; counts of requests while the store fails."""
+
+
+def test_what_is_held_by_tenant_is_in_a_room_that_shares_divide() -> None:
+    found = {path.relative_to(PACKAGE): _BY_TENANT.findall(path.read_text("utf-8")) for path in PACKAGE.rglob("*.py")}
+    assert {str(path): names for path, names in found.items() if names} == NOT_DIVIDED
 
 
 def test_what_clients_send_is_kept_by_a_fair_cache_alone() -> None:

@@ -144,8 +144,8 @@ def interrupt_once(_signal: int, _frame: FrameType | None) -> None:
 
 
 def _end_by_signals() -> None:
-    """Lets SIGTERM end a worker. The simulated daemon would catch an exception, such as its parent gets: it goes on after
-    any error of a thread. Ctrl-C is left to the parent."""
+    """Lets SIGTERM end a worker. The simulated daemon would catch an exception, such as its parent gets: it goes on
+    after any error of a thread. Ctrl-C is left to the parent."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
