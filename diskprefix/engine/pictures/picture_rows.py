@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
@@ -115,6 +115,14 @@ class _Job(Struct, eq=False):
     is_preparing: bool = False
     is_encoded: bool = False
     encode_s: float = 0.0
+
+    @property
+    def share(self) -> str:
+        return self.options.share
+
+    @property
+    def has_begun(self) -> bool:
+        return self.is_preparing or self.inputs is not None or self.call is not None
 
     @property
     def is_over(self) -> bool:
@@ -245,7 +253,18 @@ class PictureRowsSource:
         if job.rows is not None or job.error is not None or job.is_over:
             self._end_job(job)
         else:
-            self._encoding.append(job)
+            self._queue(job)
+
+    def _queue(self, job: _Job) -> None:
+        """Adds a picture to encode. Shares take turns: it goes before pictures that are not begun and have more of
+        their share before them."""
+        num_before, turns = sum(other.share == job.share for other in self._encoding), Counter[str]()
+        for index, other in enumerate(self._encoding):
+            if turns[other.share] > num_before and not other.has_begun:
+                self._encoding.insert(index, job)
+                return
+            turns[other.share] += 1
+        self._encoding.append(job)
 
     def _prepare(self, job: _Job) -> None:
         """Decodes a picture into the inputs of the encoder. Runs on the preparer's thread."""

@@ -240,6 +240,17 @@ def test_a_picture_that_several_prompts_want_is_encoded_once_and_then_comes_from
     assert parts.encoder.encoded == parts.stored.saved == [picture(1, 3).name]
 
 
+def test_shares_take_turns_with_the_encoder(parts: SimpleNamespace) -> None:
+    asked = [*((number, "alice") for number in range(6)), *((number, "bob") for number in (6, 7))]
+    wanted = [(pictures_in(picture(number, 3), encoder=parts.encoder), share) for number, share in asked]
+    for pictures, share in wanted:
+        assert not parts.source.want(pictures, 0, replace(FULL, share=share))
+    wait_for_loads(parts)
+    drain(parts)
+    order = [0, 6, 1, 7, 2, 3, 4, 5]
+    assert parts.encoder.encoded == [picture(number, 3).name for number in order]
+
+
 def test_what_goes_wrong_with_a_picture_reaches_all_prompts_that_want_it(parts: SimpleNamespace) -> None:
     def fail() -> dict[str, Any]:
         raise ValueError("cannot be decoded")
