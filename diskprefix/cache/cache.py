@@ -16,7 +16,7 @@ from msgspec.structs import asdict
 
 from diskprefix.cache.build_bits import BuildBits
 from diskprefix.cache.cost_model import CostModel
-from diskprefix.cache.namespaces import TenantNamespaces
+from diskprefix.cache.namespaces import Beginning, TenantNamespaces
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cache.policy.write_budget import Spending
 from diskprefix.cache.tiered_store import TieredStore
@@ -134,18 +134,26 @@ class PrefixCache:
         root = root_hash(self.root_record(tenant).identity)
         return Owner(root, self._secret, str(tenant), self.epoch(tenant).last_purge)
 
-    def owner_of(self, options: CacheOptions, private: bytes) -> Owner:
-        """Returns the owner of a request's state in memory. `private` is a random key of the request, which is used if
-        the request shares nothing. With the scope `off`, or if what is shared has other bits, the request does not
-        begin with shared state either."""
-        owner = self.owner(options.tenant)
+    def begin(self, options: CacheOptions) -> Beginning:
+        """Begins a request with these options. For the engine's thread."""
+        return Beginning(self.namespaces.get(options.tenant, options.share), self.epoch(options.tenant))
+
+    def owner_of(self, options: CacheOptions, private: bytes, began: Beginning) -> Owner:
+        """Returns the owner of the state in memory of a request, which `began`. `private` is a random key of the
+        request, which is used if the request shares nothing. With the scope `off`, or if what is shared has other bits,
+        the request does not begin with shared state either."""
+        owner = Owner(began.namespace.root, self._secret, str(options.tenant), began.epoch.last_purge)
         if options.scope.kind == "off" or self.bits.state == "other":
             return owner._replace(root=private, private=private)
         return owner if options.save else owner._replace(private=private)
 
     def is_gone(self, owner: Hashable) -> bool:
-        """Returns whether the state of an `owner` in memory was purged."""
-        return isinstance(owner, Owner) and self.epochs.purges.was_purged(owner.tenant, owner.last_purge)
+        """Returns whether nobody may use the state of an `owner` in memory any more: it was purged, or this build has
+        found out that it has another root."""
+        return isinstance(owner, Owner) and (
+            self.epochs.purges.was_purged(owner.tenant, owner.last_purge)
+            or owner.root != root_hash(self.bits.identity(owner.tenant))
+        )
 
     def delete(self, entry_id: str) -> Purged:
         """Removes a saved prompt; see `purge`. Raises `EntryNotFound`."""

@@ -18,6 +18,7 @@ from diskprefix.cache.choosing import marked_nodes, refused_tokens, selection_ah
 from diskprefix.cache.context import SENT, PromptOrigin, RequestContext
 from diskprefix.cache.matching import RestoreResult
 from diskprefix.cache.misses import find_lost_prefix, lost_tokens, why_missed
+from diskprefix.cache.namespaces import Beginning
 from diskprefix.cache.policy.seen import Sighting
 from diskprefix.cache.policy.select import AT_ANY_TOKEN, Rules
 from diskprefix.cache.policy.write_budget import Spending, within_budget
@@ -46,8 +47,8 @@ class CachedRequest:
     the request ends, however it ends.
 
     For the engine's thread: making one does not wait. `goes_on`: the prompt ends at a grid point and is only a
-    beginning, so its next-token logits are neither needed nor saved. `origin`: what its entries say of it. For
-    `of_any_build` see `RequestContext`.
+    beginning, so its next-token logits are neither needed nor saved. `origin`: what its entries say of it. It `began`
+    now, or when the caller says. For `of_any_build` see `RequestContext`.
     """
 
     def __init__(
@@ -58,11 +59,13 @@ class CachedRequest:
         *,
         goes_on: bool = False,
         origin: PromptOrigin = SENT,
+        began: Beginning | None = None,
         of_any_build: bool = False,
     ) -> None:
-        self.cache, self.namespace = cache, cache.namespaces.get(options.tenant, options.share)
+        began = began or cache.begin(options)
+        self.cache, self.namespace = cache, began.namespace
         self.prompt, self.options = prompt, options
-        self._context = context = RequestContext(cache, self.namespace, prompt, options, goes_on, origin, of_any_build)
+        self._context = context = RequestContext(cache, began, prompt, options, goes_on, origin, of_any_build)
         num_tokens, reason = len(prompt.token_ids), self._bypass or "off"
         self._saver = Saver(context, Selection(scope=options.scope, prompt_tokens=num_tokens, reason=reason))
         self._pins = ExitStack()
@@ -94,6 +97,10 @@ class CachedRequest:
     @property
     def _bypass(self) -> Literal["unsupported", "off", "upgraded"] | None:
         return self._context.bypass
+
+    @property
+    def began(self) -> Beginning:
+        return self._context.began
 
     @property
     def epoch(self) -> Epoch:

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.choosing import ttl_at
 from diskprefix.cache.cost_model import Use
-from diskprefix.cache.namespaces import TenantNamespace
+from diskprefix.cache.namespaces import Beginning
 from diskprefix.errors import CacheError
 from diskprefix.kv.layout import is_out_of_memory
 from diskprefix.store.eviction import recorded_ttl
@@ -41,12 +41,12 @@ SENT = PromptOrigin()
 
 @dataclass(eq=False)
 class RequestContext:
-    """A prompt with its options, its tenant's namespace and the cache. `goes_on`: the prompt ends at a grid point and
-    is only a beginning, so its end is not kept. `of_any_build`: the stored state of every build is restored, to be
+    """A prompt with its options, what it `began` with, and the cache. `goes_on`: the prompt ends at a grid point and is
+    only a beginning, so its end is not kept. `of_any_build`: the stored state of every build is restored, to be
     compared."""
 
     cache: PrefixCache
-    namespace: TenantNamespace
+    began: Beginning
     prompt: Prompt
     options: CacheOptions
     goes_on: bool = False
@@ -55,8 +55,8 @@ class RequestContext:
 
     def __post_init__(self) -> None:
         self.tiers = self.cache.tiered.tiers if self.of_any_build else self.cache.tiers
-        self.epoch = self.cache.epoch(self.options.tenant)
-        """The tenant's epoch in which the request began."""
+        self.namespace, self.epoch = self.began
+        """The tenant's namespace, and its epoch in which the request began."""
         self._let_through: dict[Use, bool] = {}
         """The cost model's answers for the uses that do not pay."""
 

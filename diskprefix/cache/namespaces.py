@@ -7,12 +7,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 from msgspec import Struct
 
 from diskprefix.cache.policy.seen import MAX_PROMPT_BYTES, SeenPrompts
 from diskprefix.errors import CacheError, StoreCorrupt
 from diskprefix.fair_cache import FairCache
+from diskprefix.store.epochs import Epoch
 from diskprefix.store.ghosts import SeenRecord, newest_first
 from diskprefix.store.schema import RootRecord
 from diskprefix.store.store import Store
@@ -61,6 +63,14 @@ class TenantNamespace(Struct, eq=False):
     def _note_times(self, came_at: float, lasts_s: float) -> None:
         self.expires_at = min(self.expires_at, came_at + lasts_s)
         self.latest_at = max(self.latest_at, came_at)
+
+
+class Beginning(NamedTuple):
+    """What the names of a request's state come from, in memory and on the disk. Both are taken once, when it begins: a
+    purge, or another root of this build, may come at any time."""
+
+    namespace: TenantNamespace
+    epoch: Epoch
 
 
 class TenantNamespaces:

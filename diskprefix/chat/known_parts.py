@@ -47,8 +47,9 @@ class KnownParts:
 
     def forget(self, is_gone: Callable[[Hashable], bool]) -> None:
         """Drops expired parts, and the parts of owners that are gone."""
-        now = time.monotonic()
-        self._parts.remove_if(lambda key, part: part[1] <= now or is_gone(key[0]))
+        now, owners = time.monotonic(), {owner for owner, _ in self._parts}
+        gone = {owner for owner in owners if is_gone(owner)}
+        self._parts.remove_if(lambda key, part: part[1] <= now or key[0] in gone)
 
 
 class OwnedParts(Struct, frozen=True):

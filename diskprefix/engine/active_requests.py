@@ -181,13 +181,14 @@ class ActiveRequests:
         if isinstance(waiter, Reply) and waiter.token_ids:
             # The logits after the last token are needed.
             token_ids, computes_last = waiter.restorable_ids(), True
+        began = ticket.began = waiter.running.cached.began if isinstance(waiter, Reply) else self._cache.begin(options)
         owner = None
         reading = ticket.request.reading
         if (reading is None or reading.pooling != "mean") and not ticket.request.scores_prompt:
             # A mean needs the hidden states of all tokens, and a scored prompt needs their logits: they must be
             # computed.
-            owner = self._cache.owner_of(options, ticket.private)
-            if isinstance(waiter, Reply) and self._cache.epochs.is_over(waiter.running.cached.epoch):
+            owner = self._cache.owner_of(options, ticket.private, began)
+            if isinstance(waiter, Reply) and self._cache.epochs.is_over(began.epoch):
                 # Its tenant was purged while it waited: later prompts must not find its state.
                 owner = None
         expires_at = self._cache.expires_at(options.ttl_s)
@@ -226,7 +227,7 @@ class ActiveRequests:
         pictures, prompt = served.pictures_of(request), request.prompt.token_ids
         running = RunningRequest(
             ticket,
-            CachedRequest(self._cache, request.prompt, request.cache),
+            CachedRequest(self._cache, request.prompt, request.cache, began=ticket.began),
             self._pages,
             served.figures,
             served.reply_limit(request),

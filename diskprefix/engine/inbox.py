@@ -20,6 +20,7 @@ from diskprefix.errors import DeviceLost, DiskPrefixError, NotReady, QueueFull
 from diskprefix.printable import first_line
 
 if TYPE_CHECKING:
+    from diskprefix.cache.namespaces import Beginning
     from diskprefix.kv.page_cache import MemoryWait, PrefixWait
 
 log = logging.getLogger("diskprefix")
@@ -41,6 +42,8 @@ class Ticket(Struct, eq=False):
     cancelled: bool = False
     private: bytes = field(default_factory=partial(os.urandom, 16))
     """The key of the request's state in memory, if the request shares nothing (`kv.sequence.Owner`)."""
+    began: Beginning | None = None
+    """What the request begins with. Set by the engine when it looks for memory."""
     wait: PrefixWait | MemoryWait | None = None
     """The reason why the request waits: it needs memory, or another request computes the same prefix. Set by the
     engine."""

@@ -26,6 +26,7 @@ from diskprefix.engine.loop import Engine
 from diskprefix.engine.request import DoneEvent, Event
 from diskprefix.errors import StoreFull, StoreUnavailable
 from diskprefix.identity import identity_of_build, is_outdated
+from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model import plan_fingerprint
 from diskprefix.native import build
@@ -410,6 +411,35 @@ def test_a_process_takes_the_root_that_another_one_of_its_build_got(opened: Open
     # A request that begins before the process knows of the purge is not saved.
     second.cache.store.read_epochs()
     wait_for(lambda: second.cache.epochs == second.cache.store.epochs)
+    assert [said(second).restored for _ in range(2)] == [0, 200]
+
+
+@pytest.mark.cases(1)
+@pytest.mark.usefixtures("no_recheck")
+def test_a_request_has_one_root_and_one_epoch_though_both_change_while_it_begins(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said(opened("one"))
+    second, begin = opened("two"), PageCache.begin_sequence
+    old, identity = second.cache.root, identity_of_build(second.cache.bits.identity(""), "two")
+    own = ModelRecord(model=second.model_name, identity=identity, builds=(second.cache.bits.digest,), has_own_root=True)
+    assert said(second).restored == 200
+
+    def learn_of_another_root(pages: PageCache, *args: Any, **options: Any) -> Any:
+        memory = begin(pages, *args, **options)
+        if second.cache.root == old:
+            with second.cache.store.changes() as changes:
+                changes.put_model(own)
+                changes.record_purge()
+            for forget in second.cache.on_forget:
+                forget()
+        return memory
+
+    monkeypatch.setattr(PageCache, "begin_sequence", learn_of_another_root)
+    said(second, 230)
+    assert has_own_root(second, old)
+    assert second.cache.writer.flush(10)
+    assert not content(second, second.cache.root), "it has begun with what memory has of the other build"
     assert [said(second).restored for _ in range(2)] == [0, 200]
 
 

@@ -71,7 +71,7 @@ class Ahead:
                     job.num_ready = sequence.num_tokens
                     cached.after_step(sequence)
                     if not self._jobs.spend(job, time.process_time() - began_s):
-                        # The rest is computed when the budget allows it again, unless the prompt was purged.
+                        # The rest is computed in the next turn of its share, unless the prompt was purged.
                         return
                     yield None
                 cached.save_partial(sequence, token_ids)
@@ -108,8 +108,7 @@ def _num_ready(job: AheadJob, prompt: Prompt, patience: Patience | None) -> int:
     """Returns how many of a prompt's first tokens are in memory, or in a tier from which they can be restored. A tier
     that fails has none."""
     cache = job.model.cache
-    namespace = cache.namespaces.get(job.options.tenant, job.share)
-    context = RequestContext(cache, namespace, prompt, job.options, goes_on=True)
+    context = RequestContext(cache, cache.begin(job.options), prompt, job.options, goes_on=True)
     if context.bypass is not None:
         return 0
     token_ids, size = prompt.token_ids, cache.settings.block_size
