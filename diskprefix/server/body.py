@@ -58,9 +58,7 @@ class Bodies:
         held.callback(place.release)
         # In a thread, because it would block the event loop.
         if len(body) <= LARGE_BYTES:
-            parsed, num_bytes = await self._threads.run_for(request, "parsing", _parse, body, model)
-            place.hold(num_bytes)
-            return parsed
+            return await self._parsed(request, body, model)
         record = log_context(request)
         turn = await self._turns.take(record.share, record.conversation)
         loop = asyncio.get_running_loop()
@@ -74,11 +72,16 @@ class Bodies:
         request.state.is_large, request.state.large_turn = True, held.enter_context(ExitStack())
         request.state.large_turn.callback(give_back)
         try:
-            parsed, num_bytes = await self._threads.run_for(request, "parsing", _parse, body, model)
+            return await self._parsed(request, body, model)
         finally:
             took_s = loop.time() - began
-        place.hold(num_bytes)
-        return parsed
+
+    async def _parsed(self, request: Request, body: bytes, model: type[Model]) -> Model:
+        """Parses a body on a thread, and counts its memory."""
+        parsed: tuple[Model, int] = await self._threads.run_for(request, "parsing", _parse, body, model)
+        place: CountedRequest = request.state.place
+        place.hold(parsed[1])
+        return parsed[0]
 
 
 def end_large_turn(request: Request) -> None:

@@ -22,8 +22,17 @@ from diskprefix.thread_work import ThreadWork, doing
 T = TypeVar("T")
 
 WorkKind: TypeAlias = Literal[
-    *("parsing", "reading", "rendering", "large", "images", "compiling", "counting", "writing"),
-    *("ahead", "inspecting", "stopping"),
+    "parsing",
+    "reading",
+    "rendering",
+    "large",
+    "images",
+    "compiling",
+    "counting",
+    "writing",
+    "ahead",
+    "inspecting",
+    "stopping",
 ]
 
 _NUM_THREADS: dict[WorkKind, int] = {

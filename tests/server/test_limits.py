@@ -638,7 +638,7 @@ def test_large_bodies_are_slowed_while_the_engine_computes(
     clock, later = [0.0], list[float]()
     parse, real_sleep = body_module._parse, asyncio.sleep
 
-    def parse_slowly(body: bytes, model: type[Anything]) -> Anything:
+    def parse_slowly(body: bytes, model: type[Anything]) -> tuple[Anything, int]:
         clock[0] += 10 if len(body) > LARGE_BYTES else 0
         return parse(body, model)
 

@@ -129,7 +129,8 @@ def _waited_for(self: Fetches) -> None:
 def _in_any_epoch(self: Notes, key: bytes) -> tuple[bool, bytes | None]:
     if key in self._waiting:
         return True, self._waiting[key].value
-    return key in self._recent, self._recent.get(key, (None, None))[1]
+    _, value = self._recent.get(key) or (None, None)
+    return value is not None, value
 
 
 def _equal_unseen(_self: Recheck, _stored: object) -> Generator[None, None, bool]:
