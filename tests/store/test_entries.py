@@ -31,10 +31,16 @@ def saved(store: Store, token_ids: TokenIds, root: bytes = ROOT, tenant: str = "
 
 
 def computed(
-    store: Store, token_ids: TokenIds, came_from: TokenIds, kind: EntryKind, root: bytes = ROOT, tenant: str = ""
+    store: Store,
+    token_ids: TokenIds,
+    came_from: TokenIds,
+    kind: EntryKind,
+    root: bytes = ROOT,
+    tenant: str = "",
+    end_kind: NodeKind = NodeKind.TAIL,
 ) -> bytes:
     """Stores what was computed of tokens that came from a prompt, and returns the name of its entry."""
-    pub = part_of(publication(store, token_ids, root=root))
+    pub = part_of(publication(store, token_ids, root=root, end_kind=end_kind))
     assert pub.entry is not None
     entry = replace(pub.entry, kind=kind, came_from=PromptDigest.of(store.secret, came_from))
     record = replace(pub.root_record, tenant=tenant)
@@ -118,6 +124,58 @@ def test_a_copy_is_deleted_by_its_own_id_with_what_came_from_it_and_its_prompt_s
     assert len(listed(store)) == 3
     delete(store, name)
     assert listed(store).keys() == {end(pub)}
+
+
+def test_what_came_from_what_was_computed_ahead_goes_too_and_the_prompts_that_go_on_from_it_stay(store: Store) -> None:
+    pub, day, of_day = saved(store, TURNS), prompt(4, 2 * BLOCK), np.concatenate([prompt(4, 2 * BLOCK), prompt(6, 9)])
+    computed(store, day, TURNS, "opening", end_kind=NodeKind.BLOCK)
+    longer = saved(store, np.concatenate([day, prompt(5, BLOCK)]))
+    store.publish(replace(publication(store, of_day), nodes=(), last_node=None, entry=None))
+    computed(store, WITHOUT, TURNS, "ahead")
+    # It came from the history as that was computed ahead.
+    next_turn = np.concatenate([WITHOUT, prompt(4, BLOCK)])
+    computed(store, next_turn, next_turn, "partial")
+    kept = computed(store, prompt(9, 3 * BLOCK), of_day, "ahead")
+    delete(store, end(pub))
+    assert listed(store).keys() == {end(longer), kept}
+
+
+def test_a_copys_prompt_goes_with_it_and_what_came_from_that_unless_it_is_saved(store: Store) -> None:
+    store.publish(replace(publication(store, TURNS), nodes=(), last_node=None, entry=None))
+    name = computed(store, WITHOUT, TURNS, "ahead")
+    computed(store, prompt(9, 5 * BLOCK), TURNS[: 3 * BLOCK], "opening")
+    of_another = computed(store, WITHOUT, TURNS, "ahead", root=b"t" * 16, tenant=str(SHARED.with_salt("bob")))
+    delete(store, name)
+    assert listed(store).keys() == {of_another}
+    with store.snapshot() as snapshot:
+        assert snapshot.num_records("seen") == 0
+
+
+def test_what_a_draft_model_computed_of_a_copys_prompt_goes_with_the_copy(store: Store) -> None:
+    longer = np.concatenate([WITHOUT, prompt(4, 3 * BLOCK)])
+    name = computed(store, longer, TURNS, "ahead")
+    computed(store, longer, TURNS, "ahead", root=DRAFT)
+    delete(store, name)
+    assert listed(store) == {}
+
+
+def test_a_seen_prompt_goes_with_what_was_made_of_it_under_another_root(store: Store) -> None:
+    pub, next_turn = saved(store, TURNS), np.concatenate([TURNS, prompt(3, 9)])
+    store.publish(replace(publication(store, next_turn, root=DRAFT), nodes=(), last_node=None, entry=None))
+    computed(store, prompt(8, 2 * BLOCK), next_turn, "opening", root=DRAFT)
+    delete(store, end(pub))
+    assert listed(store) == {}
+    with store.snapshot() as snapshot:
+        assert snapshot.num_records("seen") == 0
+
+
+def test_replies_to_a_saved_prompt_stay_beside_a_copy_that_is_deleted(store: Store) -> None:
+    pub, name = saved(store, TURNS), computed(store, WITHOUT, TURNS, "ahead")
+    notes = TenantNotes(Notes(store, lambda: None), pub.epoch, ROOT, pub.root_record, 1000.0)
+    notes.put(NoteKind.RESPONSE, "resp_1", b"content", TURNS)
+    notes.notes.write()
+    delete(store, name)
+    assert notes.get(NoteKind.RESPONSE, "resp_1") == b"content"
 
 
 def test_while_a_prompt_is_saved_it_has_one_entry_at_the_end_of_what_is_stored(store: Store) -> None:
