@@ -371,7 +371,7 @@ class ActiveRequests:
             raise_if_lost(error)
             event = error_event(error, running.request)
         if event is not None:
-            _send_last(running.ticket, event)
+            running.ticket.end(event)
 
     def cancel(self, running: RunningRequest) -> None:
         """Ends a request whose client has gone. The computed state is kept, because the client may ask again."""
@@ -401,7 +401,7 @@ class ActiveRequests:
         """Fails a request that was not accepted."""
         raise_if_lost(error)
         self._inbox.begin_request(ticket)
-        _send_last(ticket, error_event(error, ticket.request))
+        ticket.end(error_event(error, ticket.request))
         self._inbox.end_request(ticket)
 
 
@@ -420,11 +420,3 @@ def _with_spares(chunk: Chunk[Reply]) -> Chunk[Reply]:
         reply.guesser = Guesser()
         return replace(chunk, end=chunk.end - num_drafted, num_drafted=0)
     return chunk
-
-
-def _send_last(ticket: Ticket, event: Event) -> None:
-    """Sends the last event of a request. The client may have gone."""
-    try:
-        ticket.emit(event)
-    except Exception:
-        log.exception("[engine] %s: its end could not be told", ticket.request.id)

@@ -48,8 +48,23 @@ class Ticket(Struct, eq=False):
     """The reason why the request waits: it needs memory, or another request computes the same prefix. Set by the
     engine."""
 
+    _has_ended: bool = False
+    _ending: threading.Lock = field(default_factory=threading.Lock)
+    """Guards `_has_ended`."""
+
     def cancel(self) -> None:
         self.cancelled = True
+
+    def end(self, event: Event) -> None:
+        """Sends the last event, if none was sent: the engine and a stop may end a request at once. For any thread."""
+        with self._ending:
+            has_ended, self._has_ended = self._has_ended, True
+        if not has_ended:
+            try:
+                self.emit(event)
+            except Exception:
+                # The client may have gone.
+                log.exception("[engine] %s: its end could not be told", self.request.id)
 
     def waiting_activity(self) -> Activity:
         """Returns the activity of the request while it waits."""
@@ -197,7 +212,7 @@ class Inbox:
             finished = self._changed.wait_for(lambda: not self._running, timeout_s)
             for ticket in self._running:
                 ticket.cancel()
-                ticket.emit(ErrorEvent(self._refusal()))
+                ticket.end(ErrorEvent(self._refusal()))
             self._notify()
         if self._thread.is_alive():
             self._thread.join()
@@ -217,7 +232,7 @@ class Inbox:
         self._lost = error
         with self._changed:
             for ticket in self._running:
-                ticket.emit(ErrorEvent(error))
+                ticket.end(ErrorEvent(error))
             self._running.clear()
             self._refuse_all()
         self._on_fatal(error)
@@ -236,7 +251,7 @@ class Inbox:
         refused, self._waiting = self._waiting, []
         self._changed.notify_all()
         for ticket in refused:
-            ticket.emit(ErrorEvent(self._refusal()))
+            ticket.end(ErrorEvent(self._refusal()))
 
     def _refusal(self) -> NotReady:
         if self._lost is not None:

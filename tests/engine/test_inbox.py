@@ -151,6 +151,18 @@ def test_stopping_refuses_what_waits_and_cancels_what_takes_too_long(steps: Step
         inbox.submit(request("c"), Events())
 
 
+def test_a_request_that_ends_while_the_daemon_stops_ends_once(steps: Steps) -> None:
+    """The engine has sent its last event, and the inbox still has it as running."""
+    inbox, events = started(steps), Events()
+    ticket = inbox.submit(request("a"), events)
+    steps.wait_until(lambda: bool(steps.started))
+    ticket.end(ErrorEvent(ContextTooLong("its end")))
+    assert not inbox.stop(0.01)
+    (event,) = events
+    assert isinstance(event, ErrorEvent)
+    assert isinstance(event.error, ContextTooLong)
+
+
 def test_a_lost_device_fails_all_requests_and_is_reported_once(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
     probed_on: list[str] = []
 

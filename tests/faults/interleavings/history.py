@@ -422,7 +422,7 @@ class History:
 
         def emit(event: Event) -> None:
             if one.last is not None and not isinstance(one.last, ErrorEvent):
-                raise Wrong(f"{one.id} got {event} behind its end")
+                self.scheduler.errors.append(f"{one.id} got {event} behind its end")
             if isinstance(event, TextEvent):
                 one.first_at = one.first_at or self.scheduler.now
                 one.replies.setdefault(event.choice, []).extend(event.token_ids)

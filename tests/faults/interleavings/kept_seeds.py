@@ -29,6 +29,7 @@ KEPT_SEEDS: dict[int, dict[int, str]] = {
         62000102: "r8 waited 15.5 s for its turns",
         62003918: "r3 got [79] as a turn, not [36]",
         64000092: "r23 got [35, 218] as a turn, not [44, 231]",
+        80007307: "got ErrorEvent(error=NotReady('the daemon is stopping')) behind its end",
         80001360: "a request waits for a read that never ends",
     },
 }

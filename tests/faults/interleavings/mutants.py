@@ -19,6 +19,7 @@ from diskprefix.cache.tiers.nodes import Node
 from diskprefix.engine.active_requests import ActiveRequests
 from diskprefix.engine.fetches import Fetches, ReadJob
 from diskprefix.engine.idle.recheck import Recheck
+from diskprefix.engine.inbox import Ticket
 from diskprefix.engine.loop import Loop
 from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.page_table import PageTable
@@ -269,6 +270,7 @@ MUTANTS: dict[str, Mutant] = {
     "the look at pages that the writer holds": Mutant(
         "a request waits for a read that never ends", ((Fetches, "check_in_s", property(_check_without_holds)),)
     ),
+    "the one end of a request": Mutant("behind its end", ((Ticket, "end", lambda self, event: self.emit(event)),)),
     "the build of a node": Mutant(_WRONG_REPLY, ((BuildBits, "accepts", lambda _self, _build: True),)),
     "the pages of a thread that may still write": Mutant(
         _WRONG_REPLY, ((ReadJob, "may_write", property(lambda _self: False)),)
