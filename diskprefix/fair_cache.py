@@ -12,14 +12,14 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
-class _Result(NamedTuple, Generic[V]):
+class _Kept(NamedTuple, Generic[V]):
     value: V
     size: int
     used_at: int
     """The number of its last use."""
 
 
-class _Results(OrderedDict[K, _Result[V]]):
+class _OfShare(OrderedDict[K, _Kept[V]]):
     """The results of one share by their keys, the least recently used first, and the sum of their sizes."""
 
     size = 0
@@ -37,7 +37,7 @@ class FairCache(Generic[K, V]):
         self.most = most
         self.size = 0
         """The sum of the sizes of all results."""
-        self._of: dict[str, _Results[K, V]] = {}
+        self._of: dict[str, _OfShare[K, V]] = {}
         self._share_of: dict[K, str] = {}
         self._uses = count()
         self._lock = threading.Lock()
@@ -63,8 +63,8 @@ class FairCache(Generic[K, V]):
         """Adds a result, in place of an earlier one with this key."""
         with self._lock:
             self._remove(key)
-            results = self._of.setdefault(share, _Results())
-            results[key] = _Result(value, size, next(self._uses))
+            results = self._of.setdefault(share, _OfShare())
+            results[key] = _Kept(value, size, next(self._uses))
             self._share_of[key] = share
             results.size += size
             self.size += size
@@ -85,16 +85,16 @@ class FairCache(Generic[K, V]):
         """Counts all results with the sizes that they have now."""
         with self._lock:
             for results in self._of.values():
-                for key, found in results.items():
-                    results[key] = found._replace(size=size_of(found.value))
-                results.size = sum(found.size for found in results.values())
+                for key, kept in results.items():
+                    results[key] = kept._replace(size=size_of(kept.value))
+                results.size = sum(kept.size for kept in results.values())
             self.size = sum(results.size for results in self._of.values())
             self._make_fit()
 
     def remove_if(self, is_gone: Callable[[K, V], bool]) -> bool:
         """Removes the results for which `is_gone` returns True. Returns whether there were any."""
         with self._lock:
-            results = [(key, found.value) for results in self._of.values() for key, found in results.items()]
+            results = [(key, kept.value) for results in self._of.values() for key, kept in results.items()]
             gone = [key for key, value in results if is_gone(key, value)]
             for key in gone:
                 self._remove(key)

@@ -66,8 +66,8 @@ class TenantNamespace(Struct, eq=False):
 
 
 class Beginning(NamedTuple):
-    """What the names of a request's state come from, in memory and on the disk. Both are taken once, when it begins: a
-    purge, or another root of this build, may come at any time."""
+    """The namespace and the epoch of a request, which name its state in memory and on the disk. Both are taken once,
+    when it begins: a purge, or another root of this build, may come at any time."""
 
     namespace: TenantNamespace
     epoch: Epoch

@@ -303,7 +303,7 @@ def test_shares_with_prompts_ahead_take_turns_and_have_equal_seconds(jobs: Ahead
     assert computed == ["alice", *["bob"] * 4, "alice", *["bob"] * 4]
 
 
-def test_a_long_prompt_ahead_gives_way_to_another_share_after_a_turn_and_goes_on_after_its(jobs: AheadJobs) -> None:
+def test_a_long_prompt_ahead_gives_way_to_another_share_after_a_turn(jobs: AheadJobs) -> None:
     long_ones = [job_of(share, "a long prompt") for share in ("alice", "bob")]
     jobs.add_job(long_ones[0])
     jobs.add_job(job_of("alice", "another of hers"))

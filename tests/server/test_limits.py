@@ -435,7 +435,7 @@ def test_work_ends_at_its_next_step_when_the_client_leaves(threads: Threads) -> 
     asyncio.run(scenario())
 
 
-def test_a_result_is_gone_with_its_receiver_though_its_thread_has_no_processor(
+def test_a_result_is_gone_with_its_receiver_though_its_thread_waits(
     threads: Threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_result, has_processor, stopped = Future.set_result, threading.Event(), list[bool]()

@@ -198,12 +198,12 @@ NOT_DIVIDED = {
 KV memory, by the last use, as on the disk; counts of requests while the store fails."""
 
 
-def test_what_is_held_by_tenant_is_in_a_room_that_shares_divide() -> None:
+def test_shares_divide_the_room_of_all_that_is_held_by_tenant() -> None:
     found = {path.relative_to(PACKAGE): _BY_TENANT.findall(path.read_text("utf-8")) for path in PACKAGE.rglob("*.py")}
     assert {str(path): names for path, names in found.items() if names} == NOT_DIVIDED
 
 
-def test_what_clients_send_is_kept_by_a_fair_cache_alone() -> None:
+def test_a_fair_cache_alone_keeps_results_for_what_clients_send() -> None:
     cached = {
         str(path.relative_to(PACKAGE)): names
         for package in ("api", "chat", "engine", "server", "extras")
