@@ -153,7 +153,7 @@ def purge(
         if not (plan and rounds_left):
             break
         purged.texts += plan.texts
-        _carry_out(store, plan, purged, advance)
+        _carry_out(store, plan, purge_filter.entries, purged, advance)
         plan, number = _planned(store, purge_filter, now)
     return purged
 
@@ -340,9 +340,12 @@ class _Planner:
 
 
 @_repair_hint()
-def _carry_out(store: Store, plan: PurgePlan, purged: Purged, advance: Callable[[int], None]) -> None:
+def _carry_out(
+    store: Store, plan: PurgePlan, named: Collection[bytes], purged: Purged, advance: Callable[[int], None]
+) -> None:
     """Carries out the parts of a plan that are still valid, and counts the removed records."""
-    # Entries are removed last: after a kill, the same purge selects them again, and with them the remaining records.
+    # Entries are removed last, the `named` ones after those that follow them: after a kill, the same purge selects them
+    # again, and with them the remaining records.
     for some in batches(plan.prompts, PROMPTS_AT_ONCE):
         with store.changes() as changes:
             purged.prompts += forget_prompts(changes, some)
@@ -350,22 +353,31 @@ def _carry_out(store: Store, plan: PurgePlan, purged: Purged, advance: Callable[
         with store.changes() as changes:
             purged.notes += sum(changes.delete_record("notes", key) for key in some)
     deleted = {entry.id for entry in plan.entries.values()}
-    for some in batches(list(plan.entries.keys() - set(plan.nodes)), RECORDS_AT_ONCE):
-        with store.changes() as changes:
-            for name in some:
-                entry = changes.entry(name)
-                if entry is not None and entry.id in deleted:
-                    purged.entries += changes.delete_record("entries", name)
+    without_nodes = plan.entries.keys() - set(plan.nodes)
+    _delete_entries(store, without_nodes - set(named), deleted, purged)
     for some in batches(plan.nodes, NODES_AT_ONCE):
         before = purged.stored_bytes
         with store.changes() as changes:
             _delete_nodes(changes, some, plan.entries.keys(), deleted, purged)
         advance(purged.stored_bytes - before)
+    _delete_entries(store, without_nodes & set(named), deleted, purged)
     with store.changes() as changes:
         purged.roots += changes.delete_bare_roots(set(plan.roots))
         for key in plan.models:
             changes.delete_record("meta", key)
     forget_lines(store, plan.roots)
+
+
+def _delete_entries(
+    store: Store, names: Collection[bytes], deleted: Collection[tuple[float, PromptDigest, str]], purged: Purged
+) -> None:
+    """Deletes the entries at nodes that stay, unless their prompts were saved again since the plan was made."""
+    for some in batches(sorted(names), RECORDS_AT_ONCE):
+        with store.changes() as changes:
+            for name in some:
+                entry = changes.entry(name)
+                if entry is not None and entry.id in deleted:
+                    purged.entries += changes.delete_record("entries", name)
 
 
 def _delete_nodes(

@@ -271,6 +271,7 @@ def test_a_later_turn_replaces_earlier_ones_and_off_takes_none() -> None:
         off.add_job(job)
     assert ["".join(map(str, job.content)) for job in jobs._jobs[""]] == ["abcd", "ab", "x"]
     assert off.wait_s is None
+    assert job.was_dropped, "off keeps nothing"
     jobs.drop_gone(lambda owner: owner == OWNER)
     assert ["".join(map(str, job.content)) for job in jobs._jobs[""]] == ["ab"]
 
@@ -360,6 +361,18 @@ def test_many_shares_with_prompts_ahead_are_bounded(jobs: AheadJobs) -> None:
     for job in all_jobs:
         jobs.add_job(job)
     assert jobs.figures["waiting"] == sum(not job.was_dropped for job in all_jobs) == 64
+    # Who had most seconds loses its prompts, and what it was told of dropped ones.
+    for number in range(10):
+        jobs.add_job(job_of(all_jobs[-1].share, f"{number}", f"{number}"))
+    assert jobs.spend(all_jobs[-1], 10.0) == jobs.has(all_jobs[-1])
+    jobs.add_job(job_of("another", "x", "x"))
+    assert all_jobs[-1].share not in {*jobs._jobs, *jobs._dropped}
+
+
+def test_what_a_share_is_told_of_dropped_prompts_is_bounded(jobs: AheadJobs) -> None:
+    for number in range(40):
+        jobs.add_job(job_of("alice", f"{number}", f"{number}"))
+    assert len(jobs.figures["asked"]) == 8 + 8
 
 
 def test_a_prompt_that_is_added_ahead_pauses_nothing(jobs: AheadJobs) -> None:

@@ -127,6 +127,15 @@ def test_a_prompt_asked_ahead_is_rendered_in_a_turn_of_its_caller(
     assert {name.partition("_")[0] for name in rendered_on} - {"load"} == {"rendering"}
 
 
+def test_asking_ahead_pauses_no_work_ahead(server: AppServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    paused = list[int]()
+    monkeypatch.setattr(server.engine.ahead, "pause", lambda **_: paused.append(1))
+    ask_ahead(server)
+    assert not paused
+    first_question(server)
+    assert paused
+
+
 def test_the_first_question_is_a_next_turn(server: AppServer) -> None:
     ask_ahead(server)
     wait_computed(server)

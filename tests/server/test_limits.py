@@ -252,6 +252,7 @@ def test_work_that_takes_too_long_keeps_its_turn_and_leaves_its_place() -> None:
         turns.give_back(held["a"])
         for turn in (await again, held["b"], last):
             turns.give_back(turn)
+        assert not turns._long
 
     asyncio.run(scenario())
 

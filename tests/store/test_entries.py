@@ -12,9 +12,9 @@ from diskprefix.store.purge import PurgeFilter, purge
 from diskprefix.store.schema import EntryKind, NodeKind
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.verify import verify_index
-from diskprefix.tokens import PromptDigest, TokenIds, root_hash
+from diskprefix.tokens import NO_PROMPT, PromptDigest, TokenIds, root_hash
 from diskprefix.values import SHARED
-from tests.store.building import BLOCK, ROOT, layout_of, part_of, prompt, publication
+from tests.store.building import BLOCK, ROOT, Clock, is_whole, layout_of, part_of, prompt, publication
 
 TURNS = prompt(1, 6 * BLOCK)
 WITHOUT = np.concatenate([TURNS[: 2 * BLOCK], prompt(2, 2 * BLOCK + 3)])
@@ -169,6 +169,63 @@ def test_a_seen_prompt_goes_with_what_was_made_of_it_under_another_root(store: S
         assert snapshot.num_records("seen") == 0
 
 
+def test_of_two_tenants_that_delete_at_once_each_loses_what_came_from_its_own_prompts(store: Store) -> None:
+    bob, root = str(SHARED.with_salt("bob")), b"t" * 16
+    mine, his = saved(store, TURNS), saved(store, prompt(7, 7 * BLOCK), root, bob)
+    kept = computed(store, WITHOUT, TURNS, "ahead", root, bob)
+    delete(store, end(mine), end(his))
+    assert listed(store).keys() == {kept}
+
+
+def test_what_came_from_no_known_prompt_goes_with_any_and_a_part_of_another_prompt_stays(store: Store) -> None:
+    pub = saved(store, TURNS[: 2 * BLOCK])
+    part = computed(store, prompt(5, 3 * BLOCK), prompt(5, 5 * BLOCK), "partial")
+    of_none = part_of(publication(store, prompt(6, 3 * BLOCK)))
+    assert of_none.entry is not None
+    store.publish(replace(of_none, entry=replace(of_none.entry, kind="ahead", came_from=NO_PROMPT)))
+    delete(store, end(pub))
+    assert listed(store).keys() == {part}
+
+
+def test_by_age_what_came_from_an_unknown_prompt_stays(store: Store, clock: Clock) -> None:
+    saved(store, TURNS[: 2 * BLOCK])
+    clock.now += 1000.0
+    name = computed(store, WITHOUT, prompt(5, 4 * BLOCK), "ahead")
+    # The first blocks are not shared.
+    other = computed(store, prompt(8, 2 * BLOCK), prompt(5, 4 * BLOCK), "ahead")
+    purge(store, PurgeFilter(older_than_s=500.0), store.clock())
+    assert listed(store).keys() == {name, other}
+
+
+SHORT = TURNS[: 2 * BLOCK]
+ENDS: dict[str, tuple[TokenIds, NodeKind, str, tuple[int, ...]]] = {
+    "a block": (SHORT, NodeKind.BLOCK, "", ()),
+    "a block with a checkpoint": (SHORT, NodeKind.BLOCK, STATES, (2 * BLOCK,)),
+    "a checkpoint behind a block": (SHORT, NodeKind.CHECKPOINT, STATES, ()),
+    "a checkpoint in a block": (SHORT[: BLOCK + 7], NodeKind.CHECKPOINT, STATES, ()),
+    "a tail behind a checkpoint of both": (SHORT[: BLOCK + 9], NodeKind.TAIL, STATES, (BLOCK + 7,)),
+    "another block behind a checkpoint of both": (
+        np.concatenate([SHORT[: BLOCK + 7], prompt(9, BLOCK)]),
+        NodeKind.TAIL,
+        STATES,
+        (BLOCK + 7,),
+    ),
+}
+
+
+@pytest.mark.parametrize("where", ENDS)
+def test_a_prompt_within_a_deleted_one_keeps_all_of_its_nodes(where: str, store: Store) -> None:
+    token_ids, end_kind, layout, points = ENDS[where]
+    short = publication(store, token_ids, layout=layout, checkpoints=points, end_kind=end_kind)
+    longer = publication(store, TURNS, layout=layout, checkpoints=points)
+    for pub in (short, longer):
+        store.publish(pub)
+    delete(store, end(longer))
+    assert listed(store).keys() == {end(short)}
+    assert is_whole(store, short)
+    assert store.counts()["blocks"] == len(short.nodes)
+
+
 def test_replies_to_a_saved_prompt_stay_beside_a_copy_that_is_deleted(store: Store) -> None:
     pub, name = saved(store, TURNS), computed(store, WITHOUT, TURNS, "ahead")
     notes = TenantNotes(Notes(store, lambda: None), pub.epoch, ROOT, pub.root_record, 1000.0)
@@ -257,6 +314,24 @@ def test_a_prompt_that_is_removed_from_its_first_block_counts_as_one_entry(store
     pub = saved(store, TURNS)
     removed = store.remove_subtrees({pub.nodes[0].name: ROOT})
     assert (removed.entries, len(removed.nodes)) == ([end(pub)], len(pub.nodes))
+
+
+def test_a_purge_that_is_killed_is_carried_on_by_the_same_id(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt's own blocks stay, because another one continues them."""
+    monkeypatch.setattr("diskprefix.store.purge.NODES_AT_ONCE", 2)
+    first = publication(store, TURNS[: 2 * BLOCK], end_kind=NodeKind.BLOCK)
+    store.publish(first)
+    second = saved(store, TURNS)
+    computed(store, prompt(9, 4 * BLOCK), TURNS[: 2 * BLOCK], "opening")
+
+    def stop(_: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        purge(store, PurgeFilter(entries=frozenset({end(first)})), 0.0, stop)
+    assert len(listed(store)) == 3
+    delete(store, end(first))
+    assert listed(store).keys() == {end(second)}
 
 
 def test_of_a_purge_that_is_killed_the_rest_stays_listed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
