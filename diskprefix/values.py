@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -238,31 +238,45 @@ class Mark(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A change by a canonicaliser, or `unread_content`: a note in the place of a picture. `path` is the path in the
-    client's body."""
+    """A change by a canonicaliser. `path` is the path in the client's body."""
 
     canonicaliser: str
     path: str
 
 
-class LeftOut(NamedTuple):
-    """The number of old messages that were left out, and the paths of the first and the last in the client's body."""
+class LeftOut(Struct, frozen=True):
+    """The parts of one type that were left out: their number, and the paths of the first and the last in the client's
+    body."""
 
-    messages: int
+    type: str
+    count: int
     first: str
     last: str
+
+
+MAX_TYPES_LEFT_OUT = 32
+"""The most types of parts that are named. Those of further types are counted together."""
+
+
+def left_out_of(parts: Iterable[tuple[str, str]]) -> tuple[LeftOut, ...]:
+    """Returns the parts that were left out by their types. Each part comes with its type and its path."""
+    by_type: dict[str, list[str]] = {}
+    for kind, path in parts:
+        by_type.setdefault(kind if kind in by_type or len(by_type) < MAX_TYPES_LEFT_OUT else "others", []).append(path)
+    return tuple(LeftOut(kind, len(paths), paths[0], paths[-1]) for kind, paths in by_type.items())
 
 
 class Rewriting(Struct, frozen=True):
     """The differences between a prompt and the conversation that the client sent.
 
-    `would_change` names the canonicalisers that found something but were not on. `template_kwargs` are the variables of
-    the chat template that the daemon set.
+    `would_change` names the canonicalisers that found something but were not on. `is_shortened`: old messages were left
+    out. `template_kwargs` are the variables of the chat template that the daemon set.
     """
 
     changes: tuple[Change, ...] = ()
     would_change: tuple[str, ...] = ()
-    left_out: LeftOut | None = None
+    left_out: tuple[LeftOut, ...] = ()
+    is_shortened: bool = False
     template_kwargs: Mapping[str, bool] = msgspec.field(default_factory=dict)
 
 

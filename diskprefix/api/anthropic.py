@@ -31,8 +31,9 @@ from diskprefix.api.fields import (
     optional,
     sampling_params,
 )
-from diskprefix.api.parsed_request import ParsedRequest, TextFormat, ToolChoice, note_left_out
-from diskprefix.chat.messages import Conversation, JsonObject
+from diskprefix.api.parsed_request import ParsedRequest, TextFormat, ToolChoice
+from diskprefix.api.unread import OrUnread, Unread
+from diskprefix.chat.messages import Conversation, JsonObject, OtherPart
 from diskprefix.errors import InvalidRequest
 from diskprefix.printable import shown
 from diskprefix.store.notes import TenantNotes
@@ -65,8 +66,10 @@ AnthropicTool: TypeAlias = Annotated[
 ]
 
 
-def served_tools(tools: Sequence[CustomTool | AnthropicDefinedTool]) -> list[tuple[int, CustomTool]]:
-    """Returns the tools that the client runs, each with its index.
+def served_tools(
+    tools: Sequence[CustomTool | AnthropicDefinedTool],
+) -> tuple[list[tuple[int, CustomTool]], list[OtherPart]]:
+    """Returns the tools that the client runs, each with its index, and those that are left out.
 
     Tools that Anthropic's servers run are left out, because agents send them with every request. Raises
     `InvalidRequest` if no tool remains, and for other tools that Anthropic defines, whose arguments are not known.
@@ -79,8 +82,7 @@ def served_tools(tools: Sequence[CustomTool | AnthropicDefinedTool]) -> list[tup
             problem = "is not known here; define the tool by name, description and input_schema"
         if problem:
             raise InvalidRequest.at(f"tools.{index}.type", f"{shown(kind)!r} {problem}")
-    note_left_out({shown(kind) for _, kind in others}, "Anthropic's servers")
-    return served
+    return served, [OtherPart(shown(kind), f"tools.{index}") for index, kind in others]
 
 
 class AnthropicToolChoice(Typed):
@@ -133,7 +135,7 @@ class CountTokensRequest(RequestBody, Markable):
 
     model_config = ConfigDict(json_schema_extra={"example": {"messages": [{"role": "user", "content": "Hello!"}]}})
 
-    messages: list[AnthropicMessageBody] = Field(
+    messages: list[Annotated[AnthropicMessageBody | Unread, OrUnread(AnthropicMessageBody)]] = Field(
         min_length=1, max_length=MAX_MESSAGES, description="The conversation, oldest message first."
     )
     system: System | None = optional("The system prompt, as text or text blocks.")
@@ -158,17 +160,24 @@ class CountTokensRequest(RequestBody, Markable):
     @property
     def conversation(self) -> Conversation:
         """Returns the conversation for the chat template."""
-        offered = served_tools(self.tools or ())
+        offered, tools_left_out = served_tools(self.tools or ())
+        messages, left_out = neutral_messages(self.system, self.messages, self.mark)
         return Conversation(
-            messages=neutral_messages(self.system, self.messages, self.mark),
+            messages=messages,
+            left_out=[*tools_left_out, *left_out],
             tools=[tool.for_template for _, tool in offered] or None,
             tool_marks=tuple((index, tool.mark) for index, (_, tool) in enumerate(offered) if tool.mark is not None),
             tool_paths=[f"tools.{index}.input_schema" for index, _ in offered],
             reasoning_effort=None if self.output_config is None else self.output_config.effort,
             thinking=None if self.thinking is None else {"enabled": True, "disabled": False}.get(self.thinking.type),
             special_tokens_in_text=self.special_tokens_in_text or False,
-            ending="continue" if self.messages[-1].is_prefill else "reply",
+            ending="continue" if self._is_prefilled else "reply",
         )
+
+    @property
+    def _is_prefilled(self) -> bool:
+        last = self.messages[-1]
+        return isinstance(last, AnthropicMessageBody) and last.is_prefill
 
     @property
     def choice(self) -> ToolChoice:

@@ -18,6 +18,7 @@ from diskprefix.api.fields import (
     optional,
     require_content,
 )
+from diskprefix.api.unread import Unread, read_messages
 from diskprefix.chat.data_uri import data_uri
 from diskprefix.chat.messages import (
     CacheMark,
@@ -30,7 +31,6 @@ from diskprefix.chat.messages import (
     ToolCall,
     join_neighbours,
 )
-from diskprefix.errors import InvalidRequest
 from diskprefix.printable import shown
 
 
@@ -89,18 +89,14 @@ class ContentSource(Body):
     content: TextOrBlocks = Field(description="Text, or text and image blocks.")
 
 
-class Citations(Body):
-    enabled: Literal[False] | None = optional("Only `false`: replies cite nothing.")
-
-
 class DocumentBlock(Markable):
-    """A document. Plain text is used unchanged; models here accept no PDF."""
+    """A document. Plain text is used unchanged; models here accept no PDF. `citations` are ignored: replies cite
+    nothing."""
 
     type: Literal["document"] = Field(description="`document`.")
     source: Annotated[TextSource | ContentSource | Base64Source | UrlSource, OneOf("an object of type text or content")]
     title: str | None = optional("Stands before the text.")
     context: str | None = optional("Stands before the text.")
-    citations: Citations | None = None
 
     def parts(self, path: str) -> Iterator[ContentPart]:
         for name, text in (("title", self.title), ("context", self.context)):
@@ -178,53 +174,63 @@ class RedactedThinkingBlock(Body):
     type: Literal["redacted_thinking"] = Field(description="`redacted_thinking`.")
 
 
-class OtherBlock(Body):
-    """A block of a type that is not served. It is read so that the error can name its type."""
+class CompactionBlock(Markable):
+    """A summary of the conversation before it."""
 
-    type: str
+    type: Literal["compaction"] = Field(description="`compaction`.")
+    content: Annotated[str, empty_as("")] = Field(description="The summary.")
+
+    def parts(self, path: str) -> Iterator[ContentPart]:
+        yield TextPart(self.content, f"{path}.content")
 
 
 _OF_RESULTS = frozenset({"text", "image", "document", "search_result", "tool_reference"})
 _ALLOWED = {
     "user": frozenset({"text", "image", "document", "search_result", "tool_result"}),
-    "assistant": frozenset({"text", "tool_use", "thinking", "redacted_thinking"}),
+    "assistant": frozenset({"text", "tool_use", "thinking", "redacted_thinking", "compaction"}),
     "system": frozenset({"text"}),
 }
 
 
-PartBlock: TypeAlias = TextBlock | ImageBlock | DocumentBlock | SearchResultBlock | ToolReferenceBlock | ToolResultBlock
+PartBlock: TypeAlias = (
+    TextBlock | ImageBlock | DocumentBlock | SearchResultBlock | ToolReferenceBlock | ToolResultBlock | CompactionBlock
+)
 """A block that has content."""
 Block: TypeAlias = Annotated[
-    PartBlock | ToolUseBlock | ThinkingBlock | RedactedThinkingBlock | OtherBlock,
-    OneOf("a content block with a type", OtherBlock),
+    PartBlock | ToolUseBlock | ThinkingBlock | RedactedThinkingBlock | Unread,
+    OneOf("a content block with a type", or_unread=True),
 ]
 _TEXT_OR_BLOCKS = OneOf("a string or a list of content blocks")
 TextOrBlocks: TypeAlias = Annotated[str | Annotated[list[Block], Field(max_length=MAX_PARTS)], _TEXT_OR_BLOCKS]
 
 
-def require_served(block: Block, path: str, allowed: frozenset[str], place: str) -> None:
-    """Raises `InvalidRequest` for a block of a type that is not served in this place."""
-    if block.type in allowed:
-        return
+def placed(block: Block, allowed: frozenset[str], place: str) -> Block:
+    """Returns a block, as one that cannot be read if its type is not served in this place."""
+    if isinstance(block, Unread):
+        if block.at != "type" or not isinstance(block.sent, dict) or not isinstance(block.sent.get("type"), str):
+            return block
+    elif block.type in allowed:
+        return block
+    sent = block.sent if isinstance(block, Unread) else {"type": block.type}
     known = ", ".join(sorted(allowed))
-    problem = f"{shown(block.type)!r} is not supported in {place}; {known} may stand there"
-    raise InvalidRequest.at(f"{path}.type", problem)
+    return Unread(sent, "type", f"{shown(sent['type'])!r} is not supported in {place}; {known} may stand there")
 
 
 def content_parts(content: str | Sequence[Block], path: str) -> Iterator[ContentPart]:
-    """Returns content of a document or a result. Raises `InvalidRequest` for a block that may not stand there."""
+    """Returns content of a document or a result."""
     if isinstance(content, str):
         yield TextPart(content, path)
         return
     for index, block in enumerate(content):
-        require_served(block, f"{path}.{index}", _OF_RESULTS, "this content")
-        yield from parts_of(block, f"{path}.{index}")
+        yield from parts_of(placed(block, _OF_RESULTS, "this content"), f"{path}.{index}")
 
 
 def parts_of(block: Block, path: str) -> Iterator[ContentPart]:
     """Returns the parts of a block with content; none for other blocks."""
     if isinstance(block, PartBlock):
         yield from block.parts(path)
+    elif isinstance(block, Unread):
+        yield block.neutral(path)
 
 
 class AnthropicMessageBody(Body):
@@ -243,7 +249,7 @@ class AnthropicMessageBody(Body):
         said: list[tuple[Block, str]] = []
         for index, block in enumerate(self.content or ()):
             block_path = f"{path}.content.{index}"
-            require_served(block, block_path, _ALLOWED[self.role], f"a message of role {self.role}")
+            block = placed(block, _ALLOWED[self.role], f"a message of role {self.role}")
             if not isinstance(block, ToolResultBlock):
                 said.append((block, block_path))
                 continue
@@ -283,17 +289,22 @@ def _result(block: ToolResultBlock, path: str) -> Message:
 
 
 def neutral_messages(
-    system: str | Sequence[TextBlock] | None, messages: Sequence[AnthropicMessageBody], end_mark: CacheMark | None
-) -> list[Message]:
-    """Returns the conversation. `end_mark` is a mark on its last message."""
+    system: str | Sequence[TextBlock] | None,
+    messages: Sequence[AnthropicMessageBody | Unread],
+    end_mark: CacheMark | None,
+) -> tuple[list[Message], list[OtherPart]]:
+    """Returns the conversation, and what is left out of it. `end_mark` is a mark on its last message. Raises the errors
+    of `read_messages`."""
     conversation = [*_system(system)]
-    for index, message in enumerate(messages):
-        conversation.extend(message.neutral(f"messages.{index}"))
+    sent = ((message, f"messages.{index}") for index, message in enumerate(messages))
+    read, left_out = read_messages(sent)
+    for message, path in read:
+        conversation.extend([message] if isinstance(message, Message) else message.neutral(path))
     # Joins neighbours as Anthropic's API does. Tool results stay apart.
     conversation = join_neighbours((message, message.role != "tool") for message in conversation)
     if end_mark is not None:
         conversation[-1] = replace(conversation[-1], mark=end_mark)
-    return conversation
+    return conversation, left_out
 
 
 def _system(system: str | Sequence[TextBlock] | None) -> Iterator[Message]:

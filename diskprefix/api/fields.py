@@ -27,11 +27,14 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from diskprefix.api.body_errors import REFUSED
 from diskprefix.api.parsed_request import TextFormat
+from diskprefix.api.unread import Unread, or_unread
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.chat.messages import CacheMark, JsonObject
 from diskprefix.engine.request import SamplingParams
-from diskprefix.errors import InvalidRequest, SettingsError
+from diskprefix.errors import GOT, InvalidRequest, SettingsError
+from diskprefix.printable import shown
 from diskprefix.tenant_ids import group_of
 from diskprefix.units import parse_duration
 from diskprefix.values import MAX_VALUE, CacheOptions, Scope, Tenant
@@ -40,9 +43,6 @@ if TYPE_CHECKING:
     from diskprefix.model.load.picture_processor import Detail
 
 T = TypeVar("T")
-
-REFUSED = "refused"
-"""The type of errors whose message must not repeat the wrong value."""
 
 
 def _as_json(schema: Any) -> None:
@@ -139,15 +139,18 @@ class OneOf(Struct, frozen=True):
     """Chooses the member of a union by the JSON type of the value, and among objects by their field `type`.
 
     `expected` completes the error for a value without a member: "must be ...". `other` is the member for objects of any
-    other type. `default` returns the type of an object without a type.
+    other type. `default` returns the type of an object without a type. With `or_unread`, a value that no member reads
+    is `Unread`.
     """
 
     expected: str
     other: type[BaseModel] | None = None
     default: Callable[[JsonObject], str | None] = lambda _value: None
+    or_unread: bool = False
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        members = {f"~{number}": member for number, member in enumerate(get_args(source))}
+        kinds = [member for member in get_args(source) if member is not Unread]
+        members = {f"~{number}": member for number, member in enumerate(kinds)}
         tags = {kind: tag for tag, member in members.items() for kind in self._kinds(member)}
 
         def tag_of(value: Any) -> str | None:
@@ -157,12 +160,21 @@ class OneOf(Struct, frozen=True):
             kind = self.default(value) if kind is None else kind
             return (tags.get(kind) if isinstance(kind, str) else None) or tags.get(dict)
 
-        return core_schema.tagged_union_schema(
+        def problem_of(value: Any) -> str | None:
+            if not isinstance(value, dict) or tag_of(value) is not None:
+                return None
+            kind = value.get("type")
+            if not isinstance(kind, str):
+                return "is required" if kind is None else f"must be a valid string{GOT}{type(kind).__name__})"
+            return f"must be {', '.join(repr(name) for name in tags if isinstance(name, str))}{GOT}{shown(kind)!r})"
+
+        union = core_schema.tagged_union_schema(
             {tag: handler.generate_schema(member) for tag, member in members.items()},
             tag_of,
             custom_error_type="type",
             custom_error_message=f"Input should be {self.expected}",
         )
+        return or_unread(union, problem_of) if self.or_unread else union
 
     def _kinds(self, member: Any) -> Sequence[Any]:
         """Returns the types of objects that a member accepts, or the JSON type of its values."""

@@ -43,7 +43,6 @@ def written_tokens(done: DoneEvent) -> int:
 def _cache_reply(done: DoneEvent) -> dict[str, Any]:
     """Returns the response's `prefix_cache` object: short enough for one line of a screen."""
     report, selection = done.cache, done.cache.selection
-    left_out = report.rewriting.left_out
     reply = {
         "scope": str(selection.scope),
         "restored": report.restored,
@@ -56,7 +55,7 @@ def _cache_reply(done: DoneEvent) -> dict[str, Any]:
         "dropped_because": report.dropped_because,
         "broken_by": None if report.broken is None else broken_by(report),
         "changed": [change._asdict() for change in report.rewriting.changes] or None,
-        "left_out": None if left_out is None else left_out._asdict(),
+        "left_out": [asdict(left_out) for left_out in report.rewriting.left_out] or None,
         "replayed": report.replayed or None,
         "unverified": report.unverified or None,
         "template_kwargs": report.rewriting.template_kwargs or None,

@@ -10,7 +10,15 @@ from pydantic import Field
 from diskprefix.api.dialect import Head, Json
 from diskprefix.api.fields import MAX_MESSAGES, MAX_TOOLS, Effort, Limit, NotServed, ReasoningLimits, optional
 from diskprefix.api.openai import OpenAIBody, OpenAIWriter
-from diskprefix.api.openai_messages import MessageBody, ResponseFormat, ToolAsSent, ToolChoiceField, conversation_of
+from diskprefix.api.openai_messages import (
+    MessageBody,
+    MessageOrUnread,
+    ResponseFormat,
+    ToolAsSent,
+    ToolChoiceField,
+    conversation_of,
+    neutral_messages,
+)
 from diskprefix.api.parsed_request import ParsedRequest, TextFormat, ToolChoice, openai_choice
 from diskprefix.api.reply import CallBegin, DeltaEvent, EndEvent, ReplyDelta, WholeChoice, logprob_reply
 from diskprefix.chat.messages import Conversation, Ending, JsonObject
@@ -23,7 +31,7 @@ from diskprefix.store.notes import TenantNotes
 class ChatRequest(OpenAIBody, json_schema_extra={"example": {"messages": [{"role": "user", "content": "Hello!"}]}}):
     """`POST /v1/chat/completions`."""
 
-    messages: list[MessageBody] = Field(
+    messages: list[MessageOrUnread] = Field(
         min_length=1, max_length=MAX_MESSAGES, description="The conversation, oldest message first."
     )
     max_completion_tokens: Limit | None = optional("Takes precedence over `max_tokens`.")
@@ -50,9 +58,11 @@ class ChatRequest(OpenAIBody, json_schema_extra={"example": {"messages": [{"role
     @property
     def conversation(self) -> Conversation:
         """Returns the conversation for the chat template."""
+        messages, left_out = neutral_messages(self.messages)
         return conversation_of(
-            [message.neutral(f"messages.{index}") for index, message in enumerate(self.messages)],
+            messages,
             self.tools,
+            left_out,
             reasoning_effort=self.reasoning_effort or (None if self.reasoning is None else self.reasoning.effort),
             template_variables=self.chat_template_kwargs or {},
             special_tokens_in_text=self.special_tokens_in_text or False,
@@ -73,16 +83,16 @@ class ChatRequest(OpenAIBody, json_schema_extra={"example": {"messages": [{"role
     @property
     def _ending(self) -> Ending:
         last = self.messages[-1]
+        is_begun = isinstance(last, MessageBody) and last.role == "assistant" and last.content and not last.tool_calls
         if self.continue_final_message:
             param = "continue_final_message"
             if self.add_generation_prompt:
                 raise InvalidRequest.at(param, "is not allowed beside add_generation_prompt")
-            if last.role != "assistant" or not last.content or last.tool_calls:
+            if not is_begun:
                 raise InvalidRequest.at(param, "needs a last message of role assistant with text alone")
             return "continue"
         if self.add_generation_prompt is False:
             return "none"
-        is_begun = last.role == "assistant" and last.content and not last.tool_calls
         if is_begun and self.add_generation_prompt is None and self.continue_final_message is None:
             return "continue"
         return "reply"

@@ -20,11 +20,13 @@ from diskprefix.api.fields import (
     Typed,
     Unmarkable,
     detail_of,
+    empty_as,
     mark_beside_text,
     optional,
     require_content,
 )
 from diskprefix.api.parsed_request import OF_ONE_OF, TextFormat, ToolChoice
+from diskprefix.api.unread import OrUnread, Unread, read_messages
 from diskprefix.chat.messages import (
     CacheMark,
     ContentPart,
@@ -43,7 +45,7 @@ from diskprefix.errors import InvalidRequest
 class TextPartBody(Markable):
     """Text in the content of a message."""
 
-    type: Literal["text"] = Field(description="`text`.")
+    type: Literal["text", "input_text", "output_text"] = Field(description="`text`, or a name of it in other APIs.")
     text: str = Field(description="The text itself.")
 
     def neutral(self, path: str) -> ContentPart:
@@ -88,18 +90,9 @@ class Refusal(Body):
         return TextPart(self.refusal, f"{path}.refusal")
 
 
-class OtherPartBody(Body):
-    """A content part of a kind that no model here accepts. It is read so that the error can name its type."""
-
-    type: Literal["text", "image_url", "refusal", "input_audio", "video_url", "file"]
-
-    def neutral(self, path: str) -> ContentPart:
-        return OtherPart(self.type.removeprefix("input_"), path)
-
-
 PartBody: TypeAlias = Annotated[
-    TextPartBody | ImagePartBody | Refusal | OtherPartBody,
-    OneOf("a content part whose type is text or image_url", OtherPartBody),
+    TextPartBody | ImagePartBody | Refusal | Unread,
+    OneOf("a content part whose type is text or image_url", or_unread=True),
 ]
 Content: TypeAlias = Annotated[
     str | Annotated[list[PartBody], Field(max_length=MAX_PARTS)], OneOf("a string or a list of content parts")
@@ -117,8 +110,40 @@ class ToolCallBody(Unmarkable):
     """A tool call of an earlier assistant message."""
 
     id: str | None = optional("The `tool_call_id` of the tool's answer refers to it.")
-    type: Literal["function"] = Field(default="function", description="Always `function`.")
+    type: Literal["function"] = Field(default="function", description="`function`.")
     function: FunctionCall
+
+    @property
+    def neutral(self) -> ToolCall:
+        return ToolCall(self.id, self.function.name, self.function.arguments or "")
+
+
+TEXT_ARGUMENT = "input"
+"""The name of a custom tool's only argument. The model gets a custom tool as a function."""
+
+
+class CustomCall(Unmarkable):
+    """The custom tool that the assistant called."""
+
+    name: str = Field(min_length=1, description="Name of the tool.")
+    input: Annotated[str, empty_as("")] = Field(default="", description="Its text.")
+
+
+class CustomCallBody(Unmarkable):
+    """A call of a custom tool in an earlier assistant message."""
+
+    id: str | None = optional("The `tool_call_id` of the tool's answer refers to it.")
+    type: Literal["custom"] = Field(description="`custom`.")
+    custom: CustomCall
+
+    @property
+    def neutral(self) -> ToolCall:
+        return ToolCall(self.id, self.custom.name, {TEXT_ARGUMENT: self.custom.input})
+
+
+AnyCallBody: TypeAlias = Annotated[
+    ToolCallBody | CustomCallBody | Unread, OneOf("a call", default=lambda _value: "function", or_unread=True)
+]
 
 
 class MessageBody(Markable):
@@ -139,7 +164,7 @@ class MessageBody(Markable):
     )
     refusal: str | None = optional("The assistant's refusal, if there is no `content`.")
     name: str | None = optional("Name of the speaker, for chat templates that render it.")
-    tool_calls: list[ToolCallBody] | None = optional("Tool calls of an assistant message.", max_length=MAX_PARTS)
+    tool_calls: list[AnyCallBody] | None = optional("Tool calls of an assistant message.", max_length=MAX_PARTS)
     tool_call_id: str | None = optional("In a tool message: the call that it answers.")
     reasoning_content: str | None = optional("The reasoning of the assistant.")
     reasoning: str | None = optional("Another name for `reasoning_content`.")
@@ -152,13 +177,13 @@ class MessageBody(Markable):
             parts = (TextPart(content, f"{path}.content"),)
         elif content is not None:
             parts = tuple(part.neutral(f"{path}.content.{index}") for index, part in enumerate(content))
+        calls = [*enumerate(self.tool_calls or ())]
+        unread = (call.neutral(f"{path}.tool_calls.{at}") for at, call in calls if isinstance(call, Unread))
         return Message(
             role=self.role,
-            content=parts,
+            content=(*parts, *unread),
             name=self.name,
-            tool_calls=tuple(
-                ToolCall(call.id, call.function.name, call.function.arguments or "") for call in self.tool_calls or ()
-            ),
+            tool_calls=tuple(call.neutral for _, call in calls if not isinstance(call, Unread)),
             tool_call_id=self.tool_call_id,
             reasoning=self.reasoning if self.reasoning_content is None else self.reasoning_content,
             mark=self.mark or mark_beside_text([] if isinstance(content, str | None) else content),
@@ -197,11 +222,24 @@ def marks_of(tools: list[JsonObject]) -> Iterator[tuple[int, CacheMark]]:
                 yield index, CacheControl.model_validate(marked["cache_control"]).mark
 
 
-def conversation_of(messages: Sequence[Message], tools: Sequence[Tool] | None, **more: Any) -> Conversation:
+MessageOrUnread: TypeAlias = Annotated[MessageBody | Unread, OrUnread(MessageBody)]
+
+
+def neutral_messages(messages: Sequence[MessageBody | Unread]) -> tuple[list[Message], list[OtherPart]]:
+    """Returns the messages of a body, and what of them is left out. Raises the errors of `read_messages`."""
+    sent = ((message, f"messages.{index}") for index, message in enumerate(messages))
+    read, left_out = read_messages(sent)
+    return [message if isinstance(message, Message) else message.neutral(path) for message, path in read], left_out
+
+
+def conversation_of(
+    messages: Sequence[Message], tools: Sequence[Tool] | None, left_out: Sequence[OtherPart] = (), **more: Any
+) -> Conversation:
     """Returns the conversation for the chat template. `more` are its other fields."""
     sent = cast("list[JsonObject]", tools or [])
     return Conversation(
         messages=messages,
+        left_out=left_out,
         tools=[without_marks(tool) for tool in sent] or None,
         tool_marks=tuple(marks_of(sent)),
         tool_paths=[f"tools.{index}.function.parameters" for index in range(len(sent))],

@@ -6,7 +6,7 @@ import json
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Literal, Protocol, TypeAlias
 
@@ -22,6 +22,7 @@ from diskprefix.engine.request import Constraint, FreeText, SamplingParams
 from diskprefix.engine.thought_limit import ThoughtBudget
 from diskprefix.errors import DiskPrefixError, InvalidRequest
 from diskprefix.printable import shown
+from diskprefix.values import LeftOut
 
 log = logging.getLogger("diskprefix")
 
@@ -96,18 +97,18 @@ class ToolChoice(Struct, frozen=True):
             raise InvalidRequest.at(self.path, "asks for a tool call, but no tool is offered")
 
 
-def note_left_out(kinds: Collection[str], whose: str) -> None:
-    """Logs that tools of these types are left out."""
-    _log_once("tools that only %s can run are left out: %s", kinds, whose)
+def note_left_out(left_out: Iterable[LeftOut]) -> None:
+    """Logs the types of what is left out of prompts."""
+    _log_once("left out of prompts, as this server does not read or run it: %s", {each.type for each in left_out})
 
 
-def _log_once(message: str, texts: Collection[str], *more: str) -> None:
+def _log_once(message: str, texts: Collection[str]) -> None:
     """Logs each text of a client once, because agents repeat them, and at most 32 texts for each message."""
     logged = _logged[message]
     new = sorted({shown(text, _SHOWN_CHARS) for text in texts} - logged)[: _MAX_KINDS - len(logged)]
     if new:
         logged.update(new)
-        log.info(f"[server] {message}", *more, ", ".join(new))
+        log.info(f"[server] {message}", ", ".join(new))
 
 
 class NamesTools(Protocol):

@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 
 from diskprefix.api.dialect import Json, json_text
 from diskprefix.api.responses_items import Item, ReferenceItem, SpokenItem, item_id, response_of
+from diskprefix.api.unread import Unread
 from diskprefix.errors import InvalidRequest, ResponseNotFound, StoreUnavailable
 from diskprefix.printable import shown
 from diskprefix.store.note_record import NoteKind
@@ -27,7 +28,7 @@ MAX_CONVERSATION_BYTES = 16 << 20
 """The most bytes of stored responses and items that a request may load. They take twenty times as much memory."""
 
 _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
-ItemAt: TypeAlias = tuple[SpokenItem, str]
+ItemAt: TypeAlias = tuple[SpokenItem | Unread, str]
 """An item and its path."""
 
 
@@ -151,6 +152,6 @@ def _stored(content: bytes | None) -> StoredResponse | None:
         return None
 
 
-def _parsed(items: list[Json]) -> list[SpokenItem]:
+def _parsed(items: list[Json]) -> list[SpokenItem | Unread]:
     """Returns stored items as models. They were checked when the client sent them."""
-    return [item for item in _ITEMS.validate_python(items) if isinstance(item, SpokenItem)]
+    return [item for item in _ITEMS.validate_python(items) if isinstance(item, SpokenItem | Unread)]

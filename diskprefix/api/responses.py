@@ -32,22 +32,21 @@ from diskprefix.api.fields import (
     optional,
     sampling_params,
 )
-from diskprefix.api.parsed_request import OF_ONE_OF, ParsedRequest, TextFormat, ToolChoice, note_left_out, openai_choice
+from diskprefix.api.openai_messages import TEXT_ARGUMENT
+from diskprefix.api.parsed_request import OF_ONE_OF, ParsedRequest, TextFormat, ToolChoice, openai_choice
 from diskprefix.api.response_store import MAX_STORED_BYTES, ItemAt, ResponseStore
 from diskprefix.api.responses_items import (
-    TEXT_ARGUMENT,
     Input,
     Item,
     MessageItem,
     ReferenceItem,
-    SpokenItem,
     TriggerItem,
     full_name,
     messages_of,
     stored_form,
 )
 from diskprefix.api.responses_writer import OutputItems, ResponseWriter
-from diskprefix.chat.messages import CacheMark, Conversation, JsonObject, Message, TextPart
+from diskprefix.chat.messages import CacheMark, Conversation, JsonObject, Message, OtherPart, TextPart
 from diskprefix.errors import InvalidRequest
 from diskprefix.printable import shown
 from diskprefix.store.notes import TenantNotes
@@ -119,17 +118,17 @@ class OfferedFunctions:
         self.strict = frozenset(tool["name"] for _, tool in named if tool["type"] == "function" and tool.get("strict"))
         self.custom = frozenset(tool["name"] for _, tool in named if tool["type"] == "custom")
         """The names of the custom tools."""
-        skipped = set()
+        self.left_out: list[OtherPart] = []
+        """The tools that only OpenAI's servers can run."""
         for path, tool in named:
             if tool["type"] not in _SERVED:
-                skipped.add(shown(tool["type"]))
+                self.left_out.append(OtherPart(shown(tool["type"]), path))
                 continue
             if tool.get("cache_control") is not None:
                 mark = CacheControl.model_validate(tool["cache_control"]).mark
                 self.marks.append((len(self.functions), mark))
             self.functions.append({"type": "function", "function": _function(tool)})
             self.paths.append(f"{path}.{'format' if tool['type'] == 'custom' else 'parameters'}")
-        note_left_out(skipped, "OpenAI's servers")
 
     def _named(self, sent: Sequence[JsonObject]) -> Iterator[tuple[str, JsonObject]]:
         """Returns the tools with their paths. Tools of a namespace have the names that the model gets."""
@@ -389,7 +388,7 @@ class Responses:
         Raises `InvalidRequest` for responses and items that are not stored.
         """
         self._store = store
-        messages = messages_of(self._items(body, store))
+        messages, left_out = messages_of(self._items(body, store))
         if body.instructions is not None:
             text = TextPart(body.instructions, "instructions")
             messages.insert(0, Message(role="system", content=(text,), path="instructions"))
@@ -401,6 +400,7 @@ class Responses:
             reasoning_effort=body.effort,
             special_tokens_in_text=body.special_tokens_in_text or False,
             path="input",
+            left_out=[*body.offered.left_out, *left_out],
         )
 
     def early(self, body: ResponseRequest, reply_id: str) -> ResponseWriter | None:
@@ -442,7 +442,7 @@ class Responses:
                 self.compacts = True
             elif isinstance(item, ReferenceItem):
                 own.append(store.referred(item, path))
-            elif isinstance(item, SpokenItem):
+            else:
                 own.append((item, path))
         if not earlier and not own:
             raise InvalidRequest.at("input", "must not be empty")

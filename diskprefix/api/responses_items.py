@@ -25,16 +25,10 @@ from diskprefix.api.fields import (
     optional,
     require_content,
 )
-from diskprefix.api.openai_messages import OtherPartBody, Refusal, TextOrImageUrl, TextPartBody, image_part
-from diskprefix.chat.messages import ContentPart, JsonObject, Message, TextPart, ToolCall, joined
-from diskprefix.errors import InvalidRequest
+from diskprefix.api.openai_messages import TEXT_ARGUMENT, Refusal, TextOrImageUrl, TextPartBody, image_part
+from diskprefix.api.unread import Unread, read_messages
+from diskprefix.chat.messages import ContentPart, JsonObject, Message, OtherPart, TextPart, ToolCall, joined
 from diskprefix.json_values import whole_characters
-
-
-class TextContent(TextPartBody):
-    """Text: `input_text`, or `output_text` of an assistant."""
-
-    type: Literal["input_text", "output_text"]  # type: ignore[assignment]
 
 
 class ImageContent(Markable):
@@ -48,15 +42,9 @@ class ImageContent(Markable):
         return image_part(self.image_url, path, f"{path}.image_url", self.detail)
 
 
-class OtherContent(OtherPartBody):
-    type: Literal[  # type: ignore[assignment]
-        "input_text", "output_text", "refusal", "input_image", "input_audio", "input_file"
-    ]
-
-
 PartBody: TypeAlias = Annotated[
-    TextContent | Refusal | ImageContent | OtherContent,
-    OneOf("a content part with a type such as input_text", OtherContent),
+    TextPartBody | Refusal | ImageContent | Unread,
+    OneOf("a content part with a type such as input_text", or_unread=True),
 ]
 Content: TypeAlias = Annotated[
     str | Annotated[list[PartBody], Field(max_length=MAX_PARTS)], OneOf("a string or a list of content parts")
@@ -99,10 +87,6 @@ class CallItem(Body):
     def neutral(self, path: str) -> Message:
         call = ToolCall(self.call_id, full_name(self.name, self.namespace), self.arguments)
         return Message(role="assistant", tool_calls=(call,), path=path)
-
-
-TEXT_ARGUMENT = "input"
-"""The name of a custom tool's only argument. The model gets a custom tool as a function."""
 
 
 def text_argument(arguments: str) -> str:
@@ -201,18 +185,21 @@ class ReasoningItem(Body):
 
 
 class CompactionItem(Body):
-    """A summary made by `POST /v1/responses/compact`. The items it replaces are no longer sent."""
+    """A summary made by `POST /v1/responses/compact`. The items it replaces are no longer sent. That of another server,
+    which only that server can decrypt, becomes a note."""
 
     type: Literal["compaction"]
     id: str | None = None
     encrypted_content: str = Field(description="As this server returned it. It is not encrypted.")
 
+    @property
+    def is_own(self) -> bool:
+        return self.encrypted_content.startswith(_OWN)
+
     def neutral(self, path: str) -> Message:
-        """Raises `InvalidRequest` for an item of another server."""
         path = f"{path}.encrypted_content"
-        if not self.encrypted_content.startswith(_OWN):
-            raise InvalidRequest.at(path, "was not made by this server, which cannot decrypt it")
         text = f"What was said and done before, in short:\n\n{self.encrypted_content.removeprefix(_OWN)}"
+        text = text if self.is_own else "[compaction left out: only the server that made it can read it]"
         return Message(role="user", content=(TextPart(text, path),), path=path)
 
 
@@ -229,53 +216,16 @@ class ReferenceItem(Body):
     id: str = Field(min_length=1, description="Id of the item.")
 
 
-class HostedItem(Body):
-    """An item of a tool that OpenAI's servers run. It is left out, as the model is not offered the tool."""
-
-    type: Literal[
-        "web_search_call",
-        "file_search_call",
-        "image_generation_call",
-        "code_interpreter_call",
-        "shell_call",
-        "shell_call_output",
-        "apply_patch_call",
-        "apply_patch_call_output",
-        "mcp_list_tools",
-        "mcp_call",
-        "mcp_approval_request",
-        "mcp_approval_response",
-    ]
-
-
-class OtherItem(Body):
-    """An item of a hosted tool. It is read so that the error can name its type."""
-
-    type: Literal[
-        "message",
-        "function_call",
-        "function_call_output",
-        "custom_tool_call",
-        "custom_tool_call_output",
-        "local_shell_call",
-        "local_shell_call_output",
-        "computer_call",
-        "computer_call_output",
-        "reasoning",
-        "item_reference",
-    ]
-
-
 SpokenItem: TypeAlias = (
     MessageItem | CallItem | CustomCallItem | OutputItem | ActionItem | ScreenshotItem | ReasoningItem | CompactionItem
 )
 Item: TypeAlias = Annotated[
-    SpokenItem | HostedItem | ReferenceItem | TriggerItem | OtherItem,
+    SpokenItem | ReferenceItem | TriggerItem | Unread,
     # An item without a type is a message, or a reference if it has an id alone.
     OneOf(
         "an item, which is an object",
-        OtherItem,
-        lambda value: "item_reference" if "role" not in value and "id" in value else "message",
+        default=lambda value: "item_reference" if "role" not in value and "id" in value else "message",
+        or_unread=True,
     ),
 ]
 Input: TypeAlias = Annotated[
@@ -306,7 +256,7 @@ def compacted(summary: str) -> str:
 
 def item_id(response_id: str, kind: str, index: int, *, is_input: bool = False) -> str:
     """Returns the id of an item of a response. It contains the response's id, so that a reference finds the item."""
-    return f"{_ID_PREFIXES[kind]}_{response_id.removeprefix('resp_')}_{'i' if is_input else ''}{index}"
+    return f"{_ID_PREFIXES.get(kind, 'item')}_{response_id.removeprefix('resp_')}_{'i' if is_input else ''}{index}"
 
 
 def response_of(id_: str) -> str:
@@ -314,8 +264,10 @@ def response_of(id_: str) -> str:
     return f"resp_{id_.partition('_')[2].partition('_')[0]}"
 
 
-def stored_form(item: SpokenItem) -> Json:
+def stored_form(item: SpokenItem | Unread) -> Json:
     """Returns an item in the form in which the API lists it: with a list of content parts."""
+    if isinstance(item, Unread):
+        return {"type": "message"} | (item.sent if isinstance(item.sent, dict) else {"content": item.sent})
     form: dict[str, Any] = item.model_dump(exclude_none=True)
     if isinstance(item, MessageItem):
         form["status"] = "completed"
@@ -327,12 +279,16 @@ def stored_form(item: SpokenItem) -> Json:
     return form
 
 
-def messages_of(items: Iterable[tuple[SpokenItem, str]]) -> list[Message]:
-    """Returns the messages of a conversation. Each item comes with its path in the body."""
+def messages_of(items: Iterable[tuple[SpokenItem | Unread, str]]) -> tuple[list[Message], list[OtherPart]]:
+    """Returns the messages of a conversation, and what is left out of it. Each item comes with its path in the body.
+    Raises the errors of `read_messages`."""
     runs: list[list[Message]] = []
     names: dict[str | None, str] = {}
-    for item, path in items:
-        message = item.neutral(path)
+    read, left_out = read_messages(items)
+    for item, path in read:
+        if isinstance(item, CompactionItem) and not item.is_own:
+            left_out.append(OtherPart(item.type, path))
+        message: Message = item if isinstance(item, Message) else item.neutral(path)
         names |= {call.id: call.name for call in message.tool_calls}
         if message.role == "tool":
             message = replace(message, name=names.get(message.tool_call_id))
@@ -340,7 +296,7 @@ def messages_of(items: Iterable[tuple[SpokenItem, str]]) -> list[Message]:
             runs[-1].append(message)
         else:
             runs.append([message])
-    return [joined(run) for run in runs]
+    return [joined(run) for run in runs], left_out
 
 
 def _continues(before: Message, message: Message) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from itertools import groupby, takewhile
+from collections.abc import Iterator
+from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from diskprefix.chat.draft import PromptDraft
 from diskprefix.chat.messages import ContentPart, ImagePart, Message, OtherPart, TextPart, join_neighbours
 from diskprefix.errors import InvalidRequest
 from diskprefix.tokens import TokenIds, picture_ids
-from diskprefix.values import Change, Picture
+from diskprefix.values import Picture, left_out_of
 
 if TYPE_CHECKING:
     from diskprefix.chat.template import ChatTemplate
@@ -27,32 +28,47 @@ _MAX_IMAGES = 256
 _WORDS = {"video_url": "videos", "file": "files"}
 
 
+def refusal_of(part: ContentPart) -> InvalidRequest | None:
+    """Returns the error of a part that cannot be read, None for other parts."""
+    return part.refusal if isinstance(part, OtherPart) else None
+
+
 def note_unread(processor: PictureProcessor | None, draft: PromptDraft) -> PromptDraft:
-    """Replaces each unsupported picture or file by a note, except in the user's newest turn, where `read_pictures`
-    refuses it. Clients send the older messages again in each request, so an error would never end."""
-    messages = draft.conversation.messages
+    """Replaces each part that is not supported or cannot be read, except in the user's newest turn, where
+    `read_pictures` refuses it. Clients send the older messages again in each request, so an error would never end.
+
+    A part of a new type is its text, if it has one. Otherwise a note replaces what the user or a tool has sent, and the
+    rest is left out, with messages in which nothing else is.
+    """
+    conversation, newest = draft.conversation, draft.conversation.newest
     takes_pictures = processor is not None and processor.problem is None
-    changes: list[Change] = []
+    left_out = [(part.kind, part.path) for part in conversation.left_out]
+    what = "text and pictures" if takes_pictures else "text"
 
-    def read(part: ContentPart) -> ContentPart:
+    def read(message: Message, part: ContentPart) -> Iterator[ContentPart]:
         if isinstance(part, TextPart) or (takes_pictures and isinstance(part, ImagePart)):
-            return part
-        kind = "picture" if isinstance(part, ImagePart) else part.kind.removesuffix("_url")
-        changes.append(Change("unread_content", part.path))
-        what = "text and pictures" if takes_pictures else "text"
-        return TextPart(f"[{kind} left out: this model reads {what}]", part.path)
+            yield part
+            return
+        kind, text = (part.kind, part.text) if isinstance(part, OtherPart) else ("image", None)
+        if text is not None and not message.is_system:
+            yield TextPart(text, part.path)
+            return
+        left_out.append((kind, part.path))
+        if refusal_of(part) is None or not (message.is_system or message.role == "assistant"):
+            word = "picture" if isinstance(part, ImagePart) else kind.removesuffix("_url")
+            yield TextPart(f"[{word} left out: this model reads {what}]", part.path)
 
-    end = max((index + 1 for index, message in enumerate(messages) if message.role == "user"), default=0)
-    begin = end - len([*takewhile(lambda message: message.role == "user", reversed(messages[:end]))])
-    noted = [
-        message if begin <= index < end else replace(message, content=tuple(map(read, message.content)))
-        for index, message in enumerate(messages)
-    ]
-    if not changes:
-        return draft
-    rewriting = draft.prompt.rewriting
-    conversation = replace(draft.conversation, messages=noted)
-    rewriting = replace(rewriting, changes=(*rewriting.changes, *changes))
+    noted: list[Message] = []
+    for index, message in enumerate(conversation.messages):
+        content = message.content
+        if index not in newest:
+            content = [new for part in message.content for new in read(message, part)]
+        if content or not message.content or message.tool_calls or message.reasoning:
+            noted.append(replace(message, content=tuple(content)))
+    if conversation.messages and not noted:
+        raise next(filter(None, (refusal_of(part) for message in conversation.messages for part in message.content)))
+    conversation = replace(conversation, messages=noted, left_out=())
+    rewriting = replace(draft.prompt.rewriting, left_out=left_out_of(left_out))
     return replace(draft, conversation=conversation).with_prompt(rewriting=rewriting)
 
 
@@ -173,6 +189,8 @@ class PicturePlaces:
 
 def _refusal(part: ImagePart | OtherPart, processor: PictureProcessor | None) -> InvalidRequest:
     """Returns the error for content of a kind that the model does not accept."""
+    if (refusal := refusal_of(part)) is not None:
+        return refusal
     got = "image" if isinstance(part, ImagePart) else part.kind
     if processor is None:
         reason = "this model takes text only"

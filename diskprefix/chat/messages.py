@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from diskprefix.errors import InvalidRequest
+
 if TYPE_CHECKING:
     from diskprefix.model.load.picture_processor import Detail
 
@@ -40,10 +42,13 @@ class ImagePart(Struct, frozen=True):
 
 
 class OtherPart(Struct, frozen=True):
-    """A content part of a kind that no model here accepts. `kind` is the client's word for it."""
+    """A content part of a kind that no model here accepts, or that cannot be read. `kind` is the client's word for it.
+    `refusal` is the error of one that cannot be read, `text` the text in it."""
 
     kind: str
     path: str
+    refusal: InvalidRequest | None = None
+    text: str | None = None
 
 
 ContentPart: TypeAlias = TextPart | ImagePart | OtherPart
@@ -116,7 +121,8 @@ class Conversation(Struct, frozen=True):
     `tools` have the form of OpenAI's chat API, which chat templates expect, without marks. `tool_marks` has the marks,
     each with the index of its tool, `tool_paths` the paths of the schemas of the tools' arguments. `reasoning_effort`
     and `thinking` are variables of some templates. The client's `template_variables` override others. With
-    `special_tokens_in_text`, the text of a control token becomes that token, whoever wrote it.
+    `special_tokens_in_text`, the text of a control token becomes that token, whoever wrote it. `left_out` has the parts
+    of the client's body that are not part of the prompt.
     """
 
     messages: Sequence[Message]
@@ -129,6 +135,14 @@ class Conversation(Struct, frozen=True):
     special_tokens_in_text: bool = False
     ending: Ending = "reply"
     path: str = "messages"
+    left_out: Sequence[OtherPart] = ()
+
+    @property
+    def newest(self) -> range:
+        """The user's newest messages."""
+        roles = [message.role for message in self.messages]
+        end = max((index + 1 for index, role in enumerate(roles) if role == "user"), default=0)
+        return range(end - len([*takewhile("user".__eq__, reversed(roles[:end]))]), end)
 
     @property
     def has_pictures(self) -> bool:

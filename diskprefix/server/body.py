@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
+from diskprefix.api.body_errors import first_error
 from diskprefix.api.error_forms import HttpError
-from diskprefix.api.fields import REFUSED
-from diskprefix.errors import GOT, InvalidRequest
+from diskprefix.errors import InvalidRequest
 from diskprefix.json_values import MAX_LEVELS, count_values, path_below, whole_characters
 from diskprefix.printable import shown
 from diskprefix.server.limits import LARGE_BYTES, BodyPace, CountedRequest, Turns
@@ -27,7 +26,6 @@ from diskprefix.server.threads import NUM_BESIDE, Threads
 
 Model = TypeVar("Model", bound=BaseModel)
 
-_SHOWN_CHARS = 60
 _OWN_BYTES = 8 * 1024
 """The most memory of a parsed body without values."""
 _PATIENCE_S = 60.0
@@ -191,47 +189,9 @@ def _infinite(value: object, path: tuple[object, ...]) -> Iterator[str]:
 
 def _refusal_of(error: ValidationError) -> InvalidRequest:
     """Returns the first error of pydantic in the words of this API."""
-    first: Any = error.errors(include_url=False)[0]
-    if first["type"] == "json_invalid":
-        reason = str(first.get("ctx", {}).get("error", first["msg"]))
-        return InvalidRequest(f"the body is not valid JSON: {reason}", code="invalid_json")
-    # The tags of unions, such as `~list`, are left out.
-    param = shown(".".join(str(part) for part in first["loc"] if not str(part).startswith("~")))
-    if not param:
+    at, problem, kind = first_error(error)
+    if kind == "json_invalid":
+        return InvalidRequest(f"the body is not valid JSON: {problem}", code="invalid_json")
+    if not at:
         return InvalidRequest("the body must be a JSON object", code="invalid_json")
-    return InvalidRequest.at(param, _explain(first))
-
-
-_PYTHONS_WORD = re.compile(r"(?<=^Input should be )(?:True|False)$")
-
-
-def _explain(error: Any) -> str:
-    """Returns pydantic's message in the words of this API, with the beginning of the wrong value."""
-    match error["type"]:
-        case "missing":
-            return "is required"
-        case "extra_forbidden":
-            return "is not a known field"
-        case "none_required":
-            return "is not supported"
-        case "too_short" | "string_too_short" if not error["input"]:
-            return "must not be empty"
-        case "too_long":
-            return f"must have at most {error['ctx']['max_length']} items (got {error['ctx']['actual_length']})"
-    if error["type"] == REFUSED:
-        return str(error["msg"])
-    message = (
-        _PYTHONS_WORD.sub(lambda match: match[0].lower(), str(error["msg"]))
-        .replace("Input should be", "must be")
-        .replace("String should", "must")
-        .replace("valid array", "list")
-    )
-    return f"{message[:1].lower()}{message[1:]}{GOT}{_shown(error['input'])})"
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, dict):
-        return "an object"
-    if isinstance(value, list):
-        return "a list"
-    return shown(json.dumps(value, ensure_ascii=False), _SHOWN_CHARS)
+    return InvalidRequest.at(at, problem)

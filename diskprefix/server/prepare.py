@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from starlette.requests import Request
 
 from diskprefix.api.fields import RequestBody
-from diskprefix.api.parsed_request import ParsedRequest
+from diskprefix.api.parsed_request import ParsedRequest, note_left_out
 from diskprefix.chat.fill_in import FillIn
 from diskprefix.chat.messages import Conversation
 from diskprefix.chat.replay import RecordsUnread, Replayed
@@ -125,6 +125,7 @@ def render(arrival: Arrival, wanted: Conversation | str | list[int] | FillIn) ->
     renderer, known = serving.renderer, known_parts(serving, cache)
     if isinstance(wanted, Conversation):
         replayed = renderer.replay(wanted, arrival.turns, known, cache.asker)
+        note_left_out(replayed.prompt.rewriting.left_out)
         if replayed.prompt.pictures:
             serving.engine.read_encoder()
         return replayed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Iterable, Sequence
 from itertools import count, groupby
@@ -16,7 +15,6 @@ from openai.types.responses import Response as SDKResponse
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from diskprefix.api import parsed_request
 from diskprefix.api.anthropic import CountTokensRequest
 from diskprefix.api.dialect import Head, Json, ServerSentEvent
 from diskprefix.api.reply import (
@@ -61,7 +59,7 @@ def items_of(*items: Any) -> list[Any]:
 
 
 def messages(*items: Any) -> list[Message]:
-    return messages_of((item, f"input.{index}") for index, item in enumerate(items_of(*items)))
+    return messages_of((item, f"input.{index}") for index, item in enumerate(items_of(*items)))[0]
 
 
 def said(*items: Any) -> list[tuple[str, str]]:
@@ -197,19 +195,18 @@ def test_functions_become_tools_of_the_chat_api_in_the_order_of_their_keys() -> 
     assert offered.marks == [(1, CacheMark())]
 
 
-def test_tools_that_others_would_run_are_left_out_with_one_note(caplog: pytest.LogCaptureFixture) -> None:
-    parsed_request._logged.clear()
+def test_tools_that_others_would_run_are_left_out_and_named() -> None:
     of_openai = [READ, *[{"type": "web_search"}] * 2, {"type": "namespace", "name": "n", "tools": [{"type": "code"}]}]
     of_anthropic = [{"name": "read", "input_schema": SCHEMA}, {"type": "web_search_20250305", "name": "web_search"}]
-    other = CountTokensRequest.model_validate({"messages": [USER], "tools": of_anthropic})
-    with caplog.at_level(logging.INFO, logger="diskprefix"):
-        for _ in range(3):
-            assert len(body(tools=of_openai).offered.functions) == len(other.conversation.tools or ()) == 1
-    said = "[server] tools that only"
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{said} OpenAI's servers can run are left out: code, web_search",
-        f"{said} Anthropic's servers can run are left out: web_search_20250305",
+    other = CountTokensRequest.model_validate({"messages": [USER], "tools": of_anthropic}).conversation
+    offered = body(tools=of_openai).offered
+    assert len(offered.functions) == len(other.tools or ()) == 1
+    assert offered.left_out == [
+        OtherPart("web_search", "tools.1"),
+        OtherPart("web_search", "tools.2"),
+        OtherPart("code", "tools.3.tools.0"),
     ]
+    assert other.left_out == [OtherPart("web_search_20250305", "tools.1")]
 
 
 def test_functions_of_a_namespace_are_offered_and_called_by_both_names() -> None:

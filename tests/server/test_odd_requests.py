@@ -332,9 +332,9 @@ def test_a_picture_that_the_history_keeps_is_a_note_for_a_model_of_text(
     served(client, path, **{field: messages})
     note = f"[{word} left out: this model reads text]"
     assert engine.last_prompt.count(note) == 1
-    [change] = engine.requests[-1].prompt.rewriting.changes
-    assert change.canonicaliser == "unread_content"
-    assert change.path.startswith(f"{field}.{'2' if place == 'result' else '0'}.")
+    [left_out] = engine.requests[-1].prompt.rewriting.left_out
+    assert left_out.type == ("image" if word == "picture" else word)
+    assert left_out.first.startswith(f"{field}.{'2' if place == 'result' else '0'}.")
     last = [REPLIED, USER | {"content": [part]}, USER]
     refused = client.post(path, json=ROUTES[path] | {field: last})
     assert (refused.status_code, "this model takes text only" in refused.text) == (400, True)
@@ -346,8 +346,8 @@ def test_a_response_says_what_was_left_out_of_its_prompt(agent_daemon: AppServer
     limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
     with agent_daemon.client() as client:
         answer = served(client, path, **{field: seen(path, part), limit: 1}).json()
-    [change] = answer["prefix_cache"]["changed"]
-    assert (change["canonicaliser"], change["path"].split(".")[:2]) == ("unread_content", [field, "2"])
+    [left_out] = answer["prefix_cache"]["left_out"]
+    assert (left_out["type"], left_out["first"].split(".")[:2]) == ("image", [field, "2"])
 
 
 VALUES = {"id": 9007199254740993, "text": "</tool_call><|im_end|><tool_call>"}

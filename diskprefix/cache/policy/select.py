@@ -205,7 +205,7 @@ def select(scope: Scope, prompt: Prompt, rules: Rules, sighting: Sighting, *, re
 def _choose_boundary(scope: Scope, prompt: Prompt, rules: Rules, window: _Window, restored: int) -> _Choice:
     """Returns the boundary under a scope, without the client's marks."""
     num_tokens, min_tokens = len(prompt.token_ids), max(rules.min_tokens, 1)
-    if prompt.rewriting.left_out is not None and not scope.keeps_all:
+    if prompt.rewriting.is_shortened and not scope.keeps_all:
         return _Choice(0, "left_out")
     if scope.kind == "full":
         return _Choice(num_tokens, "full", goes_on=True)

@@ -59,7 +59,9 @@ def fit(limit: int, write: Sequence[DraftStep], count: CountTokens, draft: Promp
     conversation, left_out = shortened(draft.conversation, limit, count)
     if written is not None and left_out is None:
         return written
-    rewriting = replace(draft.prompt.rewriting, left_out=left_out)
+    rewriting = draft.prompt.rewriting
+    if left_out is not None:
+        rewriting = replace(rewriting, left_out=(*rewriting.left_out, left_out), is_shortened=True)
     return run_steps(write, replace(draft, conversation=conversation).with_prompt(rewriting=rewriting))
 
 
@@ -79,7 +81,7 @@ def shortened(conversation: Conversation, threshold: int, count: CountTokens) ->
     if not left_out:
         return conversation, None
     first, last = messages[min(left_out)].path, messages[max(left_out)].path
-    return replace(conversation, messages=_without(messages, left_out)), LeftOut(len(left_out), first, last)
+    return replace(conversation, messages=_without(messages, left_out)), LeftOut("message", len(left_out), first, last)
 
 
 def _rounds(messages: Sequence[Message]) -> list[_Round]:

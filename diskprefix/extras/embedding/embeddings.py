@@ -22,7 +22,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
 
-from diskprefix.api.fields import REFUSED, CacheFields, TextFields, cache_options
+from diskprefix.api.body_errors import REFUSED
+from diskprefix.api.fields import CacheFields, TextFields, cache_options
 from diskprefix.chat.messages import JsonObject
 from diskprefix.engine.gauges import Activity
 from diskprefix.engine.request import DoneEvent, GenerateRequest, ReadEvent, Reading, SamplingParams

@@ -18,7 +18,7 @@ from diskprefix.api.error_forms import error_body
 from diskprefix.api.fields import NotServed, OneOf, RequestBody, SamplingFields, empty_as, sampling_params
 from diskprefix.api.figures import figures_reply
 from diskprefix.api.openai import Stop
-from diskprefix.api.openai_messages import Content, MessageBody, Tool, ToolAsSent, conversation_of
+from diskprefix.api.openai_messages import Content, MessageBody, Tool, ToolAsSent, conversation_of, neutral_messages
 from diskprefix.api.parsed_request import ParsedRequest, TextFormat
 from diskprefix.api.reply import (
     CallBegin,
@@ -30,9 +30,10 @@ from diskprefix.api.reply import (
     logprob_reply,
     whole_choice,
 )
+from diskprefix.api.unread import OrUnread, Unread
 from diskprefix.chat.data_uri import data_uri
 from diskprefix.chat.fill_in import FillIn
-from diskprefix.chat.messages import ContentPart, Conversation, ImagePart, JsonObject, Message, TextPart
+from diskprefix.chat.messages import ContentPart, Conversation, ImagePart, JsonObject, Message, OtherPart, TextPart
 from diskprefix.chat.output.format import ToolCallDelta
 from diskprefix.engine.request import DoneEvent
 from diskprefix.errors import DiskPrefixError, InvalidRequest
@@ -97,11 +98,14 @@ class OllamaBody(RequestBody):
         self.seed = None if self.seed == -1 else self.seed
         return self
 
-    def conversation(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Conversation:
+    def conversation(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), left_out: Sequence[OtherPart] = ()
+    ) -> Conversation:
         last = messages[-1] if messages else Message(role="user", path="messages")
         return conversation_of(
             messages,
             tools,
+            left_out,
             reasoning_effort=self.think if isinstance(self.think, str) else None,
             thinking=None if self.think is None else bool(self.think),
             special_tokens_in_text=self.special_tokens_in_text or False,
@@ -136,17 +140,19 @@ def _pictures(images: list[str] | None, path: str) -> list[ImagePart]:
 class OllamaChatRequest(OllamaBody):
     """`POST /api/chat`."""
 
-    messages: Annotated[list[OllamaMessage], Field(max_length=fields.MAX_MESSAGES), empty_as([])] = Field(
-        default=[], description="The conversation, oldest message first. Empty: the model is loaded."
-    )
+    messages: Annotated[
+        list[Annotated[OllamaMessage | Unread, OrUnread(OllamaMessage)]],
+        Field(max_length=fields.MAX_MESSAGES),
+        empty_as([]),
+    ] = Field(default=[], description="The conversation, oldest message first. Empty: the model is loaded.")
     tools: Annotated[list[ToolAsSent], Field(max_length=fields.MAX_TOOLS), empty_as([])] = Field(
         default=[], description="Functions offered to the model by its template."
     )
 
     @property
     def source(self) -> Conversation:
-        messages = [message.neutral(f"messages.{index}") for index, message in enumerate(self.messages)]
-        return self.conversation(messages, self.tools)
+        messages, left_out = neutral_messages(self.messages)
+        return self.conversation(messages, self.tools, left_out)
 
 
 class OllamaGenerateRequest(OllamaBody):

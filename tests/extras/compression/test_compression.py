@@ -84,7 +84,7 @@ def test_marks_of_what_is_left_out_are_gone_and_the_reply_is_told_what_was() -> 
     marked = [replace(m, mark=CacheMark()) if i in (2, 7) else m for i, m in enumerate(sent.messages)]
     kept, left_out = shortened(replace(sent, messages=marked), 700, count)
     assert [m.path for m in kept.messages if m.mark] == ["messages.7"]
-    assert left_out == LeftOut(5, "messages.2", "messages.6")
+    assert left_out == LeftOut("message", 5, "messages.2", "messages.6")
     assert shortened(sent, 800, count)[1] is None
 
 
@@ -120,7 +120,7 @@ def test_compression_keeps_its_earlier_choices_from_turn_to_turn(drawn: tuple[st
     sent = requests_of(*drawn)
     answers = [shortened(conversation, threshold, count) for conversation in sent]
     for (kept, left_out), (later, later_left_out) in pairwise(answers):
-        was, now = (one.messages if one else 0 for one in (left_out, later_left_out))
+        was, now = (one.count if one else 0 for one in (left_out, later_left_out))
         assert now >= was
         if now == was:
             assert list(later.messages[: len(kept.messages)]) == list(kept.messages)
@@ -174,7 +174,8 @@ def test_below_the_threshold_every_byte_is_as_without_compression(
     for limit, is_same in ((num_tokens, True), (num_tokens - 1, False)):
         prompt = rendered(renderer_of(limit), conversation)
         assert (prompt.token_ids.tolist() == plain.token_ids.tolist()) == is_same
-        assert (prompt.rewriting.left_out is None) == is_same
+        assert prompt.rewriting.is_shortened != is_same
+        assert bool(prompt.rewriting.left_out) != is_same
 
 
 def test_the_text_that_the_template_writes_is_that_of_the_prompt(
@@ -198,7 +199,7 @@ def test_auto_and_n_step_aside_for_a_prompt_with_messages_left_out_and_full_keep
 ) -> None:
     conversation = session(30)[-1]
     prompt = rendered(renderer_of(600), conversation)
-    whole = replace(prompt, rewriting=replace(prompt.rewriting, left_out=None))
+    whole = replace(prompt, rewriting=replace(prompt.rewriting, is_shortened=False))
     for scope in (Scope("auto", 30), Scope("tokens", 100)):
         assert kept_of(prompt, scope) == (0, "left_out")
         assert kept_of(whole, scope)[0] > 0
