@@ -31,6 +31,7 @@ from diskprefix.api.fields import (
     optional,
     sampling_params,
 )
+from diskprefix.api.offered_tools import OfferedTool, tool_fields
 from diskprefix.api.parsed_request import ParsedRequest, TextFormat, ToolChoice
 from diskprefix.api.unread import OrUnread, Unread
 from diskprefix.chat.messages import Conversation, JsonObject, OtherPart
@@ -38,6 +39,8 @@ from diskprefix.errors import InvalidRequest
 from diskprefix.printable import shown
 from diskprefix.store.notes import TenantNotes
 
+_SEARCHES = "tool_search_tool_"
+"""The prefix of the types of tools with which Anthropic's servers search for deferred tools."""
 _RUN_BY_ANTHROPIC = ("web_search_", "web_fetch_", "code_execution_", "tool_search_tool_", "advisor_", "mcp_toolset")
 """Prefixes of the types of tools that Anthropic's servers run."""
 
@@ -47,6 +50,7 @@ class CustomTool(NamedTool):
 
     type: Literal["custom"] | None = optional("`custom`, or absent.")
     input_schema: JsonObject = Field(description="JSON schema of its arguments.")
+    defer_loading: bool | None = optional("`true`: offered where a `tool_reference` names it.")
 
     @property
     def for_template(self) -> JsonObject:
@@ -159,15 +163,26 @@ class CountTokensRequest(RequestBody, Markable):
 
     @property
     def conversation(self) -> Conversation:
-        """Returns the conversation for the chat template."""
+        """Returns the conversation for the chat template. If no search runs here that could find the deferred tools,
+        they are offered at once."""
+        searches_here = not any(tool.type and tool.type.startswith(_SEARCHES) for tool in self.tools or ())
         offered, tools_left_out = served_tools(self.tools or ())
         messages, left_out = neutral_messages(self.system, self.messages, self.mark)
         return Conversation(
             messages=messages,
             left_out=[*tools_left_out, *left_out],
-            tools=[tool.for_template for _, tool in offered] or None,
-            tool_marks=tuple((index, tool.mark) for index, (_, tool) in enumerate(offered) if tool.mark is not None),
-            tool_paths=[f"tools.{index}.input_schema" for index, _ in offered],
+            **tool_fields(
+                [
+                    OfferedTool(
+                        tool.for_template,
+                        f"tools.{index}.input_schema",
+                        tool.mark,
+                        deferred=bool(tool.defer_loading) and searches_here,
+                    )
+                    for index, tool in offered
+                ],
+                messages,
+            ),
             reasoning_effort=None if self.output_config is None else self.output_config.effort,
             thinking=None if self.thinking is None else {"enabled": True, "disabled": False}.get(self.thinking.type),
             special_tokens_in_text=self.special_tokens_in_text or False,

@@ -127,14 +127,28 @@ class SearchResultBlock(Markable):
 
 
 class ToolReferenceBlock(Markable):
-    """The name of a tool that a search returned. The model has it already: all tools of a request are offered at
-    once."""
+    """The name of a tool that a search has found. If it was deferred, it is offered from here on."""
 
     type: Literal["tool_reference"] = Field(description="`tool_reference`.")
     tool_name: str
 
     def parts(self, path: str) -> Iterator[ContentPart]:
         yield TextPart(self.tool_name, f"{path}.tool_name")
+
+
+class FoundTools(Body):
+    """The tools that a search of Anthropic's servers has found."""
+
+    tool_references: Annotated[list[ToolReferenceBlock], Field(max_length=MAX_PARTS)] = Field(
+        default=[], description="Names of tools."
+    )
+
+
+class FoundToolsBlock(Body):
+    """The result of a search for tools that Anthropic's servers ran."""
+
+    type: Literal["tool_search_tool_result"] = Field(description="`tool_search_tool_result`.")
+    content: FoundTools
 
 
 class ToolUseBlock(Markable):
@@ -187,7 +201,9 @@ class CompactionBlock(Markable):
 _OF_RESULTS = frozenset({"text", "image", "document", "search_result", "tool_reference"})
 _ALLOWED = {
     "user": frozenset({"text", "image", "document", "search_result", "tool_result"}),
-    "assistant": frozenset({"text", "tool_use", "thinking", "redacted_thinking", "compaction"}),
+    "assistant": frozenset(
+        {"text", "tool_use", "thinking", "redacted_thinking", "compaction", "tool_search_tool_result"}
+    ),
     "system": frozenset({"text"}),
 }
 
@@ -197,7 +213,7 @@ PartBlock: TypeAlias = (
 )
 """A block that has content."""
 Block: TypeAlias = Annotated[
-    PartBlock | ToolUseBlock | ThinkingBlock | RedactedThinkingBlock | Unread,
+    PartBlock | ToolUseBlock | FoundToolsBlock | ThinkingBlock | RedactedThinkingBlock | Unread,
     OneOf("a content block with a type", or_unread=True),
 ]
 _TEXT_OR_BLOCKS = OneOf("a string or a list of content blocks")
@@ -269,6 +285,12 @@ class AnthropicMessageBody(Body):
             content=tuple(part for block, block_path in said for part in parts_of(block, block_path)),
             tool_calls=tuple(ToolCall(call.id, call.name, call.input) for call in calls),
             reasoning="\n".join(thoughts) or None,
+            new_tools=[
+                tool.tool_name
+                for block in blocks
+                if isinstance(block, FoundToolsBlock)
+                for tool in block.content.tool_references
+            ],
             mark=mark_beside_text(blocks),
             path=path,
         )
@@ -283,8 +305,14 @@ class AnthropicMessageBody(Body):
 
 
 def _result(block: ToolResultBlock, path: str) -> Message:
+    content = () if isinstance(block.content, str | None) else block.content
     return Message(
-        role="tool", content=tuple(block.parts(path)), tool_call_id=block.tool_use_id, mark=block.mark, path=path
+        role="tool",
+        content=tuple(block.parts(path)),
+        tool_call_id=block.tool_use_id,
+        mark=block.mark,
+        new_tools=[part.tool_name for part in content if isinstance(part, ToolReferenceBlock)],
+        path=path,
     )
 
 

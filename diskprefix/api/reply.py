@@ -77,13 +77,17 @@ class WholeCall(Struct, frozen=True):
 
     @property
     def parsed(self) -> dict[str, Any]:
-        """The arguments, for `json_text`. Text that is no JSON object is wrapped as Anthropic's documentation says."""
-        try:
-            text = whole_characters(self.arguments or "{}")
-            arguments = json.loads(text, parse_float=_as_written, parse_int=_as_written)
-        except (ValueError, RecursionError):
-            arguments = None
-        return arguments if isinstance(arguments, dict) else {"INVALID_JSON": self.arguments}
+        return arguments_of(self.arguments)
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """Returns the arguments of a call, for `json_text`. Text that is no JSON object is wrapped as Anthropic's
+    documentation says."""
+    try:
+        arguments = json.loads(whole_characters(text or "{}"), parse_float=_as_written, parse_int=_as_written)
+    except (ValueError, RecursionError):
+        arguments = None
+    return arguments if isinstance(arguments, dict) else {"INVALID_JSON": text}
 
 
 class WholeChoice(EndEvent, frozen=True):

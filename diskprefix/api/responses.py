@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import partial
 from typing import Annotated, ClassVar, Literal, TypeAlias, cast
 
 import msgspec
@@ -15,15 +15,11 @@ from pydantic import Field, StringConstraints
 
 from diskprefix.api.dialect import Head, Json, json_text
 from diskprefix.api.fields import (
-    AS_SENT,
-    MAX_NAME_CHARS,
     MAX_TOOLS,
     NO_LIMIT,
     Body,
-    CacheControl,
     Count,
     Limit,
-    NamedTool,
     OneOf,
     ReasoningLimits,
     RequestBody,
@@ -32,128 +28,29 @@ from diskprefix.api.fields import (
     optional,
     sampling_params,
 )
-from diskprefix.api.openai_messages import TEXT_ARGUMENT
+from diskprefix.api.offered_tools import tool_fields
 from diskprefix.api.parsed_request import OF_ONE_OF, ParsedRequest, TextFormat, ToolChoice, openai_choice
 from diskprefix.api.response_store import MAX_STORED_BYTES, ItemAt, ResponseStore
 from diskprefix.api.responses_items import (
+    FoundToolsItem,
     Input,
     Item,
     MessageItem,
     ReferenceItem,
+    ToolsItem,
     TriggerItem,
-    full_name,
     messages_of,
     stored_form,
 )
+from diskprefix.api.responses_tools import OfferedFunctions, ToolAsSent
 from diskprefix.api.responses_writer import OutputItems, ResponseWriter
-from diskprefix.chat.messages import CacheMark, Conversation, JsonObject, Message, OtherPart, TextPart
+from diskprefix.chat.messages import Conversation, JsonObject, Message, TextPart
 from diskprefix.errors import InvalidRequest
-from diskprefix.printable import shown
 from diskprefix.store.notes import TenantNotes
 from diskprefix.units import format_size
 
-
-class FunctionTool(NamedTool):
-    """A function that the model may call."""
-
-    type: Literal["function"] = Field(description="`function`. Tools of other types are skipped.")
-    parameters: JsonObject | None = optional("JSON schema of its arguments.")
-
-
-class TextFormatBody(Body):
-    """The format of a custom tool's text."""
-
-    type: Literal["text", "grammar"]
-    syntax: str = Field(default="", description="Of a grammar: `lark` or `regex`.")
-    definition: str = Field(default="", description="The grammar. The model reads it, and is not constrained by it.")
-
-
-class TextTool(NamedTool):
-    """A tool that takes a text. The model knows it as a function with one argument."""
-
-    type: Literal["custom"]
-    format: TextFormatBody | None = optional("The format of its text.")
-
-
 _REQUIRED_OF_FUNCTIONS: JsonObject = {"description": None, "parameters": None, "strict": None}
 """The fields that a function must have in a response, and their values if a request leaves them out."""
-
-
-class HostedTool(Body):
-    """A tool that OpenAI's servers run, such as `web_search`. It is skipped."""
-
-    type: str = Field(min_length=1)
-
-
-class Namespace(Body):
-    """A group of functions, such as the functions of an MCP server in Codex. The model gets `namespace__name`."""
-
-    type: Literal["namespace"]
-    name: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
-    tools: Annotated[
-        list[Annotated[FunctionTool | TextTool | HostedTool, OneOf("an object", HostedTool)]],
-        Field(max_length=MAX_TOOLS),
-    ]
-
-
-ToolAsSent: TypeAlias = Annotated[
-    Annotated[FunctionTool | TextTool | Namespace | HostedTool, OneOf("an object", HostedTool)], AS_SENT
-]
-
-
-_SERVED = ("function", "custom")
-
-
-class OfferedFunctions:
-    """The functions and custom tools among the tools of a request, in the form of OpenAI's chat API."""
-
-    def __init__(self, sent: Sequence[JsonObject]) -> None:
-        self.functions: list[JsonObject] = []
-        self.marks: list[tuple[int, CacheMark]] = []
-        self.paths: list[str] = []
-        """The path of the schema of each function's arguments."""
-        self.namespaces: dict[str, str] = {}
-        """The names that the model gets → their namespaces."""
-        named = [*self._named(sent)]
-        self.strict = frozenset(tool["name"] for _, tool in named if tool["type"] == "function" and tool.get("strict"))
-        self.custom = frozenset(tool["name"] for _, tool in named if tool["type"] == "custom")
-        """The names of the custom tools."""
-        self.left_out: list[OtherPart] = []
-        """The tools that only OpenAI's servers can run."""
-        for path, tool in named:
-            if tool["type"] not in _SERVED:
-                self.left_out.append(OtherPart(shown(tool["type"]), path))
-                continue
-            if tool.get("cache_control") is not None:
-                mark = CacheControl.model_validate(tool["cache_control"]).mark
-                self.marks.append((len(self.functions), mark))
-            self.functions.append({"type": "function", "function": _function(tool)})
-            self.paths.append(f"{path}.{'format' if tool['type'] == 'custom' else 'parameters'}")
-
-    def _named(self, sent: Sequence[JsonObject]) -> Iterator[tuple[str, JsonObject]]:
-        """Returns the tools with their paths. Tools of a namespace have the names that the model gets."""
-        for index, tool in enumerate(sent):
-            if tool["type"] != "namespace":
-                yield f"tools.{index}", tool
-                continue
-            for place, member in enumerate(tool["tools"]):
-                if member["type"] in _SERVED:
-                    member = member | {"name": full_name(member["name"], tool["name"])}
-                    self.namespaces[member["name"]] = tool["name"]
-                yield f"tools.{index}.tools.{place}", member
-
-
-def _function(tool: JsonObject) -> JsonObject:
-    """Returns a tool for the template, without `strict`, which is not for the model."""
-    if tool["type"] == "custom":
-        form = tool.get("format") or {}
-        described = {"description": f"Text of this {form.get('syntax')} grammar: {form.get('definition')}"}
-        text = {"type": "string"} | (described if form.get("type") == "grammar" else {})
-        tool = tool | {
-            "parameters": {"type": "object", "properties": {TEXT_ARGUMENT: text}, "required": [TEXT_ARGUMENT]}
-        }
-    fields = ("name", "description", "parameters")
-    return {name: value for name, value in tool.items() if name in fields and value is not None}
 
 
 class ChosenFunction(Body):
@@ -264,15 +161,17 @@ class ResponseRequest(RequestBody, Unmarkable, json_schema_extra={"example": {"i
     def is_stored(self) -> bool:
         return self.store is not False
 
-    @cached_property
-    def offered(self) -> OfferedFunctions:
-        return OfferedFunctions(cast("list[JsonObject]", self.tools or []))
+    def offered(self, items: Iterable[ItemAt] = ()) -> OfferedFunctions:
+        """Returns the tools of the request, and those that come with `items`."""
+        later = (
+            (f"{path}.tools", cast("list[JsonObject]", item.tools))
+            for item, path in items
+            if isinstance(item, ToolsItem | FoundToolsItem)
+        )
+        return OfferedFunctions(cast("list[JsonObject]", self.tools or []), later)
 
-    @property
-    def choice(self) -> ToolChoice:
-        """Raises `InvalidRequest` for a function that is not offered."""
-        tools = self.offered.functions
-        strict = self.offered.strict
+    def choice(self, tools: Sequence[JsonObject], strict: frozenset[str]) -> ToolChoice:
+        """Raises `InvalidRequest` for a function that is not among `tools`."""
         return openai_choice(self.tool_choice, parallel=self.parallel_tool_calls, tools=tools, strict=strict)
 
     @property
@@ -361,6 +260,7 @@ class Responses:
 
     def __init__(self) -> None:
         self._store: ResponseStore | None = None
+        self._offered = OfferedFunctions(())
         self._echo: Mapping[str, msgspec.Raw] = {}
         self._input: bytes | None = None
         """JSON text of the request's own items, if the response will be stored."""
@@ -380,7 +280,8 @@ class Responses:
             limit = min(sampling.max_tokens or MAX_SUMMARY_TOKENS, MAX_SUMMARY_TOKENS)
             return replace(parsed, sampling=replace(sampling, max_tokens=limit), tool_choice=ToolChoice("none"))
         budget = None if body.reasoning is None else body.reasoning.max_tokens
-        return replace(parsed, tool_choice=body.choice, text_format=body.text_format, thinking_budget=budget)
+        choice = body.choice(prompt.tools or (), self._offered.strict)
+        return replace(parsed, tool_choice=choice, text_format=body.text_format, thinking_budget=budget)
 
     def conversation(self, body: ResponseRequest, store: ResponseStore) -> Conversation:
         """Returns the conversation for the chat template. Waits for the disk.
@@ -388,19 +289,19 @@ class Responses:
         Raises `InvalidRequest` for responses and items that are not stored.
         """
         self._store = store
-        messages, left_out = messages_of(self._items(body, store))
+        items = self._items(body, store)
+        self._offered = body.offered(items)
+        messages, left_out = messages_of(items)
         if body.instructions is not None:
             text = TextPart(body.instructions, "instructions")
             messages.insert(0, Message(role="system", content=(text,), path="instructions"))
         return Conversation(
             messages=[*messages, _ASK_FOR_SUMMARY] if self.compacts else messages,
-            tools=body.offered.functions or None,
-            tool_marks=body.offered.marks,
-            tool_paths=body.offered.paths,
+            **tool_fields(self._offered.tools, messages),
             reasoning_effort=body.effort,
             special_tokens_in_text=body.special_tokens_in_text or False,
             path="input",
-            left_out=[*body.offered.left_out, *left_out],
+            left_out=[*self._offered.left_out, *left_out],
         )
 
     def early(self, body: ResponseRequest, reply_id: str) -> ResponseWriter | None:
@@ -423,8 +324,9 @@ class Responses:
             head.id,
             reasoning_is_summary=body.summary is not None,
             compacts=self.compacts,
-            namespaces=body.offered.namespaces,
-            custom=body.offered.custom,
+            namespaces=self._offered.namespaces,
+            custom=self._offered.custom,
+            searches=self._offered.searches,
         )
         return ResponseWriter(head, self._echo, items, keep=keep, num_events=num_events)
 

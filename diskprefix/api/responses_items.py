@@ -7,25 +7,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, cast
 
 from msgspec.structs import replace
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, PlainSerializer, model_validator
 
 from diskprefix.api.dialect import Json
 from diskprefix.api.fields import (
     MAX_MESSAGES,
     MAX_PARTS,
+    MAX_TOOLS,
     Body,
     ImageDetail,
     Markable,
     OneOf,
+    TextOrObject,
     empty_as,
     mark_beside_text,
     optional,
     require_content,
 )
 from diskprefix.api.openai_messages import TEXT_ARGUMENT, Refusal, TextOrImageUrl, TextPartBody, image_part
+from diskprefix.api.responses_tools import SEARCH, ToolAsSent, full_name, names_of
 from diskprefix.api.unread import Unread, read_messages
 from diskprefix.chat.messages import ContentPart, JsonObject, Message, OtherPart, TextPart, ToolCall, joined
 from diskprefix.json_values import whole_characters
@@ -67,11 +70,6 @@ class MessageItem(Markable):
         content = self.content or ()
         mark = self.mark or mark_beside_text([] if isinstance(content, str) else content)
         return Message(role=self.role, content=_parts(content, f"{path}.content"), mark=mark, path=path)
-
-
-def full_name(name: str, namespace: str | None) -> str:
-    """Returns the name that the model gets for a function."""
-    return name if namespace is None else f"{namespace}__{name}"
 
 
 class CallItem(Body):
@@ -163,6 +161,48 @@ class ScreenshotItem(Body):
         return Message(role="tool", content=(image,), tool_call_id=self.call_id, path=path)
 
 
+SentTools: TypeAlias = Annotated[
+    list[ToolAsSent], Field(max_length=MAX_TOOLS), PlainSerializer(lambda tools: tools), empty_as([])
+]
+
+
+class ToolsItem(Body):
+    """Tools that are offered from here on: Codex sends its tools so."""
+
+    type: Literal["additional_tools"]
+    id: str | None = None
+    tools: SentTools = Field(default=[], description="As `tools` of the request.")
+
+    def neutral(self, path: str) -> Message:
+        return Message(role="system", new_tools=names_of(cast("list[JsonObject]", self.tools)), path=path)
+
+
+class SearchItem(Body):
+    """A search of the assistant for tools. To the model it is a call of the function `tool_search`."""
+
+    type: Literal["tool_search_call"]
+    id: str | None = None
+    call_id: str | None = optional("The output after it refers to it.")
+    arguments: Annotated[TextOrObject, empty_as({})] = Field(default={}, description="Its arguments.")
+
+    def neutral(self, path: str) -> Message:
+        return Message(role="assistant", tool_calls=(ToolCall(self.call_id, SEARCH, self.arguments),), path=path)
+
+
+class FoundToolsItem(Body):
+    """The tools that a search has found. They are offered from here on."""
+
+    type: Literal["tool_search_output"]
+    id: str | None = None
+    call_id: str | None = optional("The search that it answers.")
+    tools: SentTools = Field(default=[], description="As `tools` of the request.")
+
+    def neutral(self, path: str) -> Message:
+        names = names_of(cast("list[JsonObject]", self.tools))
+        text = TextPart("\n".join(names), path)
+        return Message(role="tool", content=(text,), tool_call_id=self.call_id, new_tools=names, path=path)
+
+
 class ReasoningPart(Body):
     type: Literal["summary_text", "reasoning_text", "text"]
     text: str
@@ -217,7 +257,17 @@ class ReferenceItem(Body):
 
 
 SpokenItem: TypeAlias = (
-    MessageItem | CallItem | CustomCallItem | OutputItem | ActionItem | ScreenshotItem | ReasoningItem | CompactionItem
+    MessageItem
+    | CallItem
+    | CustomCallItem
+    | OutputItem
+    | ActionItem
+    | ScreenshotItem
+    | ToolsItem
+    | SearchItem
+    | FoundToolsItem
+    | ReasoningItem
+    | CompactionItem
 )
 Item: TypeAlias = Annotated[
     SpokenItem | ReferenceItem | TriggerItem | Unread,
@@ -242,6 +292,9 @@ _ID_PREFIXES = {
     "local_shell_call_output": "lsho",
     "computer_call": "cc",
     "computer_call_output": "cco",
+    "additional_tools": "at",
+    "tool_search_call": "tsc",
+    "tool_search_output": "tso",
     "reasoning": "rs",
     "compaction": "cmp",
 }

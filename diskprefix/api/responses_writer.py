@@ -23,9 +23,11 @@ from diskprefix.api.reply import (
     ReplyEvent,
     WholeChoice,
     WholeReply,
+    arguments_of,
     logprob_reply,
 )
 from diskprefix.api.responses_items import compacted, item_id, text_argument
+from diskprefix.api.responses_tools import SEARCH
 from diskprefix.chat.output.format import ContentDelta, ReasoningDelta, ToolCallDelta
 from diskprefix.engine.request import DoneEvent, TokenLogprob
 from diskprefix.errors import DiskPrefixError
@@ -57,6 +59,10 @@ class _OpenItem(Struct):
     logprobs: list[Json] = field(default_factory=list)
 
     @property
+    def is_search(self) -> bool:
+        return bool(self.item["type"] == "tool_search_call")
+
+    @property
     def place(self) -> Json:
         part = {} if self.names is None else {f"{self.names.field}_index": 0}
         return {"item_id": self.item["id"], "output_index": self.index, **part}
@@ -81,10 +87,12 @@ class OutputItems:
         compacts: bool = False,
         namespaces: Mapping[str, str] | None = None,
         custom: Collection[str] = (),
+        searches: bool = False,
     ) -> None:
         self._response_id = response_id
         self._namespaces = namespaces or {}
         self._custom = custom
+        self._searches = searches
         self._summary: list[str] | None = [] if compacts else None
         self._reasoning = _SUMMARY if reasoning_is_summary else _REASONING
         self.done: list[Json] = []
@@ -107,14 +115,17 @@ class OutputItems:
             elif isinstance(delta, ReasoningDelta):
                 begun = [] if self._is_open(self._reasoning) else self._begin_part(self._reasoning, {"summary": []})
                 events += [*begun, self._piece(delta.text)]
+            elif isinstance(delta, CallBegin) and self._searches and delta.name == SEARCH:
+                search = {"call_id": delta.id, "execution": "client", "arguments": {}}
+                events += self._begin("tool_search_call", search)
             elif isinstance(delta, CallBegin):
                 is_custom = delta.name in self._custom
                 call = {"call_id": delta.id, "name": delta.name, "input" if is_custom else "arguments": ""}
                 if namespace := self._namespaces.get(delta.name):
                     call |= {"name": delta.name.removeprefix(f"{namespace}__"), "namespace": namespace}
                 events += self._begin("custom_tool_call" if is_custom else "function_call", call)
-            elif self._open is not None and "input" in self._open.item:
-                # The delta is a part of JSON, whose text is known only at the end.
+            elif self._open is not None and (self._open.is_search or "input" in self._open.item):
+                # The delta is a part of JSON, whose value is known only at the end.
                 self._open.text.append(delta.arguments)
             else:
                 events.append(self._piece(delta.arguments))
@@ -193,8 +204,11 @@ class OutputItems:
             return []
         text, names = "".join(closing.text), closing.names
         done = {"type": f"response.{_text_event(names)}.done", **closing.place}
-        if "input" in closing.item:
-            whole: Json = {"input": text_argument(text)}
+        if closing.is_search:
+            whole: Json = {"arguments": arguments_of(text)}
+            events: list[Json] = []
+        elif "input" in closing.item:
+            whole = {"input": text_argument(text)}
             kind = "response.custom_tool_call_input"
             events = [closing.place | {"type": f"{kind}.delta", "delta": whole["input"]}]
             events.append(closing.place | {"type": f"{kind}.done"} | whole)

@@ -63,7 +63,8 @@ class ToolCall(Struct, frozen=True):
 
 
 class Message(Struct, frozen=True, kw_only=True):
-    """One message. `reasoning` has the assistant's thoughts before `content`."""
+    """One message. `reasoning` has the assistant's thoughts before `content`, `new_tools` the names of tools that came
+    with the message."""
 
     role: Role
     content: Sequence[ContentPart] = ()
@@ -72,6 +73,7 @@ class Message(Struct, frozen=True, kw_only=True):
     tool_call_id: str | None = None
     reasoning: str | None = None
     mark: CacheMark | None = None
+    new_tools: Sequence[str] = ()
     path: str
 
     @property
@@ -97,6 +99,7 @@ def joined(messages: Sequence[Message]) -> Message:
         messages[0],
         content=tuple(part for message in messages for part in message.content),
         tool_calls=tuple(call for message in messages for call in message.tool_calls),
+        new_tools=tuple(name for message in messages for name in message.new_tools),
         reasoning="\n".join(message.reasoning for message in messages if message.reasoning) or None,
         mark=marks[-1] if marks else None,
     )
@@ -119,7 +122,8 @@ class Conversation(Struct, frozen=True):
     """The source of a prompt.
 
     `tools` have the form of OpenAI's chat API, which chat templates expect, without marks. `tool_marks` has the marks,
-    each with the index of its tool, `tool_paths` the paths of the schemas of the tools' arguments. `reasoning_effort`
+    each with the index of its tool, `tool_paths` the paths of the schemas of the tools' arguments, `late` the names of
+    tools that came with a message, which are the last of `tools`. `reasoning_effort`
     and `thinking` are variables of some templates. The client's `template_variables` override others. With
     `special_tokens_in_text`, the text of a control token becomes that token, whoever wrote it. `left_out` has the parts
     of the client's body that are not part of the prompt.
@@ -136,6 +140,12 @@ class Conversation(Struct, frozen=True):
     ending: Ending = "reply"
     path: str = "messages"
     left_out: Sequence[OtherPart] = ()
+    late: frozenset[str] = frozenset()
+
+    @property
+    def first_tools(self) -> list[JsonObject] | None:
+        """The tools that the template writes."""
+        return [tool for tool in self.tools or () if tool["function"]["name"] not in self.late] or None
 
     @property
     def newest(self) -> range:

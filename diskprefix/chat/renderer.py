@@ -21,6 +21,7 @@ from diskprefix.chat.draft import Compress, DraftStep, PromptDraft, run_steps
 from diskprefix.chat.encoder import Encoder, encode
 from diskprefix.chat.fill_in import FillIn, fill_in_tags
 from diskprefix.chat.known_parts import KnownParts, OwnedParts
+from diskprefix.chat.late_tools import place_tools
 from diskprefix.chat.marks import mark
 from diskprefix.chat.messages import Conversation, JsonObject, Message, TextPart
 from diskprefix.chat.output.choose_format import OutputFormat, PlainText, choose_format
@@ -214,6 +215,7 @@ class PromptRenderer:
     def _rewriting_steps(self) -> list[DraftStep]:
         return [
             partial(canonicalise, self._canonicalisers),
+            partial(place_tools, self._template),
             partial(note_unread, self._processor),
             partial(place, self._template),
         ]

@@ -144,7 +144,7 @@ class ChatTemplate:
 
     def input_of(self, conversation: Conversation, with_pictures: bool) -> TemplateInput:
         """Returns the template's input. Raises `InvalidRequest` for a variable that the daemon sets."""
-        tools = conversation.tools
+        tools = conversation.first_tools
         template = self.source_for(tools, conversation.path)
         if tools and "tools" not in template and not self._warned_of_tools:
             self._warned_of_tools = True

@@ -183,24 +183,25 @@ def test_functions_become_tools_of_the_chat_api_in_the_order_of_their_keys() -> 
     mark = {"type": "ephemeral"}
     offered = body(
         tools=[{"type": "web_search"}, READ, {"type": "function", "name": "write", "cache_control": mark}]
-    ).offered
+    ).offered()
     function = {"name": "read", "parameters": SCHEMA, "description": "Reads."}
-    assert offered.functions == [
+    assert [tool.tool for tool in offered.tools] == [
         {"type": "function", "function": function},
         {"type": "function", "function": {"name": "write"}},
     ]
-    assert list(offered.functions[0]["function"]) == ["name", "parameters", "description"]
-    assert list(offered.functions[0]["function"]["parameters"]["properties"]) == ["b", "a"]
-    assert offered.paths == ["tools.1.parameters", "tools.2.parameters"]
-    assert offered.marks == [(1, CacheMark())]
+    first = offered.tools[0].tool["function"]
+    assert list(first) == ["name", "parameters", "description"]
+    assert list(first["parameters"]["properties"]) == ["b", "a"]
+    assert [tool.path for tool in offered.tools] == ["tools.1.parameters", "tools.2.parameters"]
+    assert [tool.mark for tool in offered.tools] == [None, CacheMark()]
 
 
 def test_tools_that_others_would_run_are_left_out_and_named() -> None:
     of_openai = [READ, *[{"type": "web_search"}] * 2, {"type": "namespace", "name": "n", "tools": [{"type": "code"}]}]
     of_anthropic = [{"name": "read", "input_schema": SCHEMA}, {"type": "web_search_20250305", "name": "web_search"}]
     other = CountTokensRequest.model_validate({"messages": [USER], "tools": of_anthropic}).conversation
-    offered = body(tools=of_openai).offered
-    assert len(offered.functions) == len(other.tools or ()) == 1
+    offered = body(tools=of_openai).offered()
+    assert len(offered.tools) == len(other.tools or ()) == 1
     assert offered.left_out == [
         OtherPart("web_search", "tools.1"),
         OtherPart("web_search", "tools.2"),
@@ -211,9 +212,11 @@ def test_tools_that_others_would_run_are_left_out_and_named() -> None:
 
 def test_functions_of_a_namespace_are_offered_and_called_by_both_names() -> None:
     tools = [{"type": "namespace", "name": "mcp__files", "tools": [READ]}, READ]
-    offered = body(tools=tools).offered
-    assert [tool["function"]["name"] for tool in offered.functions] == ["mcp__files__read", "read"]
-    assert offered.paths == ["tools.0.tools.0.parameters", "tools.1.parameters"]
+    offered = body(tools=tools).offered()
+    assert [(tool.name, tool.path) for tool in offered.tools] == [
+        ("mcp__files__read", "tools.0.tools.0.parameters"),
+        ("read", "tools.1.parameters"),
+    ]
     parts: list[list[ReplyDelta]] = [[CallBegin(0, "mcp__files__read", "c1")], [CallBegin(1, "read", "c2")]]
     calls = whole(events_of(parts), tools=tools)["output"]
     assert [(call["name"], call.get("namespace")) for call in calls] == [("read", "mcp__files"), ("read", None)]
@@ -246,7 +249,7 @@ SDK_EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 def writer(**fields: Any) -> ResponseWriter:
     request = body(**fields)
     echo = {name: json.loads(bytes(value)) for name, value in request.echo.items()}
-    summary, namespaces = request.summary is not None, request.offered.namespaces
+    summary, namespaces = request.summary is not None, request.offered().namespaces
     return ResponseWriter(HEAD, echo, OutputItems(HEAD.id, reasoning_is_summary=summary, namespaces=namespaces))
 
 

@@ -12,7 +12,7 @@ import pytest
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from diskprefix.api.responses_items import full_name
+from diskprefix.api.responses_tools import full_name
 from diskprefix.extras.router.router_messages import read_routing
 from diskprefix.json_values import whole_characters
 from tests.server.agent_model import call, saying

@@ -1,0 +1,61 @@
+"""Each template writes a late tool in its own form, and finds the call of it."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from diskprefix.chat.late_tools import text_of_tools
+from diskprefix.chat.messages import Conversation, Message, TextPart, ToolCall
+from diskprefix.tokens import common_prefix_length
+from tests.chat.families.conversations import text_of
+from tests.chat.families.families import FAMILIES, Family, renderer_of
+
+FIRST, LATE = (
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": f"Looks at a {name}.",
+            "parameters": {"type": "object", "properties": {place: {"type": "string", "description": f"A {place}."}}},
+        },
+    }
+    for name, place in (("window", "street"), ("garden", "valley"))
+)
+families = pytest.mark.parametrize(
+    "family", [family for family in FAMILIES if family.takes_tools], ids=lambda family: family.name
+)
+
+
+def said(role: str, text: str, **fields: object) -> Message:
+    return Message(role=role, content=(TextPart(text, "x"),), path="x", **fields)  # type: ignore[arg-type]
+
+
+@families
+@pytest.mark.parametrize("are_first", [False, True])
+def test_a_template_writes_a_late_tool_in_its_own_form(family: Family, are_first: bool) -> None:
+    template = renderer_of(family)._template
+    text = text_of_tools(template, [LATE], are_first=are_first)
+    assert all(word in text for word in ("garden", "valley", "Looks at a garden."))
+    assert "diskprefix" not in text, "the tool before it"
+    assert "window" not in text
+    alone = text_of_tools(template, [FIRST], are_first=are_first)
+    both = text_of_tools(template, [FIRST, LATE], are_first=are_first)
+    assert len(both) <= len(alone) + len(text) + 2
+    assert not [token for token in template.special if token.strip() and token in text]
+
+
+@families
+def test_a_late_tool_leaves_the_prompt_before_it(family: Family) -> None:
+    renderer = renderer_of(family)
+    searched = Message(role="assistant", tool_calls=(ToolCall("abcdefgh1", "window", {"street": "x"}),), path="x")
+    result = said("tool", "Found: garden.", tool_call_id="abcdefgh1", new_tools=("garden",))
+    opening = [said("system", "Rules. " * 20), said("user", "Look!")]
+    plain = replace(result, new_tools=())
+    before = renderer.replay(Conversation(messages=[*opening, searched, plain], tools=[FIRST]), None).prompt
+    asked = Conversation(messages=[*opening, searched, result], tools=[FIRST, LATE], late=frozenset({"garden"}))
+    after = renderer.replay(asked, None).prompt
+    same = common_prefix_length(before.token_ids, after.token_ids)
+    assert "Found: garden" in text_of(family, before, same)
+    written = renderer.text_of(asked)
+    assert written.index("Looks at a garden.") > written.index("Found: garden.")
