@@ -22,6 +22,7 @@ from typing import Any, Literal, TypeAlias
 from msgspec import Struct
 
 from diskprefix.errors import SettingsError
+from diskprefix.origins import Origins
 from diskprefix.units import format_size, parse_size
 
 MIN_BUDGET, MAX_BUDGET = 16 * 1024**2, 2**46
@@ -269,6 +270,14 @@ class Settings:
         is_common=True,
         kind="file",
         unset="no key is needed",
+    )
+    allowed_origins: str = _server(
+        "",
+        "Web pages and browser extensions that may ask for replies, by their origins: http://localhost:3000, "
+        "http://localhost:*, chrome-extension://ID, moz-extension://*. With --api-keys also *. Without keys each has a "
+        "cache of its own.",
+        metavar="ORIGIN,…",
+        unset="the daemon's own pages",
     )
     max_queue: int = _server(
         64,
@@ -523,6 +532,11 @@ class Settings:
             raise SettingsError(f"{flag}: {text} is out of range ({bounds})")
         return num_bytes
 
+    @property
+    def origins(self) -> Origins:
+        """Raises `SettingsError` for a text that is no list of origins."""
+        return Origins.parse(self.allowed_origins, param="--allowed-origins")
+
     def __post_init__(self) -> None:
         for name, setting in SETTINGS.items():
             value = getattr(self, name)
@@ -536,6 +550,7 @@ class Settings:
                 shown = format_size if setting.kind == "size" else str
                 raise SettingsError(f"{flag}: {value} is out of range ({shown(minimum)} to {shown(maximum)})")
         _ = self.sampling_values, self.write_budget_bytes, self.template_variables, self.template_day, self.ahead_s
+        _ = self.origins
         threshold = str(self.prefill_compression)
         if not re.fullmatch("off|auto|[0-9]{2,9}", threshold) or (threshold.isdigit() and int(threshold) < 16):
             raise SettingsError(f"--prefill-compression: {threshold!r} is not off, auto or a number of tokens from 16")
@@ -545,6 +560,8 @@ class Settings:
         """Raises `SettingsError` for a value that needs another one, or has no effect beside it."""
         if self.draft_model is not None and self.speculative == "off":
             raise SettingsError("--draft-model: has no effect with --speculative off")
+        if self.origins.any_page and self.api_keys is None:
+            raise SettingsError("--allowed-origins: * needs --api-keys: any page that you visit would be answered")
         if self.remote_tier is not None and self.namespace_key_file is None:
             reason = "machines that share a bucket need one key to name and sign its objects"
             raise SettingsError(f"--remote-tier needs --namespace-key-file: {reason}")

@@ -127,6 +127,10 @@ class Tenant:
         """Returns the tenant of another user of the machine, at a daemon whose own user is this tenant."""
         return Tenant((id_of("user", f"{user} {self}"),))
 
+    def of_origin(self, origin: str) -> Tenant:
+        """Returns the tenant of the pages of another origin, at a daemon whose own user is this tenant."""
+        return Tenant((id_of("origin", f"{origin} {self}"),))
+
     @classmethod
     def parse(cls, text: str) -> Tenant:
         """Returns the tenant with this text, the inverse of `str`. Raises `ValueError` if no tenant has this text."""

@@ -14,10 +14,12 @@ import re
 import socket
 
 from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from diskprefix.api.error_forms import HttpError
 from diskprefix.errors import DiskPrefixError
+from diskprefix.origins import Origins
 from diskprefix.printable import shown
 from diskprefix.server.keys import NOBODY, TOKEN_PLACE, ApiKeys, Caller, OwnerToken
 from diskprefix.server.limits import InFlight
@@ -69,7 +71,8 @@ def caller_of(access: ApiKeys | OwnerToken, scope: Scope) -> Caller:
     key = headers.get("x-api-key")
     authorization = headers.get("authorization") or (key and f"Bearer {key}")
     if isinstance(access, OwnerToken):
-        caller = access.caller(authorization, share_of_connection(scope).user)
+        origin = scope.get("state", {}).get("origin")
+        caller = access.caller(authorization, share_of_connection(scope).user, origin)
     else:
         caller = access.caller(authorization)
     if caller is not None:
@@ -92,8 +95,7 @@ _OWN_SITES = frozenset({"same-origin", "none"})
 """`none`: the user typed the address. `same-site` is refused: another port of this machine is another program."""
 
 _NOT_FOR_PAGES = (
-    "and other sites' pages may not use this daemon: let the page's server call it, or serve both behind one proxy, "
-    "with --api-keys"
+    "and other sites' pages may not use this daemon: allow it with --allowed-origins, or let the page's server call it"
 )
 _AUTHORITY = re.compile(
     r"(?:\[(?P<v6>[0-9a-f:.]+)\]|(?P<name>[^\[\]:@/\s]+))(?::(?P<port>\d{0,5}))?", re.ASCII | re.IGNORECASE
@@ -102,22 +104,32 @@ _DEFAULT_PORT = "80"
 """The port of http, which the daemon speaks."""
 
 
+_OF_CONTAINERS = frozenset({"host.docker.internal", "host.containers.internal"})
+"""The names by which containers of Docker and Podman call their host. The DNS of the internet has no such names."""
+_FOR_ORIGINS = re.compile(
+    r"POST /(v1/(chat/completions|completions|messages(/count_tokens)?|responses(/input_tokens|/compact)?|embeddings)"
+    r"|api/(chat|generate|embed|show))|(GET|HEAD) /(v1/models(/.*)?|api/(tags|version|ps))"
+)
+"""What pages of allowed origins may ask for: replies, and what models there are."""
+
+
 class BrowserGuard:
     """ASGI middleware for a daemon that listens on `host`, which is resolved once.
 
     On a loopback address, `Host` must be a name of that address. On other addresses it may also be any address, any
-    name without a dot, and the machine's name, also with `.local`. With keys any name is accepted: a page of another
-    site has no key.
+    name without a dot, the machine's name, also with `.local`, and the name by which containers call their host. With
+    keys any name is accepted: a page of another site has no key. Pages of `origins` get replies.
     """
 
-    def __init__(self, app: ASGIApp, host: str, *, has_keys: bool) -> None:
+    def __init__(self, app: ASGIApp, host: str, *, has_keys: bool, origins: Origins = Origins()) -> None:  # noqa: B008 (immutable)
         self._app = app
+        self._origins = origins
         self._is_loopback = is_loopback(host)
         self._any_host = has_keys
         self._own_names = {name.lower().rstrip(".") for name in ("localhost", host)}
         if not self._is_loopback:
             machine = socket.gethostname().lower()
-            self._own_names |= {machine, f"{machine}.local"}
+            self._own_names |= {machine, f"{machine}.local", *_OF_CONTAINERS}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self.refusal(scope, Headers(scope=scope)) if scope["type"] == "http" else None
@@ -144,8 +156,15 @@ class BrowserGuard:
         if scope["method"] in _SAFE_METHODS and scope["path"] in _LINKED_PATHS:
             return None
         origin, site = headers.get("origin"), headers.get("sec-fetch-site", "none").lower()
+        scope.setdefault("state", {})["origin"] = None
         if origin is not None and not self._is_own_origin(origin, host):
-            return f"the Origin '{shown(origin)}' is another site, {_NOT_FOR_PAGES}"
+            if not self._origins.allow(origin):
+                return f"the Origin '{shown(origin)}' is another site, {_NOT_FOR_PAGES}"
+            if not _FOR_ORIGINS.fullmatch(f"{scope['method']} {scope['path']}"):
+                return f"the Origin '{shown(origin)}' may ask for replies and models, and for nothing else"
+            # `Auth` gives it a tenant of its own.
+            scope["state"]["origin"] = origin
+            return None
         if site not in _OWN_SITES:
             return f"the request is {shown(site)}, {_NOT_FOR_PAGES}"
         return None
@@ -165,6 +184,22 @@ class BrowserGuard:
             return False
         is_open = not self._is_loopback and ("." not in name or _address_in(name) is not None)
         return is_open or name in self._own_names or _is_loopback_address(name)
+
+
+class AllowedOrigins(CORSMiddleware):
+    """ASGI middleware that lets pages of `origins` read answers, and answers their browsers, which ask first. What
+    another page sends goes on to `BrowserGuard`, which refuses it."""
+
+    def __init__(self, app: ASGIApp, origins: Origins) -> None:
+        super().__init__(app, allow_methods=("GET", "POST"), allow_headers=("*",))
+        self._origins = origins
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_allowed = scope["type"] == "http" and self.is_allowed_origin(Headers(scope=scope).get("origin", ""))
+        await (super().__call__ if is_allowed else self.app)(scope, receive, send)
+
+    def is_allowed_origin(self, origin: str) -> bool:
+        return self._origins.allow(origin)
 
 
 def is_loopback(host: str) -> bool:

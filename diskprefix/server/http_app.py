@@ -16,7 +16,7 @@ from diskprefix.server import answer, model_routes, status, stored_responses
 from diskprefix.server.access_log import AccessLog
 from diskprefix.server.daemon import Daemon, EngineLoader
 from diskprefix.server.error_replies import HANDLERS
-from diskprefix.server.guards import Auth, BrowserGuard
+from diskprefix.server.guards import AllowedOrigins, Auth, BrowserGuard
 from diskprefix.server.keys import ApiKeys, OwnerToken
 from diskprefix.server.routes import AppRoute
 from diskprefix.settings import Settings
@@ -50,7 +50,13 @@ def create_app(settings: Settings, load_engine: EngineLoader, access: ApiKeys | 
         routes=[*routes, *status.routes, AppRoute("/openapi.json", _document), AppRoute("/docs", _document)],
         middleware=[
             Middleware(AccessLog, daemon=daemon),
-            Middleware(BrowserGuard, host=settings.host, has_keys=settings.api_keys is not None),
+            *([Middleware(AllowedOrigins, origins=settings.origins)] if settings.allowed_origins else []),
+            Middleware(
+                BrowserGuard,
+                host=settings.host,
+                has_keys=settings.api_keys is not None,
+                origins=settings.origins,
+            ),
             Middleware(Auth, access=access, in_flight=daemon.in_flight),
             Middleware(ExtraRoutes, known=known),
         ],

@@ -106,22 +106,31 @@ class OwnerToken:
             log.warning("[auth] %s; %s", error.message, lost)
             return cls(text, Tenant.of_owner(text))
 
-    def caller(self, authorization: str | None, user: int | None = None) -> Caller | None:
-        """Returns the owner, or a caller with the tenant of `user`, who opened the connection. If the kernel named no
+    def caller(self, authorization: str | None, user: int | None = None, origin: str | None = None) -> Caller | None:
+        """Returns the owner, or a caller with the tenant of `user`, who opened the connection. A page of another
+        `origin` has a tenant of its own: its requests come over its visitor's connection. If the kernel named no
         user, the key in the header `Authorization` decides, and no key leads to the tenant of a user. Only where the
         kernel names nobody, the owner's agents prove with their key of this process whose they are. Returns None for
         another daemon's token."""
         if not authorization:
-            return ANYBODY if user is None else self._of_user(user)
+            return self._of_nobody(user, origin)
         match = _BEARER.fullmatch(authorization)
         key = match[1] if match is not None else authorization
         if self._is_the_token(key):
             return Caller(tenant=self.tenant, sees_all=True, is_owner=True)
         if key.startswith(_TOKEN_MARK):
             return None
+        if origin is not None:
+            return self._of_nobody(user, origin)
         if user is None and not NAMES_USERS and hmac.compare_digest(_ascii(key), agents_key(self.text).encode()):
             user = os.geteuid()
         return Caller(tenant=Tenant.of_key(key), sees_all=True) if user is None else self._of_user(user)
+
+    def _of_nobody(self, user: int | None, origin: str | None) -> Caller:
+        """Returns the caller of a request without a bearer that counts."""
+        if origin is not None:
+            return Caller(tenant=self.tenant.of_origin(origin), sees_all=True, is_other_user=True)
+        return ANYBODY if user is None else self._of_user(user)
 
     def _of_user(self, user: int) -> Caller:
         """Returns the caller for a user of this machine. Its tenant differs on each machine: user 1000 is another

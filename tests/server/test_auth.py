@@ -409,10 +409,12 @@ MALFORMED = ["2130706433", "[::1", "::1", "localhost@x.example", "localhost:80:8
         (LOOPBACK, False, True, OURS),
         (LOOPBACK, False, False, [*FOREIGN, *MALFORMED, "192.168.0.1", "[::2]"]),
         (EXPOSED, False, True, ["192.0.2.7:8642", "[2001:db8::1]", "diskprefix:8642", "localhost", "127.0.0.1"]),
-        (EXPOSED, False, False, [*FOREIGN, "192.0.2.1.evil.example:8642"]),
-        (LOOPBACK + EXPOSED, True, True, ["models.example", "models.example:8642"]),
+        (EXPOSED, False, True, ["host.docker.internal:8642", "host.containers.internal"]),
+        (EXPOSED, False, False, [*FOREIGN, "192.0.2.1.evil.example:8642", "other.local", "x.internal"]),
+        (LOOPBACK, False, False, ["host.docker.internal"]),
+        (LOOPBACK + EXPOSED, True, True, ["models.example", "models.example:8642", "other.local", "x.internal"]),
     ],
-    ids=["loopback", "loopback, foreign", "exposed", "exposed, foreign", "keys"],
+    ids=["loopback", "loopback, foreign", "exposed", "containers", "exposed, foreign", "no containers", "keys"],
 )
 def test_the_host_must_be_the_daemons_unless_it_has_keys(
     bounds: list[str], has_keys: bool, is_ours: bool, hosts: list[str]

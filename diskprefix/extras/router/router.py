@@ -96,7 +96,9 @@ class RouterApp:
         self.exit_code = 0
         self._settings, self._listing, self._workers = settings, listing, workers
         self._access, self._stop_server = access, stop_server
-        self._guard = BrowserGuard(self, settings.host, has_keys=settings.api_keys is not None)
+        self._guard = BrowserGuard(
+            self, settings.host, has_keys=settings.api_keys is not None, origins=settings.origins
+        )
         self._swaps = Swaps(workers.all, None if listing.only else settings.memory_limit)
         self._routes = OwnRoutes(listing, self._swaps, self._load_or_unload, access.page_token)
         self._failures: defaultdict[str, Failures] = defaultdict(Failures)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from diskprefix.extras.router.listing import Listing
 from diskprefix.extras.router.router import RouterApp
 from diskprefix.extras.router.workers import Workers
+from diskprefix.server.guards import AllowedOrigins
 from diskprefix.server.keys import ApiKeys
 from diskprefix.server.process.listener import open_listeners
 from diskprefix.server.process.process import (
@@ -35,7 +36,8 @@ class RouterServer(SignalledServer):
     """The server of the router."""
 
     def __init__(self, router: RouterApp, workers: Workers, settings: Settings) -> None:
-        super().__init__(uvicorn_config(router, settings))
+        app = AllowedOrigins(router, settings.origins) if settings.allowed_origins else router
+        super().__init__(uvicorn_config(app, settings))
         self._router, self._workers = router, workers
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
