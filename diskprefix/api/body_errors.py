@@ -32,13 +32,30 @@ def first_error(error: ValidationError) -> FieldError:
     return FieldError(at, _explain(first), first["type"])
 
 
+_DOORS = {
+    "messages": "/v1/chat/completions, /v1/messages or /api/chat",
+    "prompt": "/v1/completions or /api/generate",
+    "input": "/v1/responses or /v1/embeddings",
+}
+"""The routes for bodies with a field of this name."""
+
+
+def _right_door(error: Any) -> str:
+    """Returns the routes for a body of another API, in which the missing field has another name; "" for others."""
+    *within, missing = error["loc"]
+    if within or missing not in _DOORS or not isinstance(error["input"], dict):
+        return ""
+    sent = [name for name in _DOORS if name in error["input"]]
+    return f"; a body with {sent[0]} is for {_DOORS[sent[0]]}" if sent else ""
+
+
 def _explain(error: Any) -> str:
     """Returns pydantic's message in the words of this API, with the beginning of the wrong value."""
     match error["type"]:
         case "json_invalid":
             return str(error.get("ctx", {}).get("error", error["msg"]))
         case "missing":
-            return "is required"
+            return f"is required{_right_door(error)}"
         case "extra_forbidden":
             return "is not a known field"
         case "none_required":

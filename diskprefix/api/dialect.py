@@ -136,7 +136,7 @@ class Dialect(BodyReader[B], Protocol[B]):
 
 @runtime_checkable
 class EarlyDialect(Protocol):
-    """An API whose streams begin with events of their own while the model loads, as its clients ignore comments."""
+    """An API whose streams have events of their own while the model loads, as clients ignore comments."""
 
     def early(self, body: Any, reply_id: str, /) -> ReplyWriter | None:
         """Returns the writer of these events, which the reply's writer continues; None for a refused request."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -111,8 +112,13 @@ class OpenAIWriter(EventWriter, ABC):
     def chunk_choices(self, event: DeltaEvent) -> list[Json]:
         """Returns one object for each chunk."""
 
+    @property
     @abstractmethod
-    def end_choice(self, event: EndEvent) -> Json: ...
+    def empty_choice(self) -> Json: ...
+
+    def keepalive(self) -> bytes:
+        """Returns an empty chunk: some agents count no comments, and give up after a time without an event."""
+        return ServerSentEvent(self._chunk(0, self.empty_choice, None)).encode()
 
     def whole(self, reply: WholeReply) -> Json:
         choices = [
@@ -133,7 +139,7 @@ class OpenAIWriter(EventWriter, ABC):
             return [ServerSentEvent(self._chunk(None, {}, None) | {"prompt_progress": _progress(event)})]
         if isinstance(event, EndEvent):
             self._reasoning_tokens += event.reasoning_tokens
-            ready, self._held = self._held, [self._chunk(event.choice, self.end_choice(event), event.reason)]
+            ready, self._held = self._held, [self._chunk(event.choice, self.empty_choice, event.reason)]
         else:
             new = [self._chunk(event.choice, choice, None) for choice in self.chunk_choices(event)]
             ready, self._held = [*self._held, *new], []
@@ -184,6 +190,11 @@ def _progress(event: ProgressEvent) -> Json:
         "time_ms": round(event.elapsed_ms, 2),
         **({"source": event.source} if event.cached else {}),
     }
+
+
+def early_head(body: OpenAIBody, reply_id: str) -> Head:
+    """Returns the values of a reply whose model is still loaded."""
+    return Head(id=reply_id, created=int(time.time()), model=body.model or "")
 
 
 MAX_PROMPTS = 256
@@ -270,6 +281,9 @@ class Completions:
             raise InvalidRequest.at("suffix", "needs a prompt that is text, not token ids")
         return FillIn(prompt, body.suffix, "suffix", special_tokens_in_text=body.special_tokens_in_text or False)
 
+    def early(self, body: CompletionRequest, reply_id: str) -> OpenAIWriter:
+        return self.writer(body, early_head(body, reply_id))
+
     def writer(self, body: CompletionRequest, head: Head) -> OpenAIWriter:
         writer = CompletionWriter(head, include_usage=body.include_usage, with_logprobs=body.logprobs is not None)
         writer.echoed = body.prompts if body.echo else ()
@@ -304,7 +318,8 @@ class CompletionWriter(OpenAIWriter):
         logprobs = _logprobs(event.tokens, self._offsets[event.choice]) if event.tokens else None
         return [{"text": text, "logprobs": logprobs}]
 
-    def end_choice(self, _event: EndEvent) -> Json:
+    @property
+    def empty_choice(self) -> Json:
         return {"text": "", "logprobs": None}
 
 

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from diskprefix.api.dialect import Head, Json
 from diskprefix.api.fields import MAX_MESSAGES, MAX_TOOLS, Effort, Limit, NotServed, ReasoningLimits, optional
-from diskprefix.api.openai import OpenAIBody, OpenAIWriter
+from diskprefix.api.openai import OpenAIBody, OpenAIWriter, early_head
 from diskprefix.api.openai_messages import (
     MessageBody,
     MessageOrUnread,
@@ -20,7 +20,7 @@ from diskprefix.api.openai_messages import (
     neutral_messages,
 )
 from diskprefix.api.parsed_request import ParsedRequest, TextFormat, ToolChoice, openai_choice
-from diskprefix.api.reply import CallBegin, DeltaEvent, EndEvent, ReplyDelta, WholeChoice, logprob_reply
+from diskprefix.api.reply import CallBegin, DeltaEvent, ReplyDelta, WholeChoice, logprob_reply
 from diskprefix.chat.messages import Conversation, Ending, JsonObject
 from diskprefix.chat.output.format import ContentDelta, ReasoningDelta
 from diskprefix.engine.request import TokenLogprob
@@ -119,6 +119,9 @@ class Chat:
             limit_path="max_completion_tokens" if body.max_completion_tokens else "max_tokens",
         )
 
+    def early(self, body: ChatRequest, reply_id: str) -> OpenAIWriter:
+        return self.writer(body, early_head(body, reply_id))
+
     def writer(self, body: ChatRequest, head: Head) -> OpenAIWriter:
         return ChatWriter(head, include_usage=body.include_usage, with_logprobs=bool(body.logprobs))
 
@@ -157,7 +160,8 @@ class ChatWriter(OpenAIWriter):
         self._started.add(event.choice)
         return [{"delta": {"role": "assistant", "content": ""}, "logprobs": None}, *choices]
 
-    def end_choice(self, _event: EndEvent) -> Json:
+    @property
+    def empty_choice(self) -> Json:
         return {"delta": {}, "logprobs": None}
 
 

@@ -127,7 +127,8 @@ def nearest_path(request: Request) -> str | None:
     words = [word for word in names if word and word not in ("api", "openai", "anthropic") and not _VERSION.match(word)]
     if not words:
         return "/v1/models" if len(request.url.path) > 1 and "/v1/models" in paths else None
-    meant = "/".join(words)
+    # The route of llama.cpp's server.
+    meant = "completions" if words == ["completion"] else "/".join(words)
     wanted = ["/".join(names), f"/v1/{meant}", f"/api/{meant}", f"/{meant}"]
     if "api" in names and "v1" not in names:
         wanted.insert(1, f"/api/{meant}")

@@ -72,6 +72,8 @@ def card(serving: Serving) -> dict[str, Any]:
         "context_length": positions,
         "context_window": positions,
         "max_context_length": positions,
+        # Of Anthropic and LiteLLM.
+        "max_input_tokens": positions,
         # As in llama.cpp's server.
         "meta": {
             "n_ctx_train": serving.engine.model_positions,

@@ -103,7 +103,7 @@ def test_health_is_503_while_loading_and_requests_wait(chat_model: Path, engine:
 @pytest.mark.parametrize(
     ("path", "stream", "sign"),
     [
-        (CHAT, True, b": keepalive"),
+        (CHAT, True, b'data: {"id":"chatcmpl-'),
         ("/v1/messages", True, b"event: ping"),
         ("/v1/responses", True, b"event: response.in_progress"),
         ("/api/chat", True, b"   "),

@@ -196,6 +196,7 @@ NEARLY_RIGHT = [
     ("POST", "/api/chat/", "/api/chat"),
     ("GET", "/v1/models/", "/v1/models"),
     ("GET", "/v1/", "/v1/models"),
+    ("POST", "/completion", "/v1/completions"),
     ("GET", "/health/", "/health"),
 ]
 
@@ -208,6 +209,23 @@ def test_an_address_that_is_nearly_right_names_the_right_one(
     answer = client.request(method, str(client.base_url).rstrip("/") + path, json={} if method == "POST" else None)
     assert answer.status_code == 404
     assert f"no such route: {method} {path}; did you mean {meant}?" in answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "door"),
+    [
+        ("/v1/completions", {"messages": [USER]}, "a body with messages is for /v1/chat/completions"),
+        ("/v1/chat/completions", {"prompt": "hello"}, "a body with prompt is for /v1/completions"),
+        ("/v1/chat/completions", {"input": "hello"}, "a body with input is for /v1/responses"),
+        ("/v1/messages", {"prompt": "hello", "max_tokens": 5}, "a body with prompt is for /v1/completions"),
+        ("/v1/embeddings", {"messages": [USER]}, "a body with messages is for /v1/chat/completions"),
+    ],
+)
+def test_a_body_of_another_api_is_shown_its_door(
+    client: httpx.Client, path: str, body: dict[str, Any], door: str
+) -> None:
+    answer = client.post(path, json=body)
+    assert (answer.status_code, door in answer.text) == (400, True)
 
 
 @pytest.mark.parametrize("path", ["/v1/nothing", "/nothing/at/all", "/v1/chat/completion"])

@@ -282,7 +282,7 @@ def card_of(chat_model: Path, **changes: Any) -> dict[str, Any]:
 
 def test_the_context_length_of_a_model_has_the_names_that_clients_look_for(chat_model: Path) -> None:
     card = card_of(chat_model, model_positions=4 * POSITIONS)
-    names = ("max_model_len", "context_length", "context_window", "max_context_length")
+    names = ("max_model_len", "context_length", "context_window", "max_context_length", "max_input_tokens")
     assert {card[name] for name in names} == {POSITIONS}
     assert card["meta"] == {"n_ctx_train": 4 * POSITIONS, "n_ctx": POSITIONS, "n_vocab": VOCAB_SIZE}
 

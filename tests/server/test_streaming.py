@@ -160,12 +160,14 @@ def test_a_byte_is_sent_while_there_is_nothing_to_say(script: Prepared) -> None:
     assert max(waits) <= MOST_PATIENT_S
 
 
-def test_a_keepalive_of_a_stream_is_a_comment_between_events() -> None:
+def test_a_keepalive_of_a_stream_is_an_empty_chunk_between_events() -> None:
+    """OpenCode counts no comments, and ends a stream after a time without an event."""
     sent = streamed(Prepared(None, HELLO[0], None, *HELLO[1:]))
     blocks = sent.body.split(b"\n\n")[1:]
-    kinds = [b"comment" if block.startswith(b":") else block[:6] for block in blocks if block]
-    assert kinds == [b"comment", b"data: ", b"data: ", b"comment", b"data: ", b"data: "]
     assert blocks[-2] == b"data: [DONE]"
+    chunks = [json.loads(block.removeprefix(b"data: ")) for block in blocks[:-2]]
+    empty = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": None}
+    assert [chunk["choices"] == [empty] for chunk in chunks] == [True, False, False, True, False]
     assert sent.is_whole
 
 

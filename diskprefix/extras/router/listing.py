@@ -151,7 +151,7 @@ class Listing:
             modalities = ["text", *["image"] * ("vision" in capabilities)]
             card["architecture"] = {"input_modalities": modalities, "output_modalities": ["text"]}
             card["capabilities"] = capabilities
-        names = ("max_model_len", "context_length", "context_window", "max_context_length")
+        names = ("max_model_len", "context_length", "context_window", "max_context_length", "max_input_tokens")
         return card | dict.fromkeys(names, fit.context) | {"needs_bytes": fit.needed_bytes, "needs": dict(fit.rows())}
 
     def _anthropic_card(self, known: KnownModel, loaded: Iterable[str], limit_bytes: int) -> dict[str, Any]:
