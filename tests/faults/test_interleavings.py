@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import inspect
+import math
 import os
 import re
 import signal
@@ -13,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -80,6 +83,22 @@ def test_without_a_protection_a_history_is_wrong(mutant: str, tmp_path: Path) ->
 def test_each_protection_that_can_be_taken_away_is_there() -> None:
     patches = [patch for mutant in MUTANTS.values() for patch in mutant.patches]
     assert [attribute for holder, attribute, _ in patches if not hasattr(holder, attribute)] == []
+
+
+def test_what_takes_the_place_of_a_protection_takes_the_same_arguments() -> None:
+    def least_and_most(function: FunctionType) -> tuple[int, float]:
+        parameters = inspect.signature(function).parameters.values()
+        counted = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+        takes_any = any(one.kind == one.VAR_POSITIONAL for one in parameters)
+        return sum(one.default is one.empty for one in counted), math.inf if takes_any else len(counted)
+
+    wrong = list[str]()
+    for name, mutant in MUTANTS.items():
+        for holder, attribute, value in mutant.patches:
+            if isinstance(value, FunctionType) and isinstance(own := getattr(holder, attribute), FunctionType):
+                (least, most), (own_least, own_most) = least_and_most(value), least_and_most(own)
+                wrong += [name] if least > own_least or most < own_most else []
+    assert wrong == []
 
 
 @pytest.mark.parametrize("spending", [lambda _self: None, lambda _self, _share="": NOTHING.limit])

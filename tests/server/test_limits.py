@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import threading
+import time
 import tracemalloc
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -22,6 +24,7 @@ from starlette.requests import ClientDisconnect, Request
 from diskprefix.api.error_forms import HttpError
 from diskprefix.api.fields import Body
 from diskprefix.api.openai_chat import ChatRequest
+from diskprefix.api.response_store import ResponseStore
 from diskprefix.chat.messages import Conversation
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.engine.request import FinishEvent, GenerateRequest, TextEvent
@@ -930,6 +933,39 @@ def test_a_slow_rendering_holds_up_no_stored_response(
         finally:
             go_on.set()
         assert slow.result(WAIT_S).status_code == 200
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_wait_for_stored_responses_that_another_conversation_reads_is_none_for_the_disk(
+    is_read: bool, tmp_path: Path, chat_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get, began, go_on, passed_s = ResponseStore.get, threading.Event(), threading.Event(), 0.0
+
+    def held(store: ResponseStore, id_: str) -> Any:
+        if not began.is_set():
+            began.set()
+            assert go_on.wait(WAIT_S)
+        return get(store, id_)
+
+    with real_app(chat_model, tmp_path / "kv") as server, server.client() as client, ThreadPoolExecutor(2) as pool:
+        body = {"input": "Hello", "max_output_tokens": 4}
+        id_ = client.post("/v1/responses", json=body).raise_for_status().json()["id"]
+        monkeypatch.setattr(ResponseStore, "get", held)
+        clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s)
+        monkeypatch.setattr("diskprefix.store.reads.time", clock)
+        stored, turns = f"/v1/responses/{id_}", server.daemon.stored_turns
+        pool.submit(client.get, stored, headers={"session-id": "first"})
+        try:
+            assert began.wait(WAIT_S)
+            headers, more = {"session-id": "second"}, body | {"previous_response_id": id_}
+            send = partial(client.get, stored) if is_read else partial(client.post, "/v1/responses", json=more)
+            second = pool.submit(send, headers=headers)
+            wait_until(lambda: len(turns._waiting) == 1, "it waits for its turn")
+            assert turns._waiting[0][0].conversation == "second"
+            passed_s = 3600.0
+        finally:
+            go_on.set()
+        assert second.result(WAIT_S).status_code == 200
 
 
 def test_text_prompts_take_one_turn_and_large_bodies_none_of_theirs(keyed: AppServer) -> None:

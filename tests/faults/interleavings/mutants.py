@@ -184,7 +184,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "the room that is given back": Mutant(_LEFT + "{'reserved bytes'", ((Room, "release", lambda _self: None),)),
     "the bound of the write buffer": Mutant("write buffer are reserved", ((Writer, "reserve", _reserved),)),
-    "the end of a save": Mutant(_LEFT + "{'saves'", ((Writer, "finish", lambda _self, _save, _why: None),)),
+    "the end of a save": Mutant(_LEFT + "{'saves'", ((Writer, "finish", lambda _self, _save: None),)),
     "the end of a pin": Mutant(_LEFT + "{'pins'", ((Evictor, "unpin", lambda _self, _name: None),)),
     "the tenants of a purge": Mutant(
         "because another one was purged", ((PurgeFilter, "purged", lambda _self, _plan: EVERYONE),)
