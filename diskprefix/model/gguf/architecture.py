@@ -35,7 +35,7 @@ class SourcedParameter(Struct, frozen=True):
 
     def part_of(self, config: Any) -> Any:
         """Returns the part of a model's configuration that the source needs: the encoder's or the text decoder's."""
-        is_of_encoder = self.tensors[0].name.startswith(OF_ENCODERS) and hasattr(config, "vision_config")
+        is_of_encoder = self.tensors[0].name.startswith(OF_PICTURES) and hasattr(config, "vision_config")
         return config.vision_config if is_of_encoder else config.get_text_config()
 
     def rows(self, config: Any, arrays: Iterable[Array]) -> Array:
@@ -63,8 +63,10 @@ class SourcedParameter(Struct, frozen=True):
 _Source: TypeAlias = str | TensorSource | tuple[str | TensorSource, ...]
 
 _BLOCK = re.compile(r"^blk\.\d+\.")
-OF_ENCODERS = ("v.", "mm.")
-"""The prefixes of the names of encoders' tensors."""
+OF_PICTURES = ("v.", "mm.")
+"""The prefixes of the names of tensors of encoders of pictures."""
+OF_ENCODERS = (*OF_PICTURES, "a.", "resampler.")
+"""The prefixes of the names of all encoders' tensors. A file of text may hold them too, as Ollama's do."""
 _LAYER = re.compile(r"^\w+\.layers\.(\d+)\.(.+)")
 _DRAFT_LAYER = re.compile(r"^\w+\.draft_layer\.(?:mtp_block\.)?(.+)")
 _ENDING = re.compile(r"(.+)(\.weight|\.bias|_bias)")

@@ -15,6 +15,7 @@ from msgspec import Meta, Struct
 
 from diskprefix.errors import ModelError
 from diskprefix.model.families.types.known_types import TYPES
+from diskprefix.model.load.lfs_pointer import fault_or_pointer
 from diskprefix.printable import first_line, shown
 
 if TYPE_CHECKING:
@@ -146,7 +147,8 @@ def tensors_in(file: Path) -> list[StoredTensor]:
         entries = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in header.items()}
         return list(_placed(file, entries, 8 + size))
     except (OSError, ValueError, msgspec.MsgspecError, OverflowError, RecursionError) as error:
-        raise ModelError(f"{file} is damaged or cut short ({first_line(error)}); fetch or copy it again") from error
+        fault = fault_or_pointer(file, first_line(error))
+        raise ModelError(f"{file} is damaged or cut short ({fault}); fetch or copy it again") from error
 
 
 class _Entry(Struct, frozen=True):
@@ -188,7 +190,8 @@ def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
         if not isinstance(config, dict):
             raise ValueError("it is no object")
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"cannot read the configuration of {folder}: {first_line(error)}") from error
+        fault = fault_or_pointer(folder / name, first_line(error))
+        raise ModelError(f"cannot read the configuration of {folder}: {fault}") from error
     return config
 
 

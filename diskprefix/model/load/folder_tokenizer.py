@@ -20,6 +20,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import pre_tokenizers as cuts
 
 from diskprefix.errors import ModelError
+from diskprefix.model.load.lfs_pointer import fault_or_pointer
 from diskprefix.model.load.tokenizer import Tokenizer, set_ends
 from diskprefix.printable import first_line
 
@@ -82,7 +83,8 @@ def folder_tokenizer(folder: Path) -> Tokenizer:
         of_library = transformers_quietly().AutoTokenizer
         loaded = of_library.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        reason = first_line(error) if (folder / "tokenizer.json").is_file() else "there is no tokenizer.json"
+        file = folder / "tokenizer.json"
+        reason = fault_or_pointer(file, first_line(error)) if file.is_file() else "there is no tokenizer.json"
         raise ModelError(f"cannot read the tokenizer of {folder}: {reason}") from error
     if not loaded.is_fast:
         raise ModelError(f"{folder} has no fast tokenizer (tokenizer.json), which diskprefix needs")

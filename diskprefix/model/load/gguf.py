@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from diskprefix.model.families.rotary import KINDS, kinds_of_rotary, rotary_of
-from diskprefix.model.gguf.architecture import OF_ENCODERS, Architecture
+from diskprefix.model.gguf.architecture import OF_ENCODERS, OF_PICTURES, Architecture
 from diskprefix.model.gguf.known_families import architecture_of
 from diskprefix.model.gguf.metadata import Metadata
 from diskprefix.model.gguf.sources import head_dim
@@ -96,7 +96,7 @@ class GgufModel(Struct, frozen=True, kw_only=True, eq=False):
         if the file lacks tensors, or has others."""
         from diskprefix.model.load.parameters import parameters_of
 
-        tensors = [tensor for tensor in self.tensors if not kind.is_encoder or tensor.name.startswith(OF_ENCODERS)]
+        tensors = [tensor for tensor in self.tensors if not kind.is_encoder or tensor.name.startswith(OF_PICTURES)]
         return parameters_of(kind.skeleton(self.whole), self.architecture, tensors, dtype)
 
     @property

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load.gguf_header import MAGIC, FileTensor, GgufHeader, read_header, require_beginning
+from diskprefix.model.load.lfs_pointer import fault_or_pointer
 from diskprefix.model.load.manifests import is_blob, manifest_of
 from diskprefix.progress import Report
 from diskprefix.units import counted
@@ -154,7 +155,8 @@ def require_gguf(file: Path, flag: str) -> None:
         raise ModelError(f"{flag}: cannot read {file}: {error.strerror}") from error
     except ModelError as error:
         raise ModelError(f"{flag}: {error.message}") from error
-    raise ModelError(f"{flag}: {file} is no model: a .gguf file begins with the letters GGUF")
+    fault = fault_or_pointer(file, "a .gguf file begins with the letters GGUF")
+    raise ModelError(f"{flag}: {file} is no model: {fault}")
 
 
 def _require_one_model(parts: Sequence[Path], headers: Sequence[GgufHeader], tensors: Sequence[FileTensor]) -> None:

@@ -13,6 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from diskprefix.errors import ModelError
+from diskprefix.model.load.lfs_pointer import fault_or_pointer
 from diskprefix.printable import first_line
 
 if TYPE_CHECKING:
@@ -346,7 +347,7 @@ def read_header(path: Path) -> GgufHeader:
         with path.open("rb") as file:
             return _parse_header(path, _Reading(file, num_bytes), num_bytes)
     except ValueError as error:
-        raise ModelError(f"cannot read {path}: {first_line(error)}") from error
+        raise ModelError(f"cannot read {path}: {fault_or_pointer(path, first_line(error))}") from error
 
 
 def require_beginning(path: Path) -> None:
@@ -357,7 +358,7 @@ def require_beginning(path: Path) -> None:
         with path.open("rb") as file:
             _counts(_Reading(file, num_bytes))
     except ValueError as error:
-        raise ModelError(f"cannot read {path}: {first_line(error)}") from error
+        raise ModelError(f"cannot read {path}: {fault_or_pointer(path, first_line(error))}") from error
 
 
 def _counts(reading: _Reading) -> tuple[int, int]:

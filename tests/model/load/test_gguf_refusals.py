@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
@@ -16,6 +17,8 @@ from gguf.quants import quantize
 from diskprefix.errors import ModelError
 from diskprefix.model.load.gguf_file import read_tensors
 from diskprefix.model.load.gguf_header import read_header
+from diskprefix.model.load.loader import load_model
+from diskprefix.settings import Settings
 from tests.model import tiny
 
 
@@ -302,3 +305,33 @@ def test_keys_and_tensors_without_effect_are_accepted(tmp_path: Path) -> None:
             tiny.add_value(writer, key, value)
 
     tiny.read_file(tiny.write_gguf(tmp_path / "tiny.gguf", more=more))
+
+
+@pytest.mark.usefixtures("cache")
+def test_tensors_of_encoders_in_a_file_of_text_are_left_out(tmp_path: Path) -> None:
+    """As Ollama's files have them. Each beginning of a name of an encoder's tensor that the library knows is tried."""
+    names = [gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[gguf.MODEL_ARCH.MMPROJ]]
+    beginnings = {name.partition(".")[0] for name in names} | {"a", "mm", "resampler", "v"}
+
+    def more(writer: Any) -> None:
+        for beginning in sorted(beginnings):
+            writer.add_tensor(f"{beginning}.conv1d.weight", np.ones((4, 4), np.float32))
+
+    plain = tiny.read_file(tiny.write_gguf(tmp_path / "plain.gguf"))
+    whole = tiny.read_file(tiny.write_gguf(tmp_path / "whole.gguf", more=more))
+    assert plain.weights is not None
+    assert whole.weights is not None
+    assert [name for name, _ in whole.weights.named()] == [name for name, _ in plain.weights.named()]
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + 64 * "0" + "\nsize 4096\n"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "tiny.gguf"])
+def test_a_pointer_of_git_lfs_is_named_as_one(name: str, chat_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(chat_model, folder)
+    (folder / name).write_text(POINTER, encoding="utf-8")
+    with pytest.raises(ModelError, match="a pointer of Git LFS, without the content: run `git lfs pull`") as raised:
+        load_model(Settings(model=str(folder / name if name.endswith(".gguf") else folder)), print)
+    assert "\n" not in str(raised.value)
