@@ -368,7 +368,9 @@ def quantised_tiny_model(name: str, kind: str) -> PreTrainedModel:
 
 @torch.no_grad()
 def _stir_constants(model: PreTrainedModel) -> None:
-    """Biases, gates and sinks start out as zeros, which would hide whatever they act on."""
-    for parameter in model.parameters():
-        if parameter.numel() > 1 and bool((parameter == parameter.flatten()[0]).all()):
-            parameter.add_(torch.randn_like(parameter) * 0.05)
+    """Biases, gates, sinks and the corrections of routers start out as zeros, which would hide whatever they act on."""
+    saved = model.state_dict().keys()
+    buffers = [buffer for name, buffer in model.named_buffers() if name in saved and buffer.is_floating_point()]
+    for tensor in (*model.parameters(), *buffers):
+        if tensor.numel() > 1 and bool((tensor == tensor.flatten()[0]).all()):
+            tensor.add_(torch.randn_like(tensor) * 0.05)

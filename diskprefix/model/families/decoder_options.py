@@ -68,7 +68,7 @@ def without_plan(config: Any) -> str:
         return "no plan has another number of experts in some layers"
     if option(config, "altup_num_inputs", 1) > calls.MAX_STREAMS:
         return "no plan has so many streams"
-    without = _WITHOUT | {"word_embed_proj_dim": config.hidden_size}
+    without = {**_WITHOUT, "word_embed_proj_dim": config.hidden_size, **type_of(config).only}
     if unknown := sorted(kinds_of_rotary(config) - KINDS.keys()):
         return f"no plan has {unknown[0]} RoPE"
     others = (name for name, value in without.items() if option(config, name, value) != value)

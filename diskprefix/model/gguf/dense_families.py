@@ -6,7 +6,7 @@ from typing import Any
 
 from diskprefix.model.gguf.architecture import Architecture
 from diskprefix.model.gguf.configuration import BASE
-from diskprefix.model.gguf.metadata import Metadata
+from diskprefix.model.gguf.metadata import SCALING, Metadata
 from diskprefix.model.gguf.sources import (
     Array,
     Sources,
@@ -148,6 +148,14 @@ def _logit_factor(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
     return {"logit_scale": metadata("logit_scale")}
 
 
+def rotated_granite(metadata: Metadata, options: dict[str, Any]) -> dict[str, Any]:
+    """Returns the factors of Granite. Raises `ModelError` for a file that says that nothing rotates, as only those of
+    models with Mamba do."""
+    if not metadata.scaling().get("finetuned", True):
+        raise metadata.fault(f"{SCALING}finetuned", "true: a model without positions is not served")
+    return granite_factors(metadata, options)
+
+
 def granite_factors(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
     return {"logits_scaling": metadata.get("logit_scale", 1.0), "attention_multiplier": metadata("attention.scale")}
 
@@ -191,7 +199,7 @@ DENSE: dict[str, Architecture] = {
         model_type="glm4",
         sources={"post_self_attn_layernorm": "post_attention_norm", "post_attention_layernorm": "ffn_norm"},
     ),
-    "granite": Architecture(model_type="granite", sources=PAIRED, config=granite_factors),
+    "granite": Architecture(model_type="granite", sources=PAIRED, config=rotated_granite),
     "olmo2": Architecture(model_type="olmo2", sources=AROUND),
     "exaone4": Architecture(model_type="exaone4", sources=AROUND, config=_exaone_4),
     "ernie4_5": Architecture(model_type="ernie4_5"),

@@ -186,7 +186,8 @@ def make_tokenizer(header: GgufHeader) -> Tokenizer:
     backend.add_tokens(_added_tokens(keys, tokens, [*special.values(), *ends]))
     made = Tokenizer(backend, special, chat_template=_templates(header))
     adds_bos = keys.flag("add_bos_token", default=kind != "gpt2" or keys.get("pre") in _ADDS_BOS)
-    made.add_ends(bos=adds_bos, eos=keys.flag("add_eos_token", default=False))
+    # Files of Gemma 4 from before April 2026 say that it is not added, and without it the model writes nonsense.
+    made.add_ends(bos=adds_bos or kind == "gemma4", eos=keys.flag("add_eos_token", default=False))
     return made
 
 

@@ -11,9 +11,9 @@ from diskprefix.model.gguf.architecture import Architecture
 from diskprefix.model.gguf.configuration import BASE
 from diskprefix.model.gguf.dense_families import (
     PAIRED,
-    granite_factors,
     kinds_of_layers,
     of_text,
+    rotated_granite,
     scaled_by_position,
     windows_of_layers,
 )
@@ -262,7 +262,7 @@ MIXTURES: dict[str, Architecture] = {
     "granitemoe": Architecture(
         model_type="granitemoe",
         sources=PAIRED,
-        config=lambda metadata, options: width_of_experts(metadata, options) | granite_factors(metadata, options),
+        config=lambda metadata, options: width_of_experts(metadata, options) | rotated_granite(metadata, options),
     ),
     "hunyuan-moe": Architecture(model_type="hunyuan_v1_moe", gate=SOFTMAX),
     "dots1": Architecture(

@@ -157,6 +157,13 @@ def test_only_minus_infinity_says_that_a_layer_of_gemma_3n_has_no_sparsity(
     assert said in outcome("gemma3n", sound("gemma3n") | {"activation_sparsity_scale": scales})
 
 
+@pytest.mark.parametrize("architecture", ["granite", "granitemoe"])
+def test_a_granite_without_positions_is_refused(architecture: str) -> None:
+    said = outcome(architecture, sound(architecture) | {"rope.scaling.finetuned": False})
+    assert f"{architecture}.rope.scaling.finetuned is False, which is not true" in said
+    assert is_served(outcome(architecture, sound(architecture) | {"rope.scaling.finetuned": True}))
+
+
 def file_with(path: Path, more: Mapping[str, Any]) -> Path:
     """Writes a llama of two layers whose metadata are changed: bytes are texts as they are."""
 

@@ -141,6 +141,12 @@ def test_a_text_begins_and_ends_as_the_file_says(values: dict[str, Any], expecte
     assert tokenizer.decode(ids(tokenizer, "he", alone=False)) == expected.format("he")
 
 
+def test_a_text_of_gemma_4_begins_with_its_token_whatever_the_file_says(tmp_path: Path) -> None:
+    values = SENTENCES | {"model": "gemma4", "merges": ["▁ a"], "bos_token_id": 1, "add_bos_token": False}
+    begun, plain = (ids(make_tokenizer(header(tmp_path, values)), "a", alone=alone) for alone in (False, True))
+    assert begun == [1, *plain]
+
+
 @pytest.mark.parametrize(("pre", "expected"), [("llama-bpe", ["Ġhe"]), ("qwen2", ["Ġ", "he"])])
 def test_a_word_that_is_a_token_needs_merges_only_in_some_vocabularies(
     pre: str, expected: list[str], tmp_path: Path

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from diskprefix.model.families.types.derivations import FULL, LINEAR, every, layers_of
-from diskprefix.model.families.types.model_type import Experts, ModelType, Options, Rotation, WholeType
+from diskprefix.model.families.types.model_type import SILU_ONLY, Experts, ModelType, Options, Rotation, WholeType
 from diskprefix.model.part_options import DeltaConfig, Norms
 
 
@@ -54,6 +54,7 @@ OLMO_HYBRID = ModelType(
     head_dim_undeclared=True,
     derive=_delta_sizes,
     layer_types=_each_fourth_full,
+    only=SILU_ONLY,
 )
 OLMOE = ModelType(norms=Norms(query_key="row"), experts=Experts(), head_dim_undeclared=True)
 FLEX_OLMO = ModelType(norms=_NORMS, norm_place="after", experts=Experts(), head_dim_undeclared=True)

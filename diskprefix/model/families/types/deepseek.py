@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from diskprefix.model.families.types.derivations import FULL, LINEAR, heads_of_rotary, layers_of, sparse_from
 from diskprefix.model.families.types.mistral import LATENT_EPSILONS, MIXTRAL_FILES
-from diskprefix.model.families.types.model_type import LATENTS, Experts, ModelType, Options, Rotation
+from diskprefix.model.families.types.model_type import LATENTS, SILU_ONLY, Experts, ModelType, Options, Rotation
 from diskprefix.model.part_options import DeltaConfig
 
 FLOAT_ROUTER = ("e_score_correction_bias", "gate.weight")
@@ -60,6 +60,7 @@ DEEPSEEK_V2 = ModelType(
     in_float32=("gate.weight",),
     epsilons=LATENT_EPSILONS,
     derive=heads_of_rotary,
+    only={"norm_topk_prob": False},
 )
 DEEPSEEK_V3 = ModelType(
     experts=V3_EXPERTS,
@@ -107,6 +108,7 @@ KIMI_LINEAR = ModelType(
     derives=("head_dim",),
     layer_types=_kimi_layers,
     mlp_layer_types=sparse_from("first_k_dense_replace", 1),
+    only=SILU_ONLY,
 )
 """By Moonshot."""
 MINICPM3 = ModelType(

@@ -59,6 +59,7 @@ GEMMA3 = ModelType(
     root_of_width=True,
     layer_types=every(("sliding_window_pattern", 6)),
     pictures="all",
+    only={"attn_logit_softcapping": None},
 )
 GEMMA3N = ModelType(
     norms=Norms("rms_unrounded", query_key="head", of_values=True),

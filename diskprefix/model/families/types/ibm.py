@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from diskprefix.model.families.types.derivations import LINEAR, all_of, first_of_each, state_space
-from diskprefix.model.families.types.model_type import Experts, ModelType, Rotation
+from diskprefix.model.families.types.model_type import SILU_ONLY, Experts, ModelType, Rotation
 from diskprefix.model.part_options import Gates
 
 _NAMES = {
@@ -45,6 +45,7 @@ GRANITEMOEHYBRID = ModelType(
     head_dim_undeclared=True,
     derive=state_space,
     layer_types=all_of(LINEAR),
+    only=SILU_ONLY,
 )
 BAMBA_NAMES = {"post_attention_layernorm": "pre_ff_layernorm", "mlp": "feed_forward", "norm": "final_layernorm"}
 BAMBA = ModelType(
@@ -53,6 +54,7 @@ BAMBA = ModelType(
     head_dim_undeclared=True,
     derive=state_space,
     derives=("layers_block_type",),
+    only=SILU_ONLY,
 )
 TYPES: Mapping[str, ModelType] = {
     "granite": GRANITE,

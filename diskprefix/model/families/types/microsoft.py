@@ -53,6 +53,7 @@ PHIMOE = ModelType(
     published=(*MIXTRAL_FILES, (r"\.gate\.weight", ".router.weight")),
     biases=NORMS,
     head_dim_undeclared=True,
+    only={"num_experts_per_tok": 2},
 )
 BITNET = ModelType(
     norms=Norms(inner=True),

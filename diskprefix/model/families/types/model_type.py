@@ -30,6 +30,8 @@ LATENTS = rf"self_attn\.(q_a_proj|kv_a_proj_with_mqa)|{OUT}"
 FEED_FORWARD = r"mlp\.(shared_experts\.)?(gate|up|down)_proj"
 NO_MODULE = r"(?!)"
 """Patterns of modules that may have biases."""
+SILU_ONLY = {"hidden_act": "silu"}
+"""The activation of convolutions and of gated norms."""
 CORRECTION = "mlp.gate.e_score_correction_bias"
 """The slot of the correction that a router adds to its scores before it chooses."""
 
@@ -166,6 +168,9 @@ class ModelType(Struct, frozen=True, kw_only=True):
     either_order: bool = False
     """Files may have the matrices of experts transposed."""
     # Options.
+    only: Mapping[str, Any] = {}
+    """Options that plans of this type do not read, with the value that they compute with: with another one, a model
+    has no plan."""
     head_dim_undeclared: bool = False
     """transformers' modules read `head_dim`, which the class does not declare. Published configurations have it."""
     renamed_options: Mapping[str, str] = {}

@@ -6,7 +6,15 @@ from collections.abc import Mapping
 
 from diskprefix.model.families.types.deepseek import FLOAT_ROUTER
 from diskprefix.model.families.types.derivations import FULL, LINEAR, all_of
-from diskprefix.model.families.types.model_type import NO_MODULE, NORMS, Experts, ModelType, Options, Rotation
+from diskprefix.model.families.types.model_type import (
+    NO_MODULE,
+    NORMS,
+    SILU_ONLY,
+    Experts,
+    ModelType,
+    Options,
+    Rotation,
+)
 from diskprefix.model.part_options import ExpertsForm, Norms
 
 _PARTS = {"M": LINEAR, "E": "moe", "*": FULL, "-": "mlp"}
@@ -59,5 +67,6 @@ MAMBA2 = ModelType(
     derives=("layer_types",),
     float_logits=True,
     all_layers=LINEAR,
+    only=SILU_ONLY,
 )
 TYPES: Mapping[str, ModelType] = {"nemotron": NEMOTRON, "nemotron_h": NEMOTRON_H, "mamba2": MAMBA2}

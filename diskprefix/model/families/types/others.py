@@ -18,7 +18,16 @@ from diskprefix.model.families.types.derivations import (
 )
 from diskprefix.model.families.types.ibm import BAMBA_NAMES
 from diskprefix.model.families.types.microsoft import LAYER_NORMS
-from diskprefix.model.families.types.model_type import CORRECTION, NORMS, QUERIES, Experts, ModelType, Options, Rotation
+from diskprefix.model.families.types.model_type import (
+    CORRECTION,
+    NORMS,
+    QUERIES,
+    SILU_ONLY,
+    Experts,
+    ModelType,
+    Options,
+    Rotation,
+)
 from diskprefix.model.families.types.zhipu import AROUND_NAMES
 from diskprefix.model.part_options import ExpertsForm, Gates, Norms
 
@@ -63,6 +72,7 @@ ARIA = ModelType(
         (r"mlp\.experts\.fc1\.weight", "mlp.experts.gate_up_proj"),
         (r"mlp\.experts\.fc2\.weight", "mlp.experts.down_proj"),
     ),
+    only=SILU_ONLY,
 )
 """By Rhymes AI."""
 FALCON_H1 = ModelType(
@@ -71,6 +81,7 @@ FALCON_H1 = ModelType(
     head_dim_undeclared=True,
     derive=state_space,
     derives=("layers_block_type",),
+    only=SILU_ONLY,
 )
 """By TII."""
 FLINT = ModelType(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from diskprefix.model.families.types.derivations import FULL, LINEAR, SLIDING, every, layers_of, windows_from_max
-from diskprefix.model.families.types.model_type import QUERIES, Experts, ModelType, Options, Rotation
+from diskprefix.model.families.types.model_type import QUERIES, SILU_ONLY, Experts, ModelType, Options, Rotation
 from diskprefix.model.part_options import DeltaConfig, Gates, Norms
 
 
@@ -74,6 +74,7 @@ QWEN3_NEXT = ModelType(
     names=_SHARED,
     layer_types=_LAYERS,
     draft_layer=_DRAFT_LAYER,
+    only=SILU_ONLY,
 )
 QWEN3_5 = ModelType(
     norms=_NORMS,
@@ -82,6 +83,7 @@ QWEN3_5 = ModelType(
     delta=DeltaConfig("together"),
     layer_types=_LAYERS,
     draft_layer=_DRAFT_LAYER,
+    only=SILU_ONLY,
 )
 QWEN3_5_MOE = ModelType(
     norms=_NORMS,
@@ -92,6 +94,7 @@ QWEN3_5_MOE = ModelType(
     names=_SHARED,
     layer_types=_LAYERS,
     draft_layer=_DRAFT_LAYER,
+    only=SILU_ONLY,
 )
 TYPES: Mapping[str, ModelType] = {
     "qwen2": QWEN2,
