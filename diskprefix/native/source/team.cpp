@@ -6,6 +6,7 @@
 #include <atomic>
 #include <chrono>
 
+#include "control_word.h"
 #include "interface.h"
 
 // glibc 2.34 gave these functions a new symbol version. Every glibc has the old one.
@@ -103,6 +104,7 @@ class Team {
 
   static void* help(void* team) {
     Team& self = *(Team*)team;
+    const UsualRounding usual;
     const auto is_needed = [&] { return self.open_ & PART_MASK || self.ends_; };
     while (!self.ends_) {
       if (!comes_soon(is_needed)) self.idle_.sleep_until(is_needed);
