@@ -179,7 +179,7 @@ def _reply(family: Family, value: Any) -> None:
     [*parser.feed(text), *parser.finish()]
     value_of(json.dumps(value), value)
     python_calls(f"[act(a={value!r})]", OfferedTools([tool(value)]))
-    braces(json.dumps(value), "")
+    braces(json.dumps(value), "", {"a": value})
     elements("".join(_as_elements(value)), "", {"properties": {"a": value}})
 
 

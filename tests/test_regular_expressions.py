@@ -49,14 +49,16 @@ MADE: dict[str, list[tuple[str, tuple[str, ...]]]] = {
         for pattern, uses in ((one.pattern, ("search", "sub")), (one.lines, ("search",)), (one.seen, ("search",)))
     ],
     "chat/output/call_grammar.py": [("ARGUMENTS|VALUE", ("sub",))],
-    "chat/output/call_values.py": [
-        (r"<(/?)([\w.\-]+)>", ("split",)),
-        (f"({strings_of('<escape>').pattern})", ("split",)),
+    "chat/output/call_values.py": [(r"<(/?)([\w.\-]+)>", ("split",))],
+    "chat/output/loose_values.py": [
+        (r"(?<=\S)\s*(?:,\s*(?:['\"\[({]|-?\d|(?:true|None)\b)|(?:,\s*)?[\])])", ("match", "search")),
+        (r"(?<=\S)\s*(?:,\s*(?:key|other)\s*=|(?:,\s*)?\)\s*(?:(?:\]\s*)?\Z|(?:[,;]\s*)?\w+\s*\())", ("match",)),
     ],
     "chat/output/parsers.py": [],
     "chat/output/call_patterns.py": [
         (r'<invoke name="(?P<name>[^"\n]+)">', ("match",)),
         (strings_of("").pattern, ("finditer",)),
+        (r"\n?</p>(?=\s*(?:</f>|<p=(?P<next>[^>\n]+)>))|\n(?=<p=[^>\n]+>)|\n?(?=(?:</f>)\s*</c>\s*<c>)", ("search",)),
     ],
     "cli/policy_file.py": [(r"""\s*(\[+\s*)?["']?key["']?\s*[=.\]]""", ("match",))],
 }

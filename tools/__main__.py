@@ -54,6 +54,7 @@ SECTIONS: dict[str, dict[str, Tool]] = {
             "faults.kills", "kill -9 in the middle of long prompts: what the next process finds.", NO_THREADS
         ),
         "templates": Tool("benchmarks.templates", "A thousand chat templates: four engines, and what we serve."),
+        "calls": Tool("benchmarks.calls", "Calls of each family: awkward values, deviations, cut off and damaged."),
         "tokenizers": Tool("benchmarks.token_ids", "Token ids by tokenizers, by llama.cpp and by us."),
         "witness": Tool("benchmarks.witness", "Published programs of others: cache-pressure, Open Responses' tests."),
         "streams": Tool("streams.program", "Clients read streams that are cut at every byte."),

@@ -165,7 +165,8 @@ class ReplyReader:
 
     def _finish(self, event: FinishEvent) -> list[ReplyEvent]:
         parser = self._parsers.get(event.choice)
-        deltas = self._deltas(event.choice, parser.finish()) if parser else ()
+        is_whole = event.finish_reason == "stop" and event.stop is None
+        deltas = self._deltas(event.choice, parser.finish(is_whole=is_whole)) if parser else ()
         reason: EndReason = event.finish_reason
         if reason == "stop" and event.choice in self._called:
             reason = "tool_calls"

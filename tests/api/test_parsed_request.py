@@ -68,7 +68,7 @@ class Parser:
     def feed(self, text: str) -> list[OutputDelta]:
         return [ReasoningDelta(text) if self._thinks else ContentDelta(text)]
 
-    def finish(self) -> list[OutputDelta]:
+    def finish(self, *, is_whole: bool = True) -> list[OutputDelta]:  # noqa: ARG002
         return []
 
 

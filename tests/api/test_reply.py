@@ -42,7 +42,7 @@ class Prepared:
     def feed(self, text: str) -> list[OutputDelta]:
         return self._deltas.get(text, [ContentDelta(text)] if text else [])
 
-    def finish(self) -> list[OutputDelta]:
+    def finish(self, *, is_whole: bool = True) -> list[OutputDelta]:  # noqa: ARG002
         return self._rest
 
 

@@ -51,7 +51,7 @@ class TaggedParser:
         self._text += text
         return []
 
-    def finish(self) -> list[OutputDelta]:
+    def finish(self, *, is_whole: bool = True) -> list[OutputDelta]:  # noqa: ARG002
         thought, tag, rest = self._text.rpartition("</think>")
         content, *calls = re.split(r"<tool_call>\n(.*?)\n</tool_call>", rest, flags=re.DOTALL)
         deltas: list[OutputDelta] = [ContentDelta(content)]

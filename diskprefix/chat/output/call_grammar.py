@@ -166,8 +166,8 @@ class CallGrammar:
         if not is_text:
             value = f"{self._json(f'value_{label}', schema)} {self._terminals(after)}"
         elif values := values_of(schema):
-            stops = self._stops(after)
-            texts = [self._terminals(text) for text in map(str, values) if not any(stop in text for stop in stops)]
+            ends = re.compile(self._ends_of_text(after))
+            texts = [self._terminals(text) for text in map(str, values) if not ends.search(text + after.strip())]
             if not texts:
                 raise InvalidRequest.at("tools", f"no call of this model can hold a value of {key!r}")
             value = f"({' | '.join(texts)}) {self._terminals(after)}"
@@ -175,25 +175,26 @@ class CallGrammar:
             value = self._free_text(label, after)
         return self._rule(f"argument_{label}", f"{self._terminals(before)} {value}")
 
-    def _stops(self, after: str) -> list[str]:
-        """Returns the tags that end a text for the reader: its own tag, and the next ones, as models omit the first."""
-        if not after.startswith("\n"):
-            return [after.strip()]
-        opening, end_of_call = self._family.argument.partition("KEY")[0], self._family.call.split("ARGUMENTS")[1]
-        return [text for text in map(str.strip, (after, opening, end_of_call)) if text]
+    def _ends_of_text(self, after: str) -> str:
+        """Returns the regular expression of what ends a text before its tag, for the reader: the tag, if an argument or
+        the end of the call follows, and where models omit the tag these two alone."""
+        family = self._family
+        opening, tail = family.argument.partition("KEY")[0], family.call.split("ARGUMENTS")[1].strip()
+        first = family.call.partition("NAME")[0].strip()
+        nexts = "|".join(map(re.escape, filter(None, (opening, tail, first, *family.ends, *family.begins))))
+        ends = [rf"{re.escape(after.strip())}\s*({nexts})"]
+        if after.startswith("\n"):
+            ends += [rf"\n{re.escape(opening)}", rf"{re.escape(tail)}\s*({'|'.join(map(re.escape, family.ends))})"]
+        return "|".join(ends)
 
     def _free_text(self, label: str, after: str) -> str:
-        """Returns the rule of any text without a tag that would end it for the reader, and of its end."""
-        tag, *others = self._stops(after)
-        is_token = self._special.match(after) is not None
-        stops = "|".join(map(re.escape, [tag, *others] if is_token else others))
-        body = "/(?s:.*)/" + (f" & ~/(?s:.*)({_written(stops)})(?s:.*)/" if stops else "")
-        text = self._rule(f"TEXT_{label}", body, name=f"TEXT_{label}")
-        if is_token:
+        """Returns the rule of any text that does not end earlier for the reader, and of its end."""
+        name = f"TEXT_{label}"
+        if self._special.match(after) is not None:
+            text = self._rule(name, f"/(?s:.*)/ & ~/(?s:.*)({_written(re.escape(after.strip()))})(?s:.*)/")
             return f"{text} {self._terminals(after)}"
-        # Without the blanks before the tag, like the reader.
-        text = self._rule(f"text_{label}[suffix={json.dumps(tag)}]", text, name=f"text_{label}")
-        return f"{text} {self._terminals(after.partition(tag)[2])}"
+        text = self._rule(name, f"/(?s:.*)/ & ~/(?s:.*)({_written(self._ends_of_text(after))})(?s:.*)/")
+        return self._rule(f"text_{label}[suffix={json.dumps(after)}]", text, name=f"text_{label}")
 
     def _json(self, name: str, schema: Any) -> str:
         options = {"x-guidance": _AS_TEMPLATES_WRITE}

@@ -33,11 +33,12 @@ def compiled_for(asker: Asker, pattern: str) -> regex.Pattern[str]:
 
 
 _PARTS = regex.compile(
-    r' (?P<attribute>\w+)="(?P<value>INDEX|TYPE|IS_TEXT)"|(?P<placeholder>NAME|KEY|INDEX)|(?P<blanks>\s+)|(?P<text>.)'
+    r' (?P<attribute>\w+)="(?P<value>INDEX|TYPE|IS_TEXT)"|(?P<placeholder>NAME|KEY|INDEX)|(?P<closing></[^<>]+>)'
+    r"|(?P<blanks>\s+|(?<=>)(?=<))|(?P<text>.)"
 )
 _READ_AS = {
-    "NAME": r"(?P<name>[^%s\n]+)",
-    "KEY": r"(?P<key>[^%s\n]+)",
+    "NAME": r"(?P<name>[^%s\n]++)",
+    "KEY": r"(?P<key>[^%s\n]++)",
     "INDEX": r"[^%s\n]*",
     "IS_TEXT": r"(?P<kind>true|false)",
     "TYPE": r"(?P<kind>\w+)",
@@ -46,7 +47,8 @@ _READ_AS = {
 
 
 def _read_as(written: str) -> str:
-    """Returns the regular expression of a text of a `Family`."""
+    """Returns the regular expression of a text of a `Family`. Models omit closing tags, and write blanks between
+    tags."""
     parts = []
     for match in _PARTS.finditer(written.strip()):
         if name := match["attribute"]:
@@ -55,8 +57,10 @@ def _read_as(written: str) -> str:
         elif match["placeholder"]:
             after = written.strip()[match.end() : match.end() + 1]
             parts.append(_READ_AS[match[0]].replace("%s", after) if after else r"(?P<name>[\w.\-]+)")
+        elif match["closing"]:
+            parts.append(rf"(?:\s*+{regex.escape(match[0])})?")
         else:
-            parts.append(r"\s*" if match["blanks"] else regex.escape(match[0]))
+            parts.append(regex.escape(match[0]) if match["text"] else r"\s*+")
     return "".join(parts)
 
 
@@ -82,20 +86,42 @@ class CallPatterns:
         if family.body in ("braces", "python"):
             strings = strings_of(family.quotes).pattern
             self.ends_or_strings = regex.compile(f"(?P<string>{strings})|{self.ends.pattern}", regex.DOTALL)
-        self.tail = regex.compile(family.tail or regex.escape(tail) or r"(?!)")
+        written_tail = family.tail or regex.escape(tail) or r"(?!)"
+        self.tail = regex.compile(written_tail)
+        # A call is over before its end, the end of all calls, or the next call.
+        first = "" if family.body == "objects" else family.call.partition("NAME")[0].strip()
+        nexts = alternatives(filter(None, (*family.begins, first)))
+        over = rf"{r'(?!)' if family.body == 'objects' else written_tail}|{self.ends.pattern}|{nexts}"
+        self.over = regex.compile(over)
+        self.closed = regex.compile(rf"{written_tail}|{self.ends.pattern}")
+        self.after_arguments = regex.compile(rf"\]|```|{over}")
+        self.after_object = regex.compile(rf"[,;]?\s*\{{|\]|```|{over}")
+        self.has_end = bool(family.ends or family.tail or (tail and family.body != "objects"))
         pattern = family.head
         if not pattern and family.body not in ("objects", "python"):
             pattern = _read_as(head)
             if head.endswith("NAME"):
                 # The name ends where the arguments begin.
-                begins = ("{",) if family.body == "braces" else (key.partition("KEY")[0], family.end)
-                pattern += rf"\s*(?={'|'.join(map(regex.escape, begins))})"
+                tags = key.partition("KEY")[0], family.end, value_end.strip()
+                pattern += rf"\s*(?={alternatives(['{'] if family.body == 'braces' else filter(None, tags))})"
         self.head = regex.compile(pattern) if pattern else None
         argument = family.argument_head or _read_as(key)
         # One line end before a value is not part of it.
         self.argument = regex.compile(argument + (r"(?:\n|(?=[^\n]))" if key.endswith("\n") else ""))
-        end = family.argument_end or regex.escape(value_end.strip())
-        if value_end.startswith("\n"):
-            # Models omit the tag.
-            end = rf"\n?{end}|\n?(?={argument})|\n?(?={regex.escape(tail)})"
-        self.argument_end = regex.compile(end)
+        end = family.argument_end or regex.escape(value_end.strip()) or r"(?!)"
+        self.stray = regex.compile(end)
+        """A tag that ends no value."""
+        following = argument.replace("?P<key>", "?P<next>")
+
+        def end_of_value(rest: str, after_tail: str) -> regex.Pattern[str]:
+            """Returns the pattern of the end of a value. What follows must be an argument (the group `next`), the end
+            of the call, or `rest`: a text may have the same tag. Models omit the tag where one line end is written
+            before it. Then an argument must begin a line, and a call end with `after_tail`."""
+            follows = rf"(?=\s*(?:{over}|{following}|{rest}))"
+            if not value_end.startswith("\n"):
+                return regex.compile(end + follows)
+            return regex.compile(rf"\n?{end}{follows}|\n(?={following})|\n?(?=(?:{written_tail})\s*{after_tail})")
+
+        self.argument_end = end_of_value(r"(?!)", rf"(?:{self.ends.pattern})\s*(?:{nexts})")
+        self.last_argument_end = end_of_value(r"\Z", rf"(?:(?:{self.ends.pattern})\s*)?(?:{nexts}|\Z)")
+        """The end of a value in the last text of a reply that the model ended."""

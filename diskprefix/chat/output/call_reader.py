@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
+import regex
+
+from diskprefix.chat.messages import JsonObject
 from diskprefix.chat.output.call_patterns import CallPatterns
 from diskprefix.chat.output.call_values import OfferedTools, ParsedCall, braces, elements, python_calls, value_of
 from diskprefix.chat.output.families import Family
 from diskprefix.chat.output.format import OutputDelta, ToolCallBegin, ToolCallDelta
+from diskprefix.chat.output.loose_values import LooseText
 from diskprefix.chat.output.reader import Parsing, Reader, Take
 from diskprefix.json_values import written
 
 _NAME_KEYS = {"name", "tool_name", "function", "function_name", "tool"}
 _ARGUMENT_KEYS = {"arguments", "parameters", "args", "params", "input"}
 _OTHER_KEYS = {"id", "type", "tool_call_id", "call_id", "index"}
+_KNOWN_KEYS = _NAME_KEYS | _ARGUMENT_KEYS | _OTHER_KEYS
+_NAME = regex.compile(r"[^\s\"'{}]+")
+_GOES_ON = regex.compile(r",\s*[\"']|[\"':]")
+"""What follows an object that was closed too early."""
+_OBJECT = regex.compile(r'\{\s*["}]')
 
 
 class CallDeltas:
@@ -55,6 +64,10 @@ class CallReader:
         self._tools = tools
         self._calls = calls
         self._patterns = CallPatterns(family)
+        self._is_open = False
+        """True while the arguments, an object, lack their closing brace: its members may still come."""
+        self._last = ""
+        """The last character of open arguments."""
 
     def group(self) -> Parsing[bool]:
         """Reads the calls after an opening tag, and the closing tag if there is one. Returns whether any was read."""
@@ -63,7 +76,10 @@ class CallReader:
             yield from self._reader.space()
             reader, patterns = self._reader, self._patterns
             rest = reader.before(patterns.ends, patterns.ends_or_strings) if self._family.ends else reader.brackets()
-            self._all(python_calls((yield from rest) or "", self._tools))
+            source = yield from rest
+            yield from reader.space()
+            if (yield from self._ends_whole()):
+                self._all(python_calls(source or "", self._tools))
         else:
             more = bool(self._family.ends or self._family.bare)
             while (yield from self._call()) and more:
@@ -73,6 +89,13 @@ class CallReader:
         yield from self._reader.space()
         yield from self._reader.match(self._patterns.ends)
         return True
+
+    def _ends_whole(self) -> Parsing[bool]:
+        """Returns whether calls that are read as a whole end here: with their tag, or where the model ended the reply.
+        If the family has no tag, text may follow on another line."""
+        if not self._family.ends:
+            return self._reader.begins_line
+        return self._reader.is_over or (yield from self._reader.looks_at(self._patterns.ends))
 
     def _call(self) -> Parsing[bool]:
         start = self._reader.at
@@ -90,22 +113,60 @@ class CallReader:
         if body in ("braces", "elements"):
             return (yield from self._whole(name))
         if body == "parameters":
-            self._calls.begin(name)
-            yield from self._parameters(name)
-        elif (first := (yield from reader.peek())) == "{":
-            self._calls.begin(name)
-            yield from self._arguments()
-        elif first == "(":
+            done = yield from self._parameters(name)
+        elif (yield from reader.peek()) == "(":
             source = yield from reader.brackets()
             return self._all(python_calls(f"{name}{source or ''}", self._tools))
-        elif reader.at < len(reader.text) and not (yield from reader.match(self._patterns.tail)):
+        elif (yield from reader.looks_at(_OBJECT)):
+            self._calls.begin(name)
+            reader.forget()
+            if (yield from reader.json(self._calls.arguments, forgets=True, closes=False)):
+                yield from self._stray_braces()
+                yield from self._end_arguments()
+            done = True
+        elif (yield from reader.peek()) == "{":
+            value = yield from self._loose(self._patterns.over)
+            done = isinstance(value, dict) and self._all([ParsedCall(name, value)])
+        elif not (reader.is_over or (yield from reader.looks_at(self._patterns.closed))):
             return False
         else:
-            return self._all([ParsedCall(name, {})])
-        yield from reader.space()
-        while (yield from reader.match(self._patterns.tail)):
+            done = self._all([ParsedCall(name, {})])
+        if done:
             yield from reader.space()
-        return True
+            while (yield from reader.match(self._patterns.tail)):
+                yield from reader.space()
+        return done
+
+    def _is_over(self) -> Parsing[bool]:
+        """Returns whether the call is over: its end or another call follows, or the model ended the reply."""
+        yield from self._reader.space()
+        return self._reader.is_over or (yield from self._reader.looks_at(self._patterns.over))
+
+    def _stray_braces(self) -> Parsing[None]:
+        """Skips braces that close nothing."""
+        while (yield from self._reader.peek()) == "}":
+            self._reader.at += 1
+
+    def _ends_here(self, *, is_closed: bool = True, known_only: bool = False) -> Parsing[bool]:
+        """Returns whether the object of a call is over. `is_closed`: its brace was read. Then, without a tag at the
+        end, text may follow on another line, and without any tag any text but a member."""
+        yield from self._reader.space()
+        if self._reader.is_over:
+            return True
+        if is_closed and known_only:
+            return not (yield from self._reader.looks_at(_GOES_ON))
+        if is_closed and not self._patterns.has_end and self._reader.begins_line:
+            return True
+        pattern = self._patterns.after_object if is_closed else self._patterns.after_arguments
+        return (yield from self._reader.looks_at(pattern))
+
+    def _end_arguments(self, *, is_closed: bool = True, known_only: bool = False) -> Parsing[None]:
+        """Closes the arguments, if their call is over. Otherwise the text up to its end is added to them, so that no
+        client takes them for whole."""
+        if (yield from self._ends_here(is_closed=is_closed, known_only=known_only)):
+            self._calls.arguments("}")
+        else:
+            yield from self._reader.until(self._patterns.over, self._calls.arguments)
 
     def objects(self, *, known_only: bool) -> Parsing[bool]:
         """Reads calls that are JSON objects, in a row or in an array. Returns whether there was a call. With
@@ -124,25 +185,58 @@ class CallReader:
             has_call = True
         if has_call and in_array and (yield from reader.peek()) == "]":
             reader.at += 1
-        return has_call
+        if has_call or known_only:
+            return has_call
+        value = yield from self._loose(self._patterns.ends)
+        found = [self._call_of(each) for each in (value if isinstance(value, list) else [value])]
+        return None not in found and self._all([call for call in found if call is not None])
+
+    def _loose(self, end: regex.Pattern[str]) -> Parsing[object]:
+        """Returns the value up to a match of `end`, which is not JSON. None if it cannot be read."""
+        text = yield from self._reader.before(end)
+        if self._reader.is_over or (yield from self._reader.looks_at(end)):
+            with suppress(ValueError, RecursionError):
+                return LooseText(text or "").whole()
+        return None
+
+    def _call_of(self, value: object) -> ParsedCall | None:
+        """Returns the call that a value is, None if it is none."""
+        members: JsonObject = value if isinstance(value, dict) else {}
+        if self._family.call.startswith("{NAME"):
+            members = {"name": next(iter(members), None), "arguments": next(iter(members.values()), None)}
+        name = next((member for key, member in members.items() if key in _NAME_KEYS), None)
+        if isinstance(name, dict):
+            return self._call_of(name)
+        arguments = next((member for key, member in members.items() if key in _ARGUMENT_KEYS), {})
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or not isinstance(arguments, dict):
+            return None
+        others = {key: value for key, value in members.items() if key not in _KNOWN_KEYS}
+        return ParsedCall(name, arguments | others)
 
     def _object(self, known_only: bool, *, is_inner: bool = False) -> Parsing[bool]:
         """Reads an object. Returns whether a call has begun. `is_inner`: the object is inside another object, as in
-        {"function": {…}}."""
+        {"function": {…}}. Members beside the arguments, which models write there by mistake, are arguments too."""
         reader = self._reader
         name, early, begun = "", "", False
+        others: list[str] = []
         reader.at += 1
         while (following := (yield from reader.peek())) and following in ',"':
+            start = reader.at
             if following == ",":
                 reader.at += 1
             key = _text((yield from reader.string()))
             if key is None or (yield from reader.peek()) != ":":
-                return begun
+                reader.at = start
+                break
             reader.at += 1
+            if not (yield from reader.peek()):
+                break
             if begun:
-                yield from reader.json(_discard)
+                if not (yield from self._member(key)):
+                    return True
             elif self._family.call.startswith("{NAME"):
-                begun = yield from self._begin(key)
+                if not (begun := (yield from self._begin(key))):
+                    return False
             elif key in _NAME_KEYS and not name:
                 if not is_inner and (yield from reader.peek()) == "{":
                     begun = yield from self._object(known_only, is_inner=True)
@@ -152,71 +246,121 @@ class CallReader:
                 name = _text((yield from reader.string())) or ""
                 if known_only and name not in self._tools:
                     return False
-                begun = bool(early) and (yield from self._begin(name, early))
+                if early and not (begun := (yield from self._begin(name, early, others))):
+                    return False
             elif key in _ARGUMENT_KEYS and not name and not early:
                 pieces: list[str] = []
-                yield from reader.json(pieces.append)
+                if not (yield from reader.json(pieces.append)):
+                    return False
                 early = "".join(pieces)
             elif key in _ARGUMENT_KEYS and name:
-                begun = yield from self._begin(name)
+                if not (begun := (yield from self._begin(name, "", others))):
+                    return False
             elif known_only and key not in _OTHER_KEYS:
                 return False
             else:
-                yield from reader.json(_discard)
-        if following == "}":
+                pieces = []
+                if not (yield from reader.json(pieces.append)):
+                    return False
+                if key not in _KNOWN_KEYS:
+                    others.append(f"{written(key)}: {''.join(pieces)}")
+        if is_closed := (yield from reader.peek()) == "}":
             reader.at += 1
-            if name and not begun and not known_only:
-                self._calls.whole(ParsedCall(name, {}))
+            if not is_inner:
+                yield from self._stray_braces()
+            if name and not begun and not known_only and (yield from self._ends_here()):
+                self._calls.begin(name)
+                self._calls.arguments(f"{{{', '.join(others)}}}")
                 return True
+        if begun and self._is_open:
+            self._is_open = False
+            if is_inner and is_closed:
+                self._calls.arguments("}")
+            else:
+                yield from self._end_arguments(is_closed=is_closed, known_only=known_only)
         return begun
 
-    def _begin(self, name: str, arguments: str = "") -> Parsing[bool]:
-        """Begins a call. Reads its arguments if they are not given."""
+    def _begin(self, name: str, arguments: str = "", others: Sequence[str] = ()) -> Parsing[bool]:
+        """Begins a call with JSON arguments. Reads them if they are not given; an object is emitted as it arrives.
+        Returns False if there are none. `others` are members that belong to them."""
+        reader = self._reader
+        if not arguments and (yield from reader.peek()) != "{":
+            pieces: list[str] = []
+            if not (yield from reader.json(pieces.append)):
+                return False
+            arguments = "".join(pieces)
+        elif not arguments and not (yield from reader.looks_at(_OBJECT)):
+            return False
         self._calls.begin(name)
-        if arguments:
-            self._calls.arguments(_unquoted(arguments))
+        self._last = ""
+        if not arguments:
+            reader.forget()
+            self._is_open = yield from reader.json(self._take, forgets=True, closes=False)
         else:
-            yield from self._arguments()
+            arguments = _unquoted(arguments)
+            self._is_open = arguments.startswith("{") and arguments.endswith("}")
+            self._take(arguments[:-1] if self._is_open else arguments)
+        for member in others if self._is_open else ():
+            self._take(f"{self._separator}{member}")
         return True
 
-    def _arguments(self) -> Parsing[None]:
-        """Reads arguments in JSON. An object is emitted as it arrives."""
-        reader = self._reader
-        reader.forget()
-        if (yield from reader.peek()) == "{":
-            yield from reader.json(self._calls.arguments, forgets=True)
-        else:
-            pieces: list[str] = []
-            yield from reader.json(pieces.append)
-            self._calls.arguments(_unquoted("".join(pieces)))
+    def _take(self, text: str) -> None:
+        """Adds to arguments that are an open object."""
+        self._calls.arguments(text)
+        self._last = text.rstrip()[-1:] or self._last
 
-    def _parameters(self, name: str) -> Parsing[None]:
-        """Reads arguments with tags of their own. Text is emitted as it arrives."""
-        reader, before = self._reader, "{"
+    @property
+    def _separator(self) -> str:
+        return "" if self._last == "{" else ", "
+
+    def _member(self, key: str) -> Parsing[bool]:
+        """Reads the value of a member after the arguments. Returns whether it is complete."""
+        if not self._is_open or key in _KNOWN_KEYS:
+            return (yield from self._reader.json(_discard))
+        self._take(f"{self._separator}{written(key)}: ")
+        self._is_open = yield from self._reader.json(self._take)
+        return self._is_open
+
+    def _parameters(self, name: str) -> Parsing[bool]:
+        """Reads arguments with tags of their own. Text is emitted as it arrives. Returns whether the call has begun."""
+        reader, given = self._reader, set[str]()
         while True:
-            reader.forget()
             yield from reader.space()
+            while (yield from reader.match(self._patterns.stray)):
+                yield from reader.space()
             if (match := (yield from reader.match(self._patterns.argument))) is None:
                 break
+            if not given:
+                self._calls.begin(name)
             key = match["key"].strip()
-            self._calls.arguments(f"{before}{written(key)}: ")
-            before = ", "
+            self._calls.arguments(f"{', ' if given else '{'}{written(key)}: ")
+            given.add(key)
             kind = match.groupdict().get("kind")
             is_text = kind in ("true", "string") or (kind is None and self._tools.is_text(name, key))
-            if not (yield from (self._text_value() if is_text else self._value(name, key))):
-                return
-        self._calls.arguments("{}" if before == "{" else "}")
+            reader.forget()
+            if not (yield from (self._text_value(name, given) if is_text else self._value(name, key, given))):
+                return True
+            reader.forget()
+        if not given:
+            is_whole = name in self._tools and (reader.is_over or (yield from reader.looks_at(self._patterns.closed)))
+            return is_whole and self._all([ParsedCall(name, {})])
+        if (yield from self._is_over()):
+            self._calls.arguments("}")
+        else:
+            # Not whole, so that no client executes it without what cannot be read.
+            yield from reader.until(self._patterns.over, self._calls.arguments)
+        return True
 
-    def _text_value(self) -> Parsing[bool]:
+    def _text_value(self, name: str, given: Collection[str]) -> Parsing[bool]:
         """Reads a text with its end tag. Returns whether the tag was there."""
         self._calls.arguments('"')
-        is_complete = yield from self._up_to_end(lambda text: self._calls.arguments(written(text)[1:-1]))
+        is_complete = yield from self._up_to_end(lambda text: self._calls.arguments(written(text)[1:-1]), name, given)
         self._calls.arguments('"' if is_complete else "")
         return is_complete
 
-    def _value(self, name: str, key: str) -> Parsing[bool]:
+    def _value(self, name: str, key: str, given: Collection[str]) -> Parsing[bool]:
         pieces: list[str] = []
-        is_complete = yield from self._up_to_end(pieces.append)
+        is_complete = yield from self._up_to_end(pieces.append, name, given)
         text = "".join(pieces)
         try:
             self._calls.arguments(written(value_of(text, self._tools.properties(name).get(key))))
@@ -224,20 +368,26 @@ class CallReader:
             self._calls.arguments(written(text))
         return is_complete
 
-    def _up_to_end(self, take: Take) -> Parsing[bool]:
-        match = yield from self._reader.until(self._patterns.argument_end, take)
-        if match is not None:
-            self._reader.at = match.end()
-        return match is not None
+    def _up_to_end(self, take: Take, name: str, given: Collection[str]) -> Parsing[bool]:
+        """Passes a value to `take`. Returns whether it has an end. A tag of an argument that is there already, or one
+        without the end of this one that the tool does not have, is a part of the value."""
+        reader, patterns, known = self._reader, self._patterns, self._tools.properties(name)
+        while (match := (yield from reader.until(patterns.argument_end, take, patterns.last_argument_end))) is not None:
+            following = (match["next"] or "").strip()
+            reader.at = match.end()
+            if following not in given and (not following or match[0].strip() or following in known or not known):
+                return True
+            take(match[0])
+        return False
 
     def _whole(self, name: str) -> Parsing[bool]:
         """Reads arguments that are parsed as a whole."""
         reader, quotes = self._reader, self._family.quotes
         arguments: object = None
         if self._family.body == "braces":
-            arguments = braces(
-                (yield from reader.before(self._patterns.ends, self._patterns.ends_or_strings)) or "", quotes
-            )
+            text = (yield from reader.before(self._patterns.ends, self._patterns.ends_or_strings)) or ""
+            if (yield from self._ends_whole()):
+                arguments = braces(text, quotes, self._tools.properties(name))
         else:
             text = (yield from reader.before(self._patterns.tail)) or ""
             if (yield from reader.match(self._patterns.tail)):
@@ -262,7 +412,7 @@ def _text(quoted: str | None) -> str | None:
 
 def _unquoted(arguments: str) -> str:
     """Returns arguments as the JSON text of an object, from null or from a string with such text; others unchanged."""
-    if arguments.startswith('"'):
-        text = (_text(arguments) or "").strip()
+    if (text := _text(arguments)) is not None and arguments.startswith('"'):
+        text = text.strip()
         return text if text.startswith("{") else arguments if text else "{}"
     return "{}" if arguments in ("null", "") else arguments

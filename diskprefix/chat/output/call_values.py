@@ -9,19 +9,16 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-import regex
 from msgspec import Struct, field
 
 from diskprefix.chat.messages import JsonObject
-from diskprefix.chat.output.call_patterns import strings_of
+from diskprefix.chat.output.loose_values import NAMES, LooseText
 from diskprefix.json_values import values_as_written
 
 _NUMBERS = {"integer", "number"}
-_UNREADABLE = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
+_UNREADABLE = (ValueError, TypeError, RecursionError, MemoryError)
 """Raised for text that is not Python, or nested too deeply."""
-_JSON_NAMES = {"true": True, "false": False, "null": None}
 BARE_KEY = re.compile(r"[A-Za-z_][\w.\-]*")
-_BARE_KEYS = re.compile(rf"([{{,]\s*)({BARE_KEY.pattern})(\s*:)")
 _WRAPPERS = {"print"}
 """Written around calls by Gemma."""
 
@@ -96,8 +93,10 @@ def _typed(text: str, types: set[str]) -> object:
         return bare.lower() == "true"
     try:
         value = values_as_written(bare)
-    except (ValueError, RecursionError):
+    except RecursionError:
         return text
+    except ValueError:
+        value = _of_python(bare) if types & {"object", "array"} else None
     if isinstance(value, bool) or value is None:
         return text
     if isinstance(value, int | float) and types & _NUMBERS:
@@ -108,6 +107,13 @@ def _typed(text: str, types: set[str]) -> object:
     return value if isinstance(value, str) and "string" in types and len(types) > 1 else text
 
 
+def _of_python(text: str) -> object:
+    """Returns the object or the list that `text` is in Python, None for other text."""
+    with suppress(ValueError, RecursionError):
+        return LooseText(text).whole() if text.startswith(("{", "[", "(")) else None
+    return None
+
+
 class ParsedCall(NamedTuple):
     """A call that was parsed as a whole."""
 
@@ -116,10 +122,16 @@ class ParsedCall(NamedTuple):
 
 
 def python_calls(source: str, tools: OfferedTools) -> list[ParsedCall]:
-    """Returns the calls in Python source, from expressions and lists of calls; none if it has other statements."""
+    """Returns the calls in Python source, from expressions and lists of calls; none if it has other statements. In
+    source that is not Python, strings may have line breaks and the quotes around them."""
+    source = source.strip()
     try:
-        statements, lines = ast.parse(source.strip()).body, source.strip().encode().splitlines()
+        statements, lines = ast.parse(source).body, source.encode().splitlines()
         return [call for statement in statements for call in _calls_of(_value_of(statement), lines, tools)]
+    except SyntaxError:
+        with suppress(ValueError, RecursionError):
+            return [ParsedCall(*call) for call in LooseText(source).calls(tools.properties)]
+        return []
     except _UNREADABLE:
         return []
 
@@ -161,8 +173,8 @@ def _literal(node: ast.expr, lines: list[bytes]) -> Any:
             return json.loads(lines[node.lineno - 1][node.col_offset : node.end_col_offset])
         except ValueError:
             return node.value
-    if isinstance(node, ast.Name) and node.id in _JSON_NAMES:
-        return _JSON_NAMES[node.id]
+    if isinstance(node, ast.Name) and node.id in NAMES:
+        return NAMES[node.id]
     if isinstance(node, ast.List | ast.Tuple):
         return [_literal(element, lines) for element in node.elts]
     if isinstance(node, ast.Dict):
@@ -213,7 +225,7 @@ def elements(text: str, prefix: str, schema: JsonObject) -> object:
         if not slash:
             open_ones.append(_Element(key, after))
             open_ones[-2].children.append(open_ones[-1])
-        elif open_ones.pop().key != key or not open_ones:
+        elif open_ones.pop().key != key or not open_ones or after.strip():
             return None
     try:
         return open_ones[0].value(schema) if len(open_ones) == 1 and not before.strip() else None
@@ -221,17 +233,11 @@ def elements(text: str, prefix: str, schema: JsonObject) -> object:
         return None
 
 
-def braces(text: str, quote: str) -> JsonObject | None:
-    """Returns the object `{key:value}`. Strings are JSON, or between two `quote`s. None if it cannot be parsed."""
-    # Bare keys are only outside of strings.
-    pieces = regex.split(f"({strings_of(quote).pattern})", text, flags=regex.DOTALL)
-    pieces[::2] = [_BARE_KEYS.sub(r'\1"\2"\3', piece) for piece in pieces[::2]]
-    pieces[1::2] = [
-        piece if piece.startswith('"') else json.dumps(piece.removeprefix(quote).removesuffix(quote))
-        for piece in pieces[1::2]
-    ]
+def braces(text: str, quotes: str, schemas: JsonObject) -> JsonObject | None:
+    """Returns the object `{key:value}`, whose strings are in JSON, between two `quotes`, or without any: then they are
+    values of the types in `schemas`. None if it cannot be read."""
     try:
-        value = values_as_written("".join(pieces))
+        value = LooseText(text, quotes, value_of).whole(schemas)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

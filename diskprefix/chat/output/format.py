@@ -49,8 +49,8 @@ class OutputParser(Protocol):
     def feed(self, text: str) -> list[OutputDelta]:
         """Returns the deltas of the next piece of the reply."""
 
-    def finish(self) -> list[OutputDelta]:
-        """Returns the deltas of held text. The reply has ended; it may have been cut off anywhere."""
+    def finish(self, *, is_whole: bool = True) -> list[OutputDelta]:
+        """Returns the deltas of held text. The reply has ended: the model ended it, or it was cut off anywhere."""
 
 
 class ThoughtTags(NamedTuple):
@@ -84,5 +84,5 @@ class PlainParser:
     def feed(self, text: str) -> list[OutputDelta]:
         return [ContentDelta(text)] if text else []
 
-    def finish(self) -> list[OutputDelta]:
+    def finish(self, *, is_whole: bool = True) -> list[OutputDelta]:  # noqa: ARG002
         return []

@@ -52,8 +52,8 @@ class StreamParser(ABC):
         pieces = [text[at : at + _PIECE] for at in range(0, len(text), _PIECE)]
         return [delta for piece in pieces if self.reader.add(piece) for delta in self._run()]
 
-    def finish(self) -> list[OutputDelta]:
-        self.reader.end()
+    def finish(self, *, is_whole: bool = True) -> list[OutputDelta]:
+        self.reader.end(is_whole=is_whole)
         return self._run()
 
     def _run(self) -> list[OutputDelta]:
@@ -284,17 +284,20 @@ class ChannelParser(StreamParser):
             yield from self._body(self.content)
 
     def _call(self, name: str) -> Parsing[None]:
-        """Reads a message that is the JSON of a call's arguments. Text after the JSON is content."""
+        """Reads a message that is the JSON of a call's arguments. Other text is added to them, so that no client takes
+        them for whole."""
         self._made.begin(name)
         first = yield from self.reader.peek()
-        is_whole = False
-        if first == "{":
-            is_whole = yield from self.reader.json(self._made.arguments, forgets=True)
+        if first == "{" and (yield from self.reader.json(self._made.arguments, forgets=True, closes=False)):
             yield from self.reader.space()
-        elif not first or (yield from self.reader.looks_at(self._end)):
+            if (yield from self._is_over()):
+                self._made.arguments("}")
+        elif not first and (yield from self._is_over()):
             self._made.arguments("{}")
-            is_whole = True
-        yield from self._body(self.content if is_whole else self._made.arguments)
+        yield from self._body(self._made.arguments)
+
+    def _is_over(self) -> Parsing[bool]:
+        return self.reader.is_over or (yield from self.reader.looks_at(self._end))
 
     def _body(self, take: Take) -> Parsing[None]:
         """Hands the text of a message to `take`, and reads its end."""

@@ -17,7 +17,10 @@ Take: TypeAlias = Callable[[str], None]
 _SPACE = re.compile(r"\s*")
 _STRING = regex.compile(r'"(?:[^"\\]|\\.)*"', regex.DOTALL)
 _SCALAR_END = regex.compile(r"[\s,;:\[\]{}\"<]")
-_DELIMITERS = re.compile(r'["\\{}\[\]<`\x00-\x1f]')
+_DELIMITERS = re.compile(r'["\\{}\[\]<`\x00-\x1f]|True|False|None')
+_NAMES = {"True": "true", "False": "false", "None": "null"}
+_BEGUN = re.compile(r"(?:,\s*|T(?:ru?)?|F(?:a(?:ls?)?)?|N(?:on?)?)\Z")
+"""At the end of the text so far: a comma, which may be the last one, or a part of a name."""
 _BRACKETS = re.compile(r"""["'\\()\[\]{}]""")
 _SHORT, _SHARE = 256, 8
 """A longer text is parsed again only when it has grown by an eighth."""
@@ -33,12 +36,22 @@ class Reader:
         """Begins with the character before the unread text: a newline at the beginning of a reply."""
         self.at = 1
         self.ended = False
+        self.is_whole = False
+        """True once the model has ended the reply."""
         self._coming: list[str] = []
         self._num_coming = 0
         self._num_read = 0
         self._num_in_vain = 0
         self._furthest = 1
         self._copied: list[str] | None = None
+
+    @property
+    def begins_line(self) -> bool:
+        """True if only blanks are between this position and a line break, or the end of the reply."""
+        at = self.at
+        while at > 1 and self.text[at - 1] in " \t":
+            at -= 1
+        return self.text[at - 1] == "\n" or (self.ended and self.at == len(self.text))
 
     def add(self, text: str) -> bool:
         """Adds text. Returns whether to read on. Held text may be read again from its beginning, so a long text is read
@@ -50,9 +63,14 @@ class Reader:
         self._join()
         return True
 
-    def end(self) -> None:
-        self.ended = True
+    def end(self, *, is_whole: bool) -> None:
+        self.ended, self.is_whole = True, is_whole
         self._join()
+
+    @property
+    def is_over(self) -> bool:
+        """True if the model ended the reply at this position."""
+        return self.is_whole and self.at == len(self.text)
 
     def _join(self) -> None:
         self._num_read += self._num_coming
@@ -131,9 +149,14 @@ class Reader:
         self.at = at
         return match is not None
 
-    def until(self, pattern: regex.Pattern[str], take: Take) -> Parsing[regex.Match[str] | None]:
-        """Passes the text before a match of `pattern` to `take`. Returns the match, unread, or None at the end."""
+    def until(
+        self, pattern: regex.Pattern[str], take: Take, last: regex.Pattern[str] | None = None
+    ) -> Parsing[regex.Match[str] | None]:
+        """Passes the text before a match of `pattern` to `take`. Returns the match, unread, or None at the end. `last`
+        is the pattern for the text that the model ended the reply with, if that is another."""
         while True:
+            if self.is_whole:
+                pattern = last or pattern
             match = self._search(pattern)
             end = len(self.text) if match is None else match.start()
             if end > self.at:
@@ -184,12 +207,13 @@ class Reader:
         match = yield from self.match(_STRING)
         return None if match is None else match[0]
 
-    def json(self, take: Take, *, forgets: bool = False) -> Parsing[bool]:
+    def json(self, take: Take, *, forgets: bool = False, closes: bool = True) -> Parsing[bool]:
         """Reads a JSON value and hands its text to `take` as it arrives. Returns whether it is complete.
 
-        An object or an array is complete when its brackets are closed; a tag breaks it off. Control characters in
-        strings, which JSON forbids and small models write, are escaped. `forgets`: no caller goes back to a position
-        before the value, so its text is not held.
+        An object or an array is complete when its brackets are closed; a tag breaks it off. What JSON forbids and
+        models write becomes JSON: control characters in strings, a comma before a closing bracket, Python's names.
+        `forgets`: no caller goes back to a position before the value, so its text is not held. Without `closes`, the
+        last bracket is read, but not passed on.
         """
         first = yield from self.peek()
         if first == '"':
@@ -197,16 +221,16 @@ class Reader:
             take(self._rest() if text is None else text)
             return text is not None
         if first and first in "{[":
-            return (yield from self._nested(take, forgets))
+            return (yield from self._nested(take, forgets, closes))
         text = yield from self.before(_SCALAR_END)
-        take(text or "")
+        take(_NAMES.get(text or "", text or ""))
         return text is not None
 
     def _rest(self) -> str:
         rest, self.at = self.text[self.at :], len(self.text)
         return rest
 
-    def _nested(self, take: Take, forgets: bool) -> Parsing[bool]:
+    def _nested(self, take: Take, forgets: bool, closes: bool) -> Parsing[bool]:
         depth, in_string, escaped = 0, False, 0
         while True:
             skip = self.at + escaped
@@ -224,13 +248,19 @@ class Reader:
                         self.at = at + 1
                 elif char == '"':
                     in_string = True
+                elif char in _NAMES:
+                    take(self.text[self.at : at] + _NAMES[char])
+                    self.at = match.end()
                 elif char in "{[":
                     depth += 1
                 elif char in "}]":
                     depth -= 1
+                    before = self.text[self.at : at]
+                    if before.rstrip().endswith(","):
+                        before = before.rstrip()[:-1]
+                    take(before + (char if depth or closes else ""))
+                    self.at = at + 1
                     if not depth:
-                        take(self.text[self.at : at + 1])
-                        self.at = at + 1
                         return True
                 elif char in "<`":
                     # No JSON continues like this: a tag follows, and breaks the value off.
@@ -238,8 +268,10 @@ class Reader:
                     self.at = at
                     return False
             escaped = max(0, skip - len(self.text))
-            if self.at < len(self.text):
-                take(self._rest())
+            begun = None if in_string or escaped or self.ended else _BEGUN.search(self.text, self.at)
+            if self.at < (end := begun.start() if begun else len(self.text)):
+                take(self.text[self.at : end])
+                self.at = end
             if forgets:
                 self.forget()
             if not (yield from self.more()):

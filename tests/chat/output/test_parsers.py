@@ -283,7 +283,7 @@ def test_python_is_read_only_if_it_is_calls_with_values_that_json_knows(source: 
     ],
 )
 def test_an_object_with_bare_keys_is_read_as_json_with_other_quotes(text: str, value: Any) -> None:
-    assert braces(text, "`") == value
+    assert braces(text, "`", {}) == value
 
 
 ITEM = {"properties": {"a": {"properties": {"item": {"type": "integer"}}}}}
