@@ -135,6 +135,10 @@ AS_SENT = WrapValidator(_as_sent)
 """Checks an object, but returns the client's dict, because the order of its keys is part of the prompt."""
 
 
+_MOST_LISTED = 8
+"""The most types that an error lists."""
+
+
 class OneOf(Struct, frozen=True):
     """Chooses the member of a union by the JSON type of the value, and among objects by their field `type`.
 
@@ -166,7 +170,9 @@ class OneOf(Struct, frozen=True):
             kind = value.get("type")
             if not isinstance(kind, str):
                 return "is required" if kind is None else f"must be a valid string{GOT}{type(kind).__name__})"
-            return f"must be {', '.join(repr(name) for name in tags if isinstance(name, str))}{GOT}{shown(kind)!r})"
+            names = [repr(name) for name in tags if isinstance(name, str)]
+            listed = ", ".join(names) if len(names) <= _MOST_LISTED else "a type that /docs lists"
+            return f"must be {listed}{GOT}{shown(kind)!r})"
 
         union = core_schema.tagged_union_schema(
             {tag: handler.generate_schema(member) for tag, member in members.items()},

@@ -83,6 +83,7 @@ def values_of(folder: Path, model: Path) -> dict[str, str]:
         "host": "127.0.0.2",
         "port": "0",
         "api_keys": str(folder / "keys"),
+        "allowed_origins": "http://localhost:3000,moz-extension://*",
         "max_queue": "5",
         "max_sequences": "4",
         "prefill_compression": "500",
