@@ -191,17 +191,27 @@ class PrefixCache:
             self.namespaces.drop_all()
             self._set_model()
 
-    def note_same_bits(self, builds: Iterable[bytes]) -> None:
+    def note_same_bits(self, builds: frozenset[bytes]) -> None:
         """Notes that this build computes what the builds with these digests have stored. Does not wait."""
         self.bits.note_same(builds)
         self._set_model()
 
-    def note_other_bits(self) -> None:
-        """Notes that this build computes other bits than what is stored of the model, of all tenants. It gets another
-        root. Until the store has a record of that, nothing is restored, shared or saved. Does not wait."""
-        self.count("outdated")
-        self.bits.note_other()
+    def note_other_bits(self, builds: frozenset[bytes]) -> bool:
+        """Notes that this build computes other bits than the builds with these digests have stored of the model, of all
+        tenants. Returns whether it gets another root. Until the store has a record of that, nothing is restored, shared
+        or saved. Does not wait."""
+        return self._left_root(leaves=self.bits.note_other(builds))
+
+    def note_nothing_compared(self, *, is_stored: bool) -> bool:
+        """Notes that nothing of other builds can be compared, and whether they have stored something. Returns like
+        `note_other_bits`."""
+        return self._left_root(leaves=self.bits.note_nothing(is_stored=is_stored))
+
+    def _left_root(self, *, leaves: bool) -> bool:
+        if leaves:
+            self.count("outdated")
         self._set_model()
+        return leaves
 
     def _recall_bits_again(self) -> None:
         with suppress(CacheError):

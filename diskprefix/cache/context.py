@@ -54,7 +54,8 @@ class RequestContext:
     of_any_build: bool = False
 
     def __post_init__(self) -> None:
-        self.tiers = self.cache.tiered.tiers if self.of_any_build else self.cache.tiers
+        # What waits to be written is of this build.
+        self.tiers = self.cache.tiered.tiers[-1:] if self.of_any_build else self.cache.tiers
         self.namespace, self.epoch = self.began
         """The tenant's namespace, and its epoch in which the request began."""
         self._let_through: dict[Use, bool] = {}

@@ -157,7 +157,7 @@ class Restore:
         finds them, and from where they go to the disk. Waits for up to `Settings.remote_deadline`. If memory has all
         but a few tokens, the shared tier is not asked."""
         context, cache, cost_model = self._context, self._cache, self._cache.cost_model
-        if cache.remote is None or cache.store.problem is not None:
+        if cache.remote is None or cache.store.problem is not None or cache.bits.state != "settled":
             return Prefetched()
         if (spending := cache.spending()) is not None and spending.is_spent:
             # Fetched nodes are written to the disk too.

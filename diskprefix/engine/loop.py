@@ -53,7 +53,14 @@ class Loop:
         self._early_logits: deque[tuple[Reply, Logits]] = deque()
         """The final logits of fully stored prompts. They are loaded before the state. Filled on any thread."""
         self._idle = IdleWork(served, self._fetches.begin_read, inbox.wake)
-        self._idle.tasks = [Recheck(self._idle), Ahead(self._idle, served.ahead)]
+        recheck = Recheck(self._idle)
+        self._idle.tasks = [recheck, Ahead(self._idle, served.ahead)]
+
+        def compare_soon() -> None:
+            recheck.note_due()
+            inbox.wake()
+
+        served.cache.bits.on_beside = compare_soon
         self._idle_at = -math.inf
         """The time on the engine's clock before which nothing is done beside requests."""
         served.ahead.on_job = inbox.wake

@@ -381,7 +381,7 @@ class ServedModel:
     def _make_ahead(self) -> AheadJobs:
         cache = self.cache
         jobs = AheadJobs(0.0 if cache.layout.unsupported else cache.settings.ahead_s)
-        cache.on_forget.append(lambda: jobs.drop_gone(cache.is_gone))
+        cache.on_forget.append(jobs.drop_gone)
         return jobs
 
     def _make_draft(self, draft: LoadedDraft) -> DraftModel:

@@ -13,7 +13,8 @@ from diskprefix.errors import CacheError, LargerThanStore, PrefixGone, StoreCorr
 from diskprefix.store.eviction import expiry_interval_s
 from diskprefix.store.folder import FolderUnavailable
 from diskprefix.store.note_record import note_bytes
-from diskprefix.store.schema import ModelRecord
+from diskprefix.store.schema import ModelRecord, joined
+from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
 from diskprefix.store.verify import StoreProblem, remove_problems, verify_index
 from diskprefix.thread_pool import start_helper
@@ -136,23 +137,17 @@ class Housekeeping:
             self._store.evictor.evict_for(sum(note_bytes(len(model.identity)) for model in new), frozenset())
             with self._store.changes() as changes:
                 for model in new:
-                    changes.put_model(model)
+                    changes.put_model(joined(_known(changes, model), model))
                 if any(model.has_own_root for model in new):
                     # State that any process has in memory must no longer be used.
                     changes.record_purge()
         self._recorded = models
 
     def _unrecorded(self, models: Sequence[ModelRecord]) -> list[ModelRecord]:
-        """Returns the models without a record in the store, or with a record that differs."""
-        new = list[ModelRecord]()
+        """Returns the models whose record the store lacks, or that change their record."""
         with self._store.reads.snapshot() as snapshot:
-            for model in models:
-                known = None
-                with suppress(StoreCorrupt):
-                    known = snapshot.model(model.identity)
-                if known != model:
-                    new.append(model)
-        return new
+            known = [_known(snapshot, model) for model in models]
+        return [model for one, model in zip(known, models, strict=True) if joined(one, model) != one]
 
     def quarantine(self, name: bytes, parent: bytes) -> None:
         """Removes a damaged node and all its descendants."""
@@ -221,3 +216,10 @@ class Housekeeping:
         if self.error is None:
             log.warning("[disk-cache] serving without saving until this is repaired: %s", message)
         self.error, self._is_for_room = message, is_for_room
+
+
+def _known(snapshot: Snapshot, model: ModelRecord) -> ModelRecord | None:
+    """Returns the sound record of a model, if the store has one."""
+    with suppress(StoreCorrupt):
+        return snapshot.model(model.identity)
+    return None

@@ -190,6 +190,16 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     has_own_root: bool = False
 
 
+def joined(known: ModelRecord | None, model: ModelRecord) -> ModelRecord:
+    """Returns the record of a model that takes the place of the `known` one. Its builds are all that compute the same
+    bits; of those that were not compared with each other, the first ones stay."""
+    if known is None or not known.builds:
+        return model
+    if not {*known.builds} & {*model.builds}:
+        return known
+    return replace(model, builds=tuple(sorted({*known.builds, *model.builds})))
+
+
 class NamesRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The identity of a store, fixed when it is created: its id (16 bytes), and the secret (64 bits) that seeds the
     names of its nodes. `namespace` is the digest of the namespace key that the secret was derived from, empty if the

@@ -104,14 +104,16 @@ def test_a_share_has_its_part_of_the_budget_while_others_ask_and_all_of_it_alone
         assert spending.allows_reply(1000, 0, is_asked=True) == (kept > 0)
 
 
-def test_what_was_spent_counts_for_a_day_and_so_does_a_share_that_asked() -> None:
+def test_what_was_spent_counts_for_a_day_and_a_share_that_wrote_nothing_has_no_part() -> None:
     spent = SpentByShare()
     spent.add("greedy", 700, 0.0)
     spent.add("greedy", 200, 7200.0)
     assert spent.spent_by("greedy", 10_000.0) == (900, 1)
     assert spent.spent_by("other", 86_000.0) == (0, 2)
+    assert spent.spent_by("greedy", 90_000.0) == (200, 1)
+    spent.add("other", 1, 90_000.0)
     assert spent.spent_by("greedy", 90_000.0) == (200, 2)
-    assert spent.spent_by("other", 200_000.0) == (0, 1)
+    assert spent.spent_by("greedy", 200_000.0) == (0, 1)
 
 
 def test_more_shares_than_any_machine_has_do_not_make_all_parts_small() -> None:

@@ -33,7 +33,7 @@ from diskprefix.native import build
 from diskprefix.store.changes import Changes
 from diskprefix.store.note_record import NoteKind, decode_note, encode_note
 from diskprefix.store.purge import PurgeFilter
-from diskprefix.store.schema import BUILD_BYTES, ENCODED_PICTURES, ModelRecord, NodeKind, encode_node, model_key
+from diskprefix.store.schema import BUILD_BYTES, ENCODED_PICTURES, ModelRecord, NodeKind, encode_node, joined, model_key
 from diskprefix.store.store import Store
 from diskprefix.tokens import NO_PROMPT, TokenIds, root_hash
 from diskprefix.values import SHARED, CacheReport
@@ -476,6 +476,21 @@ def test_a_purge_leaves_the_record_of_the_model_that_is_served(opened: Opened) -
     assert opened("two").cache.root == own
 
 
+def compute_as(build: str, engine: Engine, root: bytes) -> None:
+    """Changes what is stored under a root as if another build had computed it, with the logits of replaced tails."""
+    assert engine.cache.writer.flush(10)
+    engine.pages.forget_idle()
+    with engine.cache.store.changes() as changes:
+        for name in [*changes.keys("usage")]:
+            if (node := changes.node(name)) is not None and node.root == root:
+                changes.delete_record("nodes", name)
+                changes._put_record("nodes", name, encode_node(name, replace(node, build=build_digest(build))))
+        for note in changes.notes_of(root, NoteKind.LOGITS):
+            times, content = decode_note(note.key, bytes(changes.get_record("notes", note.key)))
+            logits = content[:-BUILD_BYTES] + build_digest(build)
+            changes.put_note(note.key, encode_note(note.key, logits, times, NO_PROMPT, ""))
+
+
 @pytest.fixture
 def beside(opened: Opened) -> Engine:
     """An engine whose saved prompts, with the logits of a replaced tail, are then those of a build that runs beside it:
@@ -483,20 +498,7 @@ def beside(opened: Opened) -> Engine:
     engine = opened("one")
     said(engine, 230)
     said(engine, 200)
-    store = engine.cache.store
-    assert engine.cache.writer.flush(10)
-    engine.pages.forget_idle()
-    with store.changes() as changes:
-        for name in [*changes.keys("usage")]:
-            node = changes.node(name)
-            assert node is not None
-            node = replace(node, build=build_digest("two"))
-            changes.delete_record("nodes", name)
-            changes._put_record("nodes", name, encode_node(name, node))
-        for note in changes.notes_of(engine.cache.root, NoteKind.LOGITS):
-            times, content = decode_note(note.key, bytes(changes.get_record("notes", note.key)))
-            logits = content[:-BUILD_BYTES] + build_digest("two")
-            changes.put_note(note.key, encode_note(note.key, logits, times, NO_PROMPT, ""))
+    compute_as("two", engine, engine.cache.root)
     return engine
 
 
@@ -516,14 +518,85 @@ def test_what_a_build_stores_beside_another_one_is_used_once_it_was_compared(
     assert content(beside, beside.cache.root) == stored
 
 
-@pytest.mark.cases(2)
-def test_a_build_that_finds_other_bits_beside_it_gets_a_root_of_its_own(beside: Engine) -> None:
+@pytest.mark.cases(4)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_of_two_builds_with_other_bits_that_run_at_once_the_first_one_keeps_the_root(
+    beside: Engine, is_first: bool
+) -> None:
     old, stored = beside.cache.root, content(beside, beside.cache.root)
+    if not is_first:
+        with beside.cache.store.changes() as changes:
+            record = ModelRecord(
+                model=beside.model_name, identity=beside.cache.bits.identity(""), builds=(build_digest("two"),)
+            )
+            changes.put_model(record)
     assert said(beside).restored == 0
     find_difference(beside)
-    assert has_own_root(beside, old)
-    assert [said(beside).restored for _ in range(2)] == [0, 200]
-    assert content(beside, old) == stored
+    assert (beside.cache.root == old) == is_first
+    # What is met again does not keep it from saving.
+    beside.pages.forget_idle()
+    assert said(beside).restored == 0
+    assert beside.cache.bits.state == "settled"
+    assert done(run(beside, tokens(150, seed=1))).cache.saved == "queued"
+    assert content(beside, old).items() >= stored.items()
+
+
+@pytest.mark.cases(2)
+def test_what_another_build_adds_to_a_long_prompt_is_compared(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also behind more tokens than are otherwise restored to be compared."""
+    monkeypatch.setattr(recheck, "_MAX_TOKENS", 256)
+    first = opened("one")
+    said(first, 600, max_tokens=1)
+    stored = content(first, first.cache.root)
+    said(first, 900, max_tokens=1)
+    kept = {name for name in content(first, first.cache.root) if name in stored}
+    compute_as("three", first, first.cache.root)
+    with first.cache.store.changes() as changes:
+        for name in kept:
+            node = changes.node(name)
+            assert node is not None
+            changes.delete_record("nodes", name)
+            changes._put_record("nodes", name, encode_node(name, replace(node, build=build_digest("one"))))
+    assert said(first, 900, max_tokens=1).restored < 900
+    assert first.cache.bits.state == "beside"
+    wait_for_recheck(first)
+    assert build_digest("three") in first.cache.bits.equal
+    first.pages.forget_idle()
+    assert said(first, 900, max_tokens=1).restored == 900
+
+
+@pytest.mark.cases(2)
+def test_builds_that_the_record_calls_equal_need_one_comparison(opened: Opened) -> None:
+    said(opened("one"))
+    second = opened("two")
+    wait_for_recheck(second)
+    assert second.cache.writer.flush(10)
+    wait_for(lambda: models(second) == [["one", "two"]])
+    third = opened("three")
+    wait_for_recheck(third)
+    assert {*map(build_digest, ("one", "two", "three"))} <= third.cache.bits.equal
+
+
+@pytest.mark.cases(2)
+def test_what_a_third_build_has_left_under_a_root_is_not_restored(opened: Opened) -> None:
+    """It had found a difference, and went to a root of its own."""
+    first = opened("one")
+    said(first)
+    compute_as("three", first, first.cache.root)
+    second = opened("two")
+    assert second.cache.bits.state == "unchecked"
+    assert said(second).restored == 0
+
+
+def test_the_record_of_a_model_joins_builds_that_were_compared() -> None:
+    def record(*builds: str) -> ModelRecord:
+        return ModelRecord(model="a model", identity="{}", builds=tuple(sorted(map(build_digest, builds))))
+
+    assert joined(None, record("one")) == record("one")
+    assert joined(record(), record("one")) == record("one")
+    assert joined(record("one"), record("one", "two")) == record("one", "two")
+    assert joined(record("one", "two"), record("two", "three")) == record("one", "two", "three")
+    assert joined(record("one"), record("two")) == record("one"), "the first one stays"
 
 
 def _flipping_one_bit(monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -172,7 +173,7 @@ def test_a_request_waits_for_one_small_step_and_the_work_goes_on_later(
 
 
 OPTIONS, OWNER = CacheOptions(scope=Scope("full")), Owner(b"root", 0)
-MODEL: Any = None
+MODEL: Any = SimpleNamespace(cache=SimpleNamespace(is_gone=lambda _owner: False))
 
 
 class Clock:
@@ -263,7 +264,7 @@ def test_the_load_tells_where_the_kernel_does_not(
     assert CpuWaits().are_long() == are_long
 
 
-def test_a_later_turn_replaces_earlier_ones_and_off_takes_none() -> None:
+def test_a_later_turn_replaces_earlier_ones_and_off_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs, off, other = AheadJobs(1.0), AheadJobs(0.0), OWNER._replace(root=b"other")
     for messages, owner in (("ab", OWNER), ("x", OWNER), ("ab", other), ("abcd", OWNER)):
         job = AheadJob(MODEL, lambda: None, OPTIONS, owner, tuple(messages))
@@ -272,7 +273,8 @@ def test_a_later_turn_replaces_earlier_ones_and_off_takes_none() -> None:
     assert ["".join(map(str, job.content)) for job in jobs._jobs[""]] == ["abcd", "ab", "x"]
     assert off.wait_s is None
     assert job.was_dropped, "off keeps nothing"
-    jobs.drop_gone(lambda owner: owner == OWNER)
+    monkeypatch.setattr(MODEL.cache, "is_gone", lambda owner: owner == OWNER)
+    jobs.drop_gone()
     assert ["".join(map(str, job.content)) for job in jobs._jobs[""]] == ["ab"]
 
 

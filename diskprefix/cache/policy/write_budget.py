@@ -85,12 +85,14 @@ class SpentByShare:
         self._hours_of.setdefault(counted, Counter())[int(now // 3600)] += num_bytes
 
     def spent_by(self, share: str, now: float) -> tuple[int, int]:
-        """Returns the bytes of a share that asks now, and the number of shares that asked in the last 24 hours."""
+        """Returns the bytes of a share that asks now, and the number of shares that have written in the last 24 hours,
+        with this one."""
         for other, hours in list(self._hours_of.items()):
             self._hours_of[other] = Counter({hour: n for hour, n in hours.items() if hour >= now // 3600 - 24})
-        self._hours_of = {other: hours for other, hours in self._hours_of.items() if hours}
-        self.add(share, 0, now)
-        return self._hours_of.get(share, self._hours_of.get("", Counter())).total(), len(self._hours_of)
+        self._hours_of = {other: hours for other, hours in self._hours_of.items() if hours.total()}
+        own = self._hours_of.get(share, self._hours_of.get("", Counter()))
+        is_new = share not in self._hours_of and "" not in self._hours_of
+        return own.total(), len(self._hours_of) + is_new
 
 
 def within_budget(

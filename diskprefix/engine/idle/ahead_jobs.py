@@ -130,10 +130,10 @@ class AheadJobs:
         """Returns whether a job waits or runs."""
         return job in self._jobs.get(job.share, ())
 
-    def drop_gone(self, is_gone: Callable[[Owner], bool]) -> None:
-        """Drops the jobs that have expired, and those whose owner's state was purged."""
+    def drop_gone(self) -> None:
+        """Drops the jobs that have expired, and those whose owner's state was purged, also of a draft model."""
         now = self._clock()
-        self._keep(lambda job: job.expires_at > now and not is_gone(job.owner))
+        self._keep(lambda job: job.expires_at > now and not job.model.cache.is_gone(job.owner))
 
     def _keep(self, is_kept: Callable[[AheadJob], bool]) -> None:
         with self._lock:
@@ -159,7 +159,7 @@ class AheadJobs:
 
     def next(self) -> AheadJob | None:
         """Returns the job to compute now. Returns None if there is no job or none may begin now."""
-        self.drop_gone(lambda _: False)
+        self.drop_gone()
         if not self._jobs or self._clock() < self._not_before:
             return None
         self._refill()

@@ -68,7 +68,8 @@ class Recheck:
         self._equal_builds: frozenset[bytes] = frozenset()
         """The number of prefixes that were computed again, and the builds that had computed them before."""
         self._since, self._retry_at = self._now, -math.inf
-        """The times, on the engine's clock, of the start and of the next attempt after a failure."""
+        """The times, on the engine's clock, since which a comparison is due, and of the next attempt after a
+        failure."""
 
     @property
     def _now(self) -> float:
@@ -77,6 +78,10 @@ class Recheck:
     @property
     def goes_beside(self) -> bool:
         return self._cache.must_recheck and self._now - self._since > _IDLE_WITHIN_S
+
+    def note_due(self) -> None:
+        """Notes that a comparison is due, if none was. For any thread."""
+        self._since = min(self._since, self._now)
 
     @property
     def wait_s(self) -> float | None:
@@ -104,9 +109,10 @@ class Recheck:
         if self._left is None:
             yield (chosen := self._idle.submit_read(self._chosen))
             self._left = chosen.result()
-            if self._left == [] or (self._left is None and self._cache.bits.has_used_others):
-                log.warning("[disk-cache] nothing that an earlier version has stored can be compared: it is not used")
-                self._cache.note_other_bits()
+            if not self._left:
+                if self._cache.note_nothing_compared(is_stored=self._left is not None):
+                    log.warning("[disk-cache] nothing that another version has stored can be compared: it is not used")
+                self._begin_again()
                 return
         if self._left and self.goes_beside:
             log.info("[disk-cache] what an earlier version has stored is computed again beside requests")
@@ -118,7 +124,8 @@ class Recheck:
             # difference.
             if is_equal is False:
                 log.warning("[disk-cache] this version computes other bits than what is stored: it is used no more")
-                self._cache.note_other_bits()
+                self._cache.note_other_bits(prefix.builds)
+                self._begin_again()
                 return
             if is_equal is None:
                 self.give_up("it was evicted meanwhile")
@@ -126,22 +133,25 @@ class Recheck:
                 self._left.pop()
                 self._num_equal += 1
                 self._equal_builds |= prefix.builds
-        if self._left is not None and not self._num_equal:
-            # Nothing was compared, which is no sign of equal bits.
-            self._left = None
-            return
-        self._cache.note_same_bits(self._equal_builds)
+        # If nothing was compared, that is no sign of equal bits.
         if self._num_equal:
+            self._cache.note_same_bits(self._equal_builds)
             found_equal = counted(self._num_equal, "stored prompt")
             log.info("[disk-cache] this version computes the bits of an earlier one: %s compared", found_equal)
-        # A further build may come.
+        self._begin_again()
+
+    def _begin_again(self) -> None:
+        """Forgets what was chosen: a further build may come."""
         self._left, self._num_equal, self._equal_builds = None, 0, frozenset()
+        if not self._cache.must_recheck:
+            self._since = math.inf
 
     def _chosen(self) -> list[_StoredPrefix] | None:
         """Returns stored prefixes of the model, of any tenant, the one with the fewest tokens to compute last. Returns
         None if no other build has stored anything. On the reader's thread."""
-        equal = self._cache.bits.equal
+        bits = self._cache.bits
         with self._cache.store.reads.snapshot() as snapshot:
+            bits.look_at_record(snapshot)
             tree, own = PrefixTree(snapshot), dict[bytes, Tenant]()
             for root, record in snapshot.roots():
                 with suppress(ValueError):
@@ -154,7 +164,7 @@ class Recheck:
                 if (root := node_root(value)) in own
                 and node_kind(value) != NodeKind.GHOST
                 and not is_unverified(value)
-                and node_build(value) not in equal
+                and bits.is_to_compare(node_build(value))
             }
             if not root_of:
                 return None
@@ -184,7 +194,8 @@ class Recheck:
             pairs = [pair for pair in pairwise([0, *sorted(points)]) if self._builds_of(nodes, *pair)]
             start, end = min(pairs, key=lambda pair: (pair[1] - pair[0], pair[1]), default=(0, 0))
         else:
-            end = min(end, _MAX_TOKENS)
+            first = min((node.end for node in path if self._cache.bits.is_to_compare(node.build)), default=0)
+            end = min(end, max(_MAX_TOKENS, first))
             if end < len(token_ids) and layout.exact_at == "grid":
                 end = floor_to_grid(end, size)
             start = floor_to_grid(end - 1, size)
@@ -194,8 +205,8 @@ class Recheck:
     def _builds_of(self, nodes: Collection[NodeRecord], start: int, end: int) -> frozenset[bytes]:
         """Returns the other builds that have computed state of the tokens from `start` to `end`."""
         # A checkpoint may have no token of its own.
-        among = (node.build for node in nodes if start < node.end and min(node.position + 1, node.end) <= end)
-        return frozenset(among) - self._cache.bits.equal
+        among = {node.build for node in nodes if start < node.end and min(node.position + 1, node.end) <= end}
+        return frozenset(filter(self._cache.bits.is_to_compare, among))
 
     def _is_equal(self, stored: _StoredPrefix) -> Generator[Future[Any] | None, None, bool | None]:
         """Returns whether the last tokens of a prefix have the state that is stored; None if it is not stored any

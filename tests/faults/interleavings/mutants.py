@@ -55,6 +55,11 @@ _add_to = WriteMeter.add_to
 _take_shared, _written_lately = FolderLock._take_shared, Store.written_lately
 
 
+def _same_as_all(self: BuildBits, _builds: frozenset[bytes]) -> bool:
+    self.note_same(frozenset(map(build_digest, world.BUILDS)))
+    return False
+
+
 def _check_without_holds(self: Fetches) -> float | None:
     return 1.0 if self._open or self._cache.store.write_s else None
 
@@ -264,9 +269,7 @@ MUTANTS: dict[str, Mutant] = {
     "the word of a suspended writer": Mutant("suspended writer, and health says ok", ((WriteLock, "stalled", None),)),
     "the stop beside a suspended writer": Mutant("a stop takes", ((StoreFile, "write_waited_s", 0.0),)),
     "the comparison with what another build has stored": Mutant(_WRONG_REPLY, ((Recheck, "_is_equal", _equal_unseen),)),
-    "the root of a build with other bits": Mutant(
-        _WRONG_REPLY, ((BuildBits, "note_other", lambda self: self.note_same(map(build_digest, world.BUILDS))),)
-    ),
+    "the root of a build with other bits": Mutant(_WRONG_REPLY, ((BuildBits, "note_other", _same_as_all),)),
     "the look at pages that the writer holds": Mutant(
         "a request waits for a read that never ends", ((Fetches, "check_in_s", property(_check_without_holds)),)
     ),
