@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from typing import Any
 
 import regex
 
@@ -207,7 +208,7 @@ class CallReader:
         name = next((member for key, member in members.items() if key in _NAME_KEYS), None)
         if isinstance(name, dict):
             return self._call_of(name)
-        arguments = next((member for key, member in members.items() if key in _ARGUMENT_KEYS), {})
+        arguments: Any = next((member for key, member in members.items() if key in _ARGUMENT_KEYS), {})
         if not isinstance(name, str) or not _NAME.fullmatch(name) or not isinstance(arguments, dict):
             return None
         others = {key: value for key, value in members.items() if key not in _KNOWN_KEYS}
