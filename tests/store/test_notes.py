@@ -321,6 +321,16 @@ def test_the_newest_notes_of_a_kind_are_listed(store: Store, clock: Clock, tmp_p
     assert newest(100.0, 9) == [(ALICE, b"3"), (ALICE, b"0")]
 
 
+def test_of_each_share_so_many_of_the_newest_notes_are_listed(store: Store, clock: Clock) -> None:
+    notes = new_notes(store)
+    for number, share in enumerate(("alice", "bob", "bob", "bob")):
+        clock.now += 1.0
+        assert replace(of(notes, ALICE), share=share).put(NoteKind.OPENING, str(number), b"%d" % number)
+        notes.write()
+    found = notes.newest(NoteKind.OPENING, [ALICE], before=clock.now + 1.0, at_most=2)
+    assert [(note.share, note.content) for note in found] == [("bob", b"3"), ("bob", b"2"), ("alice", b"0")]
+
+
 def test_a_flush_waits_for_a_note_that_is_being_written(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     writer, changes = Writer(store, buffer_bytes=1 << 20), store.changes
     is_writing, disk = threading.Event(), threading.Event()
