@@ -371,7 +371,7 @@ class ActiveRequests:
             raise_if_lost(error)
             event = error_event(error, running.request)
         if event is not None:
-            running.ticket.end(event)
+            running.ticket.send_last(event)
 
     def cancel(self, running: RunningRequest) -> None:
         """Ends a request whose client has gone. The computed state is kept, because the client may ask again."""
@@ -401,7 +401,7 @@ class ActiveRequests:
         """Fails a request that was not accepted."""
         raise_if_lost(error)
         self._inbox.begin_request(ticket)
-        ticket.end(error_event(error, ticket.request))
+        ticket.send_last(error_event(error, ticket.request))
         self._inbox.end_request(ticket)
 
 

@@ -55,7 +55,7 @@ class Ticket(Struct, eq=False):
     def cancel(self) -> None:
         self.cancelled = True
 
-    def end(self, event: Event) -> None:
+    def send_last(self, event: Event) -> None:
         """Sends the last event, if none was sent: the engine and a stop may end a request at once. For any thread."""
         with self._ending:
             has_ended, self._has_ended = self._has_ended, True
@@ -212,7 +212,7 @@ class Inbox:
             finished = self._changed.wait_for(lambda: not self._running, timeout_s)
             for ticket in self._running:
                 ticket.cancel()
-                ticket.end(ErrorEvent(self._refusal()))
+                ticket.send_last(ErrorEvent(self._refusal()))
             self._notify()
         if self._thread.is_alive():
             self._thread.join()
@@ -232,7 +232,7 @@ class Inbox:
         self._lost = error
         with self._changed:
             for ticket in self._running:
-                ticket.end(ErrorEvent(error))
+                ticket.send_last(ErrorEvent(error))
             self._running.clear()
             self._refuse_all()
         self._on_fatal(error)
@@ -251,7 +251,7 @@ class Inbox:
         refused, self._waiting = self._waiting, []
         self._changed.notify_all()
         for ticket in refused:
-            ticket.end(ErrorEvent(self._refusal()))
+            ticket.send_last(ErrorEvent(self._refusal()))
 
     def _refusal(self) -> NotReady:
         if self._lost is not None:

@@ -98,15 +98,13 @@ class ServedModel:
         """The folder or the `.gguf` file of the model. Extras read its small files."""
         self.cache = cache
         self._check_pictures()
-        self.figures = EngineFigures()
-        self.recorder, self._identity = recorder, identity or {}
+        self.figures, self.recorder, self._identity = EngineFigures(), recorder, identity or {}
         self.max_sequences = cache.settings.max_sequences
         self.packs = cache.layout.packs
         """True if one step can compute several sequences."""
         self.max_rows = MAX_ROWS
         """The maximum number of rows of a step."""
-        self.pace = Pace()
-        self.clock = time.perf_counter
+        self.pace, self.clock = Pace(), time.perf_counter
         """The clock that measures steps."""
         self.fit = loaded.fit
         self._finish_load = loaded.finish
@@ -128,7 +126,6 @@ class ServedModel:
         """The tokens that end a reply."""
         self.suppressed = np.array(sorted({*loaded.suppressed} & {*range(runtime.vocab_size)}), np.int64)
         """The tokens of the vocabulary that never come in a reply."""
-        self._never_guessed = frozenset(self.suppressed.tolist())
         self._special_tokens = special_tokens(self.tokenizer)
         self.constraints = ConstraintCompiler(self.tokenizer, self.end_ids, runtime.vocab_size)
         self.pools = EnginePools(self.max_sequences)
@@ -285,6 +282,10 @@ class ServedModel:
             return Guesser()
         longest = len(request.prompt.token_ids) + self.reply_limit(request) - 1
         return self.speculation.guesser(longest, self._never_guessed)
+
+    @cached_property
+    def _never_guessed(self) -> frozenset[int]:
+        return frozenset(self.suppressed.tolist())
 
     def pictures_of(self, request: GenerateRequest) -> PromptPictures | None:
         """Returns the pictures of a prompt, None if it has none. Raises `InvalidRequest` if the model takes text

@@ -1,4 +1,4 @@
-"""The tokens of which a model's files say something about replies."""
+"""The tokens that end a reply or never come in one, by a model's files."""
 
 from __future__ import annotations
 

@@ -146,8 +146,8 @@ class Housekeeping:
     def _unrecorded(self, models: Sequence[ModelRecord]) -> list[ModelRecord]:
         """Returns the models whose record the store lacks, or that change their record."""
         with self._store.reads.snapshot() as snapshot:
-            known = [_known(snapshot, model) for model in models]
-        return [model for one, model in zip(known, models, strict=True) if joined(one, model) != one]
+            stored = [_known(snapshot, model) for model in models]
+        return [model for known, model in zip(stored, models, strict=True) if joined(known, model) != known]
 
     def quarantine(self, name: bytes, parent: bytes) -> None:
         """Removes a damaged node and all its descendants."""

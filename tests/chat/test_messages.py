@@ -131,7 +131,7 @@ def test_a_short_id_links_one_call_with_its_result() -> None:
     assert applied(MessageForm(call_ids="short"))[1]["tool_call_id"] == "abcdefgh1"
 
 
-def test_an_id_that_stands_for_the_name_of_a_call_is_counted_over_the_conversation() -> None:
+def test_an_id_with_the_name_of_its_call_counts_over_the_conversation() -> None:
     """Clients may use an id again in each turn, or send calls without one."""
     call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {}}}
     two = [{**call, "function": {"name": "g", "arguments": {}}}, {"type": "function", "function": call["function"]}]

@@ -147,7 +147,7 @@ WAYS: tuple[Way, ...] = (by_flags, by_variables, by_a_policy)
 
 
 def answer_of(flags: list[str], variables: Mapping[str, str], model: str, key: str | None) -> dict[str, Any]:
-    environment = clean_environment() | variables
+    environment = clean_environment() | dict(variables)
     for name in ("DISKPREFIX_AHEAD", "DISKPREFIX_ENGINE"):
         environment.pop(name) if name not in variables else None
     with DaemonProcess(*flags, environment=environment) as daemon:

@@ -156,7 +156,7 @@ def test_a_request_that_ends_while_the_daemon_stops_ends_once(steps: Steps) -> N
     inbox, events = started(steps), Events()
     ticket = inbox.submit(request("a"), events)
     steps.wait_until(lambda: bool(steps.started))
-    ticket.end(ErrorEvent(ContextTooLong("its end")))
+    ticket.send_last(ErrorEvent(ContextTooLong("its end")))
     assert not inbox.stop(0.01)
     (event,) = events
     assert isinstance(event, ErrorEvent)

@@ -53,7 +53,8 @@ def _changes_of(name: str) -> Iterator[Change]:
             values += [None] if "n" in letters else []
             if "i" in letters:
                 is_number = isinstance(usual, int) and not isinstance(usual, bool)
-                values += [2 * usual, max(1, usual // 2), usual + 1] if is_number else [2, 12]
+                number: Any = usual
+                values += [2 * number, max(1, number // 2), number + 1] if is_number else [2, 12]
         yield from ((name, option, value) for value in values if value is not usual and value != usual)
 
 

@@ -323,7 +323,7 @@ def test_a_long_prompt_ahead_gives_way_to_another_share_after_a_turn(jobs: Ahead
     assert all(map(jobs.has, long_ones)), "they wait for their next turns"
 
 
-def test_a_share_that_comes_later_has_saved_up_no_seconds_for_its_prompts_ahead(jobs: AheadJobs) -> None:
+def test_a_share_that_comes_later_has_saved_up_no_seconds(jobs: AheadJobs) -> None:
     for number in range(8):
         jobs.add_job(job_of("bob", f"bob {number}"))
     computed = list[str]()
@@ -371,7 +371,7 @@ def test_many_shares_with_prompts_ahead_are_bounded(jobs: AheadJobs) -> None:
     assert all_jobs[-1].share not in {*jobs._jobs, *jobs._dropped}
 
 
-def test_what_a_share_is_told_of_dropped_prompts_is_bounded(jobs: AheadJobs) -> None:
+def test_the_list_of_dropped_prompts_of_a_share_is_bounded(jobs: AheadJobs) -> None:
     for number in range(40):
         jobs.add_job(job_of("alice", f"{number}", f"{number}"))
     assert len(jobs.figures["asked"]) == 8 + 8

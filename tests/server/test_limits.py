@@ -280,7 +280,7 @@ def test_within_a_share_conversations_take_turns() -> None:
     asyncio.run(scenario())
 
 
-def test_a_name_for_each_request_gets_no_turn_before_another_share_and_is_forgotten() -> None:
+def test_a_new_name_for_each_request_gets_no_turn_before_another_share() -> None:
     async def scenario() -> None:
         turns, began = Turns(1), list[str]()
 
@@ -314,7 +314,7 @@ def test_one_share_has_half_of_the_places_and_one_conversation_a_quarter() -> No
     ("shares", "conversations", "num_given"),
     [([ALICE], 1, 1 + 1), ([ALICE], 8, 1 + 2), ([ALICE, BOB, CAROL], 8, 1 + 4)],
 )
-def test_of_slow_work_beside_one_share_has_half_and_one_conversation_a_quarter(
+def test_slow_work_of_a_share_has_half_and_of_a_conversation_a_quarter(
     shares: list[Share], conversations: int, num_given: int
 ) -> None:
     async def scenario() -> None:
@@ -936,7 +936,7 @@ def test_a_slow_rendering_holds_up_no_stored_response(
 
 
 @pytest.mark.parametrize("is_read", [False, True])
-def test_a_wait_for_stored_responses_that_another_conversation_reads_is_none_for_the_disk(
+def test_a_wait_for_responses_that_others_read_is_none_for_the_disk(
     is_read: bool, tmp_path: Path, chat_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     get, began, go_on, passed_s = ResponseStore.get, threading.Event(), threading.Event(), 0.0

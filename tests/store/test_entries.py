@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -272,7 +274,8 @@ def test_an_entry_of_a_lower_kind_gives_way_to_the_prompts_own_and_not_the_rever
 
 
 def test_a_checkpoint_that_another_prompt_goes_on_from_gets_no_entry_of_an_evicted_one(store: Store) -> None:
-    common, more = TURNS[: 2 * BLOCK], {"layout": STATES, "checkpoints": (2 * BLOCK, 2 * BLOCK + 5)}
+    common = TURNS[: 2 * BLOCK]
+    more: dict[str, Any] = {"layout": STATES, "checkpoints": (2 * BLOCK, 2 * BLOCK + 5)}
     gone, other = (
         publication(store, np.concatenate([common, prompt(seed, 5)]), end_kind=NodeKind.CHECKPOINT, **more)
         for seed in (7, 8)

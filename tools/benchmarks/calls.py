@@ -27,7 +27,7 @@ _WORDS = (FIRST, LAST)
 
 
 class Read(NamedTuple):
-    """What was read of a reply. `calls` are those that a client can execute: their arguments are an object."""
+    """The parts of a reply. `calls` are those that a client can execute: their arguments are an object."""
 
     calls: list[tuple[str, dict[str, Any]]]
     executed: str
@@ -76,9 +76,9 @@ def pieces_of(text: str, chance: random.Random) -> list[str]:
 def cut_off_fault(case: Case, chance: random.Random) -> str:
     """Cuts the reply off anywhere: only whole calls may be executed."""
     text = case.text[: chance.randrange(len(case.text))]
-    found = read(case.family, pieces_of(text, chance), tools_for(VALUES[case.value]), is_whole=False)
-    whole = all(call == wanted for call, wanted in zip(found.calls, case.calls, strict=False))
-    return "" if whole and len(found.calls) <= len(case.calls) else f"less than was written, cut off: {text!r}"
+    result = read(case.family, pieces_of(text, chance), tools_for(VALUES[case.value]), is_whole=False)
+    whole = all(call == wanted for call, wanted in zip(result.calls, case.calls, strict=False))
+    return "" if whole and len(result.calls) <= len(case.calls) else f"less than was written, cut off: {text!r}"
 
 
 def damaged(text: str, chance: random.Random) -> str:
@@ -98,11 +98,11 @@ def damage_fault(case: Case, chance: random.Random) -> str:
     """Damages a call. A client that executes it must have the words of its first and its last argument."""
     text = damaged(case.text, chance)
     tools = tools_for(VALUES[case.value])
-    found = read(case.family, [text], tools)
-    if read(case.family, text, tools) != found:
+    result = read(case.family, [text], tools)
+    if read(case.family, text, tools) != result:
         return f"read otherwise in pieces, damaged: {text!r}"
-    lost = [word for word in _WORDS if found.calls and text.count(word) > found.executed.count(word)]
-    return f"less than was written, damaged: {text!r} {found}" if lost else ""
+    lost = [word for word in _WORDS if result.calls and text.count(word) > result.executed.count(word)]
+    return f"less than was written, damaged: {text!r} {result}" if lost else ""
 
 
 class Found(NamedTuple):
@@ -116,19 +116,19 @@ class Found(NamedTuple):
 
 def run(seeds: Sequence[int], families: Sequence[Family] = FAMILIES, values: Sequence[str] = (*VALUES,)) -> Found:
     """Reads all calls of `families` with `values`. Each seed makes other pieces, cuts and damage."""
-    found = Found(Counter(), [], Counter())
+    result = Found(Counter(), [], Counter())
     for family, value in ((family, value) for family in families for value in values):
         for case in cases_of(family, value):
             for seed in seeds:
                 chance = random.Random(f"{seed} {case.name}")
                 for kind, fault in faults_of(case, chance):
-                    found.counts[kind] += 1
+                    result.counts[kind] += 1
                     if fault == "shown":
-                        found.shown[family.name, case.deviation] += 1
-                        found.counts["shown"] += 1
+                        result.shown[family.name, case.deviation] += 1
+                        result.counts["shown"] += 1
                     elif fault:
-                        found.faults.append(f"seed {seed}: {case.name}: {fault}")
-    return found
+                        result.faults.append(f"seed {seed}: {case.name}: {fault}")
+    return result
 
 
 def faults_of(case: Case, chance: random.Random) -> Iterator[tuple[str, str]]:

@@ -1,5 +1,7 @@
-"""What the matrices compare with, each fetched on first use: packages of other projects, without which a part of a
-matrix is not tried."""
+"""The sources that the matrices compare with, each fetched on first use: packages of other projects.
+
+Without them, a part of a matrix is not tried.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ SOURCES: Mapping[str, Callable[[Report], Any]] = {
     "vocabularies": vocabularies,
     "templates": templates,
 }
-"""What finds each of them. It is told of before anything is fetched, and raises `NotInstalled` or `SourcesMissing`."""
+"""The function that finds each of them. It raises `NotInstalled` or `SourcesMissing`."""
 
 
 @click.command()

@@ -189,8 +189,8 @@ class CallReader:
         if has_call or known_only:
             return has_call
         value = yield from self._loose(self._patterns.ends)
-        found = [self._call_of(each) for each in (value if isinstance(value, list) else [value])]
-        return None not in found and self._all([call for call in found if call is not None])
+        calls = [self._call_of(each) for each in (value if isinstance(value, list) else [value])]
+        return None not in calls and self._all([call for call in calls if call is not None])
 
     def _loose(self, end: regex.Pattern[str]) -> Parsing[object]:
         """Returns the value up to a match of `end`, which is not JSON. None if it cannot be read."""
@@ -265,21 +265,28 @@ class CallReader:
                     return False
                 if key not in _KNOWN_KEYS:
                     others.append(f"{written(key)}: {''.join(pieces)}")
+        unbegun = "" if begun else name
+        return begun | (yield from self._end_object(unbegun, others, is_inner=is_inner, known_only=known_only))
+
+    def _end_object(self, name: str, others: Sequence[str], *, is_inner: bool, known_only: bool) -> Parsing[bool]:
+        """Reads the end of an object, which is that of its open arguments too. Returns whether a call without arguments
+        begins there: that of a tool `name`, "" if a call has begun or none was named."""
+        reader, was_open = self._reader, self._is_open
         if is_closed := (yield from reader.peek()) == "}":
             reader.at += 1
             if not is_inner:
                 yield from self._stray_braces()
-            if name and not begun and not known_only and (yield from self._ends_here()):
+            if name and not known_only and (yield from self._ends_here()):
                 self._calls.begin(name)
                 self._calls.arguments(f"{{{', '.join(others)}}}")
                 return True
-        if begun and self._is_open:
+        if was_open:
             self._is_open = False
             if is_inner and is_closed:
                 self._calls.arguments("}")
             else:
                 yield from self._end_arguments(is_closed=is_closed, known_only=known_only)
-        return begun
+        return False
 
     def _begin(self, name: str, arguments: str = "", others: Sequence[str] = ()) -> Parsing[bool]:
         """Begins a call with JSON arguments. Reads them if they are not given; an object is emitted as it arrives.

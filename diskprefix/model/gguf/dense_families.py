@@ -230,7 +230,7 @@ DENSE: dict[str, Architecture] = {
 
 
 def _olmo_3(metadata: Metadata, options: dict[str, Any]) -> dict[str, Any]:
-    """Files of models whose layers have one base lack that of layers with a window."""
+    """Files of models whose layers have one base lack the base of layers with a window."""
     base = options["rope_parameters"]["rope_theta"]
     return _windows(metadata, options) | windows_and_all(metadata, options, base)
 

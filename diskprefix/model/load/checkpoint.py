@@ -127,12 +127,12 @@ def require_inner_path(name: str) -> str:
 def stored_tensors(folder: Path, files: Sequence[Path]) -> list[StoredTensor]:
     """Returns the tensors that transformers would load. Raises `ModelError` if a file is damaged or cut short, or if
     two files have a tensor of one name."""
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for file in checkpoint_files(folder, files):
         for tensor in tensors_in(file):
-            if (other := found.setdefault(tensor.name, tensor)) is not tensor:
+            if (other := tensors.setdefault(tensor.name, tensor)) is not tensor:
                 raise ModelError(f"{file} and {other.file.name} both hold {shown(tensor.name)}: they are not one model")
-    return list(found.values())
+    return list(tensors.values())
 
 
 def tensors_in(file: Path) -> list[StoredTensor]:

@@ -36,7 +36,7 @@ from diskprefix.model.load.draft_layer import further_layers, has_known_draft_la
 from diskprefix.model.load.embedded import EMBEDDED, embedded_file
 from diskprefix.model.load.fingerprint import weights_digest
 from diskprefix.model.load.fit import Fit, ModelNeeds, needs_of_file_model, needs_of_folder
-from diskprefix.model.load.generation import reply_tokens
+from diskprefix.model.load.generation_config import reply_tokens
 from diskprefix.model.load.gguf_file import file_stamp, forget_headers, offer_packs, part_paths
 from diskprefix.model.load.hub import HubListing, fetched_model
 from diskprefix.model.load.imports import INSTALL, transformers_quietly

@@ -262,7 +262,7 @@ ONLY_IDS = """{%- for message in messages %}
 """As the templates of Kimi K2 0905, Kimi K2.5 and Kimi Linear: of a call, they write the id and the arguments."""
 
 
-def test_the_ids_of_calls_have_the_name_for_a_template_that_writes_no_other() -> None:
+def test_ids_of_calls_have_the_name_if_the_template_writes_no_other() -> None:
     format, form = chosen(ONLY_IDS)
     assert (format.name, format.holds_calls, form.call_ids) == ("kimi", True, "named")
     call = {"id": "call_0", "type": "function", "function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}

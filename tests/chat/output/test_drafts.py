@@ -39,9 +39,7 @@ def of(family: Family, text: str, *, opened: bool) -> Iterator[Reply]:
 @pytest.mark.parametrize("family", TAGGED, ids=lambda family: family.name)
 @pytest.mark.parametrize("opened", [True, False])
 @pytest.mark.parametrize("more", ["", "\nBut wait."])
-def test_a_draft_in_a_thought_is_a_part_of_it_if_an_answer_or_a_call_follows(
-    family: Family, opened: bool, more: str
-) -> None:
+def test_a_draft_is_a_part_of_its_thought_if_more_follows(family: Family, opened: bool, more: str) -> None:
     thought = f"I could write{drafted(family, CALL)}{more}"
     for reply in of(family, f"{thought}\n</think>\n\nDone", opened=opened):
         assert (reply.reasoning, reply.content, reply.calls) == (thought.rstrip(), "Done", [])

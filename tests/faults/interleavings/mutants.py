@@ -273,7 +273,9 @@ MUTANTS: dict[str, Mutant] = {
     "the look at pages that the writer holds": Mutant(
         "a request waits for a read that never ends", ((Fetches, "check_in_s", property(_check_without_holds)),)
     ),
-    "the one end of a request": Mutant("behind its end", ((Ticket, "end", lambda self, event: self.emit(event)),)),
+    "the one end of a request": Mutant(
+        "behind its end", ((Ticket, "send_last", lambda self, event: self.emit(event)),)
+    ),
     "the build of a node": Mutant(_WRONG_REPLY, ((BuildBits, "accepts", lambda _self, _build: True),)),
     "the pages of a thread that may still write": Mutant(
         _WRONG_REPLY, ((ReadJob, "may_write", property(lambda _self: False)),)

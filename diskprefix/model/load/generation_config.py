@@ -1,4 +1,4 @@
-"""What the `generation_config.json` of a folder says of the tokens of replies."""
+"""The tokens of replies in the `generation_config.json` of a folder."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import pytest
 from transformers import GenerationConfig
 
 from diskprefix.errors import ModelError
-from diskprefix.model.load.generation import WITHOUT_EFFECT, reply_tokens
+from diskprefix.model.load.generation_config import WITHOUT_EFFECT, reply_tokens
 from tests.cache_folder import USERS
 from tests.model import tiny
 
