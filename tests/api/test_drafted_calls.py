@@ -1,4 +1,4 @@
-"""A call that a model drafts in its thought, over each API: no client gets it if something follows the thought."""
+"""A call that a model drafts in its thought, over each API: no client gets it if anything else follows it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ HEAD = Head(id="id-1", created=1, model="m", fingerprint="fp", prompt_tokens=10,
 TOOLS = [tool("get_weather", city={"type": "string"}), tool("look", place={"type": "string"})]
 DRAFT = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 CALL = '<tool_call>\n{"name": "look", "arguments": {"place": "Rome"}}\n</tool_call>'
+LOOK = ("look", {"place": "Rome"})
 THOUGHT = f"I could write\n{DRAFT}\nBut wait."
 REPLIES = {
     "an answer": (f"{THOUGHT}\n</think>\n\nDone", THOUGHT, "Done", []),
-    "a call": (f"{THOUGHT}\n</think>\n\n{CALL}", THOUGHT, "", [("look", {"place": "Rome"})]),
+    "a call": (f"{THOUGHT}\n</think>\n\n{CALL}", THOUGHT, "", [LOOK]),
+    "nothing, after other text": (f"{THOUGHT}\n</think>\n", THOUGHT, "", []),
+    "nothing, after another call": (f"{THOUGHT} Rather\n{CALL}\n</think>\n", f"{THOUGHT} Rather", "", [LOOK]),
     "nothing": (f"I look.\n{DRAFT}\n</think>\n", "I look.", "", [("get_weather", {"city": "Oslo"})]),
 }
 
@@ -123,7 +126,7 @@ def streamed(writer: ReplyWriter, pieces: Iterable[str]) -> list[Any]:
 
 @pytest.mark.parametrize("case", REPLIES)
 @pytest.mark.parametrize("api", APIS)
-def test_a_call_in_a_thought_is_sent_only_if_nothing_follows_the_thought(api: str, case: str) -> None:
+def test_a_call_in_a_thought_is_sent_only_if_nothing_but_its_end_follows(api: str, case: str) -> None:
     new_writer, joined, reasons = APIS[api]
     text, reasoning, content, calls = REPLIES[case]
     wanted = Got(reasoning, content, calls, reasons[bool(calls)])

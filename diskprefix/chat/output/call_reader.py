@@ -65,6 +65,8 @@ class CallReader:
         self._tools = tools
         self._calls = calls
         self._patterns = CallPatterns(family)
+        self.in_thought = False
+        """True in a thought, where any text ends a call: a call counts only if nothing follows it."""
         self._is_open = False
         """True while the arguments, an object, lack their closing brace: its members may still come."""
         self._last = ""
@@ -152,7 +154,7 @@ class CallReader:
         """Returns whether the object of a call is over. `is_closed`: its brace was read. Then, without a tag at the
         end, text may follow on another line, and without any tag any text but a member."""
         yield from self._reader.space()
-        if self._reader.is_over:
+        if self._reader.is_over or self.in_thought:
             return True
         if is_closed and known_only:
             return not (yield from self._reader.looks_at(_GOES_ON))

@@ -100,11 +100,11 @@ class FamilyParser(StreamParser):
         self._made = CallDeltas(self._emit_call)
         self._calls = CallReader(self.reader, family, tools, self._made)
         self._plain = CallReader(self.reader, NONE, tools, self._made)
-        self.has_draft = self._drafting = False
+        self.has_draft = False
         self._drafted: list[OutputDelta] = []
-        """The calls in the thought, held until the end of the reply."""
+        """The calls at the end of the thought so far, held until something follows them or the reply ends."""
         self._draft: list[str] = []
-        """The text of the last of them, while only blanks follow it in the thought."""
+        """Their text."""
         self._tools = tools
         self._opener = self._openers(family, is_offered=bool(tools))
         # Inside reasoning, a tag of plain text may be a quotation unless it begins a line.
@@ -139,7 +139,7 @@ class FamilyParser(StreamParser):
             else:
                 yield from self._try_calls(match, self.content)
         if self._drafted:
-            # Nothing followed the thought.
+            # Nothing followed them but the end of the thought.
             self._out += self._drafted
         else:
             self.end()
@@ -147,19 +147,18 @@ class FamilyParser(StreamParser):
     def emit(self, delta: OutputDelta) -> None:
         self.has_draft = False
         if self._draft:
-            # The thought continues, or something else is the reply: the text is a part of the thought.
+            # The thought continues, or something else is the reply: the calls are text of the thought.
             draft = "".join(self._draft)
             self._draft.clear()
+            self._drafted.clear()
             if isinstance(delta, ReasoningDelta):
                 delta = ReasoningDelta(draft + delta.text)
             else:
                 super().emit(ReasoningDelta(draft.rstrip()))
-        if not isinstance(delta, ReasoningDelta):
-            self._drafted.clear()
         super().emit(delta)
 
     def _emit_call(self, delta: OutputDelta) -> None:
-        if self._drafting:
+        if self._calls.in_thought:
             self._drafted.append(delta)
             self.has_draft = True
         else:
@@ -209,15 +208,20 @@ class FamilyParser(StreamParser):
                 yield from self._after_tag()
                 return
             yield from self._try_draft(match)
+        if self._draft and not self.reader.is_whole:
+            # The thought was cut off: what would have come next might have rejected the calls.
+            self.emit(ReasoningDelta(""))
 
     def _try_draft(self, match: regex.Match[str]) -> Parsing[None]:
-        """Reads calls in a thought. They count if nothing but the end of the thought follows it."""
-        num_drafted, self._drafting = len(self._drafted), True
+        """Reads calls in a thought. They count if nothing but the end of the thought follows them."""
+        if not self._drafted:
+            self._made.count = 0
+        num_drafted, self._calls.in_thought = len(self._drafted), True
         space, self.space = self.space, []
         refused: list[str] = []
         self.reader.begin_copy()
         yield from self._try_calls(match, refused.append)
-        text, self._drafting = self.reader.end_copy(), False
+        text, self._calls.in_thought = self.reader.end_copy(), False
         if len(self._drafted) > num_drafted:
             self._draft += [*space, text]
         else:

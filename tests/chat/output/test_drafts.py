@@ -1,4 +1,4 @@
-"""Calls in a thought: drafts if the reply goes on after the thought, else calls."""
+"""Calls in a thought: calls if nothing but the end of the thought follows them, else drafts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from diskprefix.chat.output.families import FAMILIES, Family
-from tests.chat.output.replies import Reply, format_named, read, tool
+from tests.chat.output.replies import Reply, format_named, joined, read, tool
 from tools.benchmarks.call_texts import call_text
 
 TOOLS = [tool("get_weather", city={"type": "string"}), tool("look", place={"type": "string"})]
@@ -51,7 +51,7 @@ def test_a_draft_is_a_part_of_its_thought_if_more_follows(family: Family, opened
 @pytest.mark.parametrize("family", TAGGED, ids=lambda family: family.name)
 @pytest.mark.parametrize("opened", [True, False])
 @pytest.mark.parametrize("end", ["", "\n", "\n</think>", "</think>\n\n"])
-def test_calls_that_only_a_thought_has_are_calls(family: Family, opened: bool, end: str) -> None:
+def test_calls_that_end_a_thought_and_the_reply_are_calls(family: Family, opened: bool, end: str) -> None:
     calls = drafted(family, CALL) + drafted(family, OTHER) if family.each else drafted(family, CALL, OTHER)
     for reply in of(family, f"I look.{calls}{end}", opened=opened):
         assert (reply.reasoning, reply.content, reply.parsed_calls) == ("I look.", "", [CALL, OTHER])
@@ -59,10 +59,28 @@ def test_calls_that_only_a_thought_has_are_calls(family: Family, opened: bool, e
 
 @pytest.mark.cases(10)
 @pytest.mark.parametrize("family", TAGGED, ids=lambda family: family.name)
-def test_a_thought_that_goes_on_after_its_call_has_it_as_text_too(family: Family) -> None:
-    thought = f"I look.{drafted(family, CALL)} Then I answer."
-    for reply in of(family, f"{thought}\n</think>\n", opened=True):
-        assert (reply.reasoning, reply.content, reply.parsed_calls) == (thought, "", [CALL])
+@pytest.mark.parametrize("end", ["", "\n</think>\n"])
+def test_a_call_that_the_thought_goes_on_after_is_text(family: Family, end: str) -> None:
+    thought = f"Perhaps{drafted(family, CALL)} No, never do that."
+    for reply in of(family, thought + end, opened=True):
+        assert (reply.reasoning, reply.content, reply.calls) == (thought, "", [])
+
+
+@pytest.mark.cases(10)
+@pytest.mark.parametrize("family", TAGGED, ids=lambda family: family.name)
+def test_of_several_calls_in_a_thought_those_that_end_it_are_calls(family: Family) -> None:
+    thought = f"Perhaps{drafted(family, CALL)}{drafted(family, CALL)} No. Rather"
+    for reply in of(family, f"{thought}{drafted(family, OTHER)}\n</think>\n", opened=True):
+        assert (reply.reasoning, reply.content, reply.parsed_calls) == (thought, "", [OTHER])
+
+
+@pytest.mark.parametrize("family", TAGGED, ids=lambda family: family.name)
+def test_a_thought_that_was_cut_off_has_no_calls(family: Family) -> None:
+    thought = f"Perhaps{drafted(family, CALL)}"
+    for at in range(1, len(thought) + 1):
+        parser = format_named(family.name).parser(TOOLS, "<think>\n")
+        reply = joined([*parser.feed(thought[:at]), *parser.finish(is_whole=False)])
+        assert (reply.reasoning, reply.content, reply.calls) == (thought[:at], "", [])
 
 
 @pytest.mark.parametrize("family", TAGGED, ids=lambda family: family.name)
@@ -73,4 +91,4 @@ def test_drafts_of_each_family_are_read_alike_in_pieces(family: Family, after: s
     text = f"I could write{drafted(family, CALL)}\nBut wait.\n</think>\n\n{after}"
     whole = read(format_named(family.name), [text], TOOLS, "<think>\n")
     assert read(format_named(family.name), text, TOOLS, "<think>\n") == whole
-    assert whole.parsed_calls == {"Done": [], "": [CALL]}.get(after, [OTHER])
+    assert whole.parsed_calls == ([] if after in ("", "Done") else [OTHER])
