@@ -21,7 +21,7 @@ from diskprefix.api.fields import (
     Count,
     Effort,
     LimitOrNothing,
-    Markable,
+    MarkableStrictly,
     NamedTool,
     NotServed,
     OneOf,
@@ -134,7 +134,7 @@ class OutputConfig(Body):
     format: JsonFormat | None = optional("The format of the reply's text.")
 
 
-class CountTokensRequest(RequestBody, Markable):
+class CountTokensRequest(RequestBody, MarkableStrictly):
     """`POST /v1/messages/count_tokens`: the fields that make the prompt."""
 
     model_config = ConfigDict(json_schema_extra={"example": {"messages": [{"role": "user", "content": "Hello!"}]}})

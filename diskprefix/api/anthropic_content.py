@@ -18,7 +18,7 @@ from diskprefix.api.fields import (
     optional,
     require_content,
 )
-from diskprefix.api.unread import Unread, read_messages
+from diskprefix.api.unread import Unread, read_messages, refuse_unread
 from diskprefix.chat.data_uri import data_uri
 from diskprefix.chat.messages import (
     CacheMark,
@@ -296,6 +296,10 @@ class AnthropicMessageBody(Body):
         )
 
     @property
+    def has_results(self) -> bool:
+        return any(isinstance(block, ToolResultBlock) for block in self.content or ())
+
+    @property
     def is_prefill(self) -> bool:
         """Returns whether the message is an assistant's text alone, which the reply continues."""
         if self.role != "assistant" or isinstance(self.content, str):
@@ -323,13 +327,11 @@ def neutral_messages(
 ) -> tuple[list[Message], list[OtherPart]]:
     """Returns the conversation, and what is left out of it. `end_mark` is a mark on its last message. Raises the errors
     of `read_messages`."""
-    conversation = [*_system(system)]
+    refuse_unread(system, "system")
     sent = ((message, f"messages.{index}") for index, message in enumerate(messages))
-    read, left_out = read_messages(sent)
-    for message, path in read:
-        conversation.extend([message] if isinstance(message, Message) else message.neutral(path))
+    read, left_out = read_messages(sent, AnthropicMessageBody.neutral)
     # Joins neighbours as Anthropic's API does. Tool results stay apart.
-    conversation = join_neighbours((message, message.role != "tool") for message in conversation)
+    conversation = join_neighbours((message, message.role != "tool") for message in (*_system(system), *read))
     if end_mark is not None:
         conversation[-1] = replace(conversation[-1], mark=end_mark)
     return conversation, left_out

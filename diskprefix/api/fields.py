@@ -29,7 +29,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from diskprefix.api.body_errors import REFUSED
 from diskprefix.api.parsed_request import TextFormat
-from diskprefix.api.unread import Unread, or_unread
+from diskprefix.api.unread import OrUnread, Unread, or_unread, read_or_none
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.chat.messages import CacheMark, JsonObject
 from diskprefix.engine.request import SamplingParams
@@ -272,16 +272,29 @@ class CacheBreakpoint(Body):
         return CacheMark(self.ttl)
 
 
-class Markable(Body):
-    """An object that may carry a mark."""
+_MARK = "Asks the disk cache to save the prompt up to here."
+_BREAKPOINT = "OpenAI's name for `cache_control`."
 
-    cache_control: CacheControl | None = optional("Asks the disk cache to save the prompt up to here.")
-    prompt_cache_breakpoint: CacheBreakpoint | None = optional("OpenAI's name for `cache_control`.")
+
+class Markable(Body):
+    """A message, or an object in one, that may carry a mark. A mark that cannot be read takes nothing else along."""
+
+    cache_control: Annotated[CacheControl | Unread | None, OrUnread(CacheControl | None)] = optional(_MARK)
+    prompt_cache_breakpoint: Annotated[CacheBreakpoint | Unread | None, OrUnread(CacheBreakpoint | None)] = optional(
+        _BREAKPOINT
+    )
 
     @property
     def mark(self) -> CacheMark | None:
-        mark = self.cache_control or self.prompt_cache_breakpoint
+        mark = read_or_none(self.cache_control) or read_or_none(self.prompt_cache_breakpoint)
         return None if mark is None else mark.mark
+
+
+class MarkableStrictly(Markable):
+    """An object outside the messages that may carry a mark. A mark that cannot be read is refused."""
+
+    cache_control: CacheControl | None = optional(_MARK)
+    prompt_cache_breakpoint: CacheBreakpoint | None = optional(_BREAKPOINT)
 
 
 def mark_beside_text(parts: Iterable[object]) -> CacheMark | None:
@@ -296,10 +309,19 @@ def _no_mark(value: object) -> object:
     return value
 
 
+NoMark: TypeAlias = Annotated[None, BeforeValidator(_no_mark)]
+
+
 class Unmarkable(Body):
     """An object that cannot carry a mark. A mark on it is refused, because it would have no effect."""
 
-    cache_control: Annotated[None, BeforeValidator(_no_mark)] = optional("Not allowed here.")
+    cache_control: NoMark = optional("Not allowed here.")
+
+
+class UnmarkableInMessage(Body):
+    """An object in a message that cannot carry a mark. A mark takes nothing else along."""
+
+    cache_control: Annotated[Unread | None, OrUnread(NoMark)] = optional("Not allowed here.")
 
 
 ImageDetail: TypeAlias = Annotated[
@@ -348,7 +370,7 @@ Effort: TypeAlias = Annotated[
 ]
 
 
-class NamedTool(Markable):
+class NamedTool(MarkableStrictly):
     """A tool that the client runs."""
 
     name: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)] = Field(description="Name of the tool.")

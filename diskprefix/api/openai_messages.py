@@ -14,11 +14,12 @@ from diskprefix.api.fields import (
     CacheControl,
     ImageDetail,
     Markable,
+    MarkableStrictly,
     NamedTool,
     OneOf,
     TextOrObject,
     Typed,
-    Unmarkable,
+    UnmarkableInMessage,
     detail_of,
     empty_as,
     mark_beside_text,
@@ -26,7 +27,7 @@ from diskprefix.api.fields import (
     require_content,
 )
 from diskprefix.api.parsed_request import OF_ONE_OF, TextFormat, ToolChoice
-from diskprefix.api.unread import OrUnread, Unread, read_messages
+from diskprefix.api.unread import OrUnread, Unread, read_messages, read_or_none
 from diskprefix.chat.messages import (
     CacheMark,
     ContentPart,
@@ -52,7 +53,7 @@ class TextPartBody(Markable):
         return TextPart(self.text, f"{path}.text", self.mark)
 
 
-class ImageUrl(Unmarkable):
+class ImageUrl(UnmarkableInMessage):
     """An image that is sent inside the request."""
 
     url: str = Field(description="`data:image/png;base64,…`: PNG, JPEG, WebP, GIF or BMP. No other URL is fetched.")
@@ -99,14 +100,14 @@ Content: TypeAlias = Annotated[
 ]
 
 
-class FunctionCall(Unmarkable):
+class FunctionCall(UnmarkableInMessage):
     """The function that the assistant called."""
 
     name: str = Field(min_length=1, description="Name of the function.")
     arguments: TextOrObject | None = optional("Its arguments: JSON text, as OpenAI sends it, or an object.")
 
 
-class ToolCallBody(Unmarkable):
+class ToolCallBody(UnmarkableInMessage):
     """A tool call of an earlier assistant message."""
 
     id: str | None = optional("The `tool_call_id` of the tool's answer refers to it.")
@@ -122,14 +123,14 @@ TEXT_ARGUMENT = "input"
 """The name of a custom tool's only argument. The model gets a custom tool as a function."""
 
 
-class CustomCall(Unmarkable):
+class CustomCall(UnmarkableInMessage):
     """The custom tool that the assistant called."""
 
     name: str = Field(min_length=1, description="Name of the tool.")
     input: Annotated[str, empty_as("")] = Field(default="", description="Its text.")
 
 
-class CustomCallBody(Unmarkable):
+class CustomCallBody(UnmarkableInMessage):
     """A call of a custom tool in an earlier assistant message."""
 
     id: str | None = optional("The `tool_call_id` of the tool's answer refers to it.")
@@ -144,6 +145,9 @@ class CustomCallBody(Unmarkable):
 AnyCallBody: TypeAlias = Annotated[
     ToolCallBody | CustomCallBody | Unread, OneOf("a call", default=lambda _value: "function", or_unread=True)
 ]
+
+
+OptionalText: TypeAlias = Annotated[str | Unread | None, OrUnread(str | None)]
 
 
 class MessageBody(Markable):
@@ -162,16 +166,17 @@ class MessageBody(Markable):
     content: Annotated[Content | None, AfterValidator(require_content)] = optional(
         "Text, or a list of content parts. An assistant's message and a tool's may have none.", validate_default=True
     )
-    refusal: str | None = optional("The assistant's refusal, if there is no `content`.")
-    name: str | None = optional("Name of the speaker, for chat templates that render it.")
+    refusal: OptionalText = optional("The assistant's refusal, if there is no `content`.")
+    name: OptionalText = optional("Name of the speaker, for chat templates that render it.")
     tool_calls: list[AnyCallBody] | None = optional("Tool calls of an assistant message.", max_length=MAX_PARTS)
     tool_call_id: str | None = optional("In a tool message: the call that it answers.")
-    reasoning_content: str | None = optional("The reasoning of the assistant.")
-    reasoning: str | None = optional("Another name for `reasoning_content`.")
+    reasoning_content: OptionalText = optional("The reasoning of the assistant.")
+    reasoning: OptionalText = optional("Another name for `reasoning_content`.")
 
     def neutral(self, path: str) -> Message:
         """Returns the message. `path` is its path in the body."""
-        content = self.refusal if self.content is None else self.content
+        content = read_or_none(self.refusal) if self.content is None else self.content
+        reasoning = read_or_none(self.reasoning_content)
         parts: tuple[ContentPart, ...] = ()
         if isinstance(content, str):
             parts = (TextPart(content, f"{path}.content"),)
@@ -182,10 +187,10 @@ class MessageBody(Markable):
         return Message(
             role=self.role,
             content=(*parts, *unread),
-            name=self.name,
+            name=read_or_none(self.name),
             tool_calls=tuple(call.neutral for _, call in calls if not isinstance(call, Unread)),
             tool_call_id=self.tool_call_id,
-            reasoning=self.reasoning if self.reasoning_content is None else self.reasoning_content,
+            reasoning=read_or_none(self.reasoning) if reasoning is None else reasoning,
             mark=self.mark or mark_beside_text([] if isinstance(content, str | None) else content),
             path=path,
         )
@@ -197,7 +202,7 @@ class ToolFunction(NamedTool, extra="allow"):
     parameters: JsonObject | None = optional("JSON schema of its arguments.")
 
 
-class Tool(Markable, extra="allow"):
+class Tool(MarkableStrictly, extra="allow"):
     """A tool. The chat template gets it unchanged, without `cache_control`."""
 
     type: Literal["function"] = Field(description="Always `function`.")
@@ -228,8 +233,7 @@ MessageOrUnread: TypeAlias = Annotated[MessageBody | Unread, OrUnread(MessageBod
 def neutral_messages(messages: Sequence[MessageBody | Unread]) -> tuple[list[Message], list[OtherPart]]:
     """Returns the messages of a body, and what of them is left out. Raises the errors of `read_messages`."""
     sent = ((message, f"messages.{index}") for index, message in enumerate(messages))
-    read, left_out = read_messages(sent)
-    return [message if isinstance(message, Message) else message.neutral(path) for message, path in read], left_out
+    return read_messages(sent)
 
 
 def conversation_of(

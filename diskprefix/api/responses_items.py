@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, TypeAlias, cast
+from typing import Annotated, Any, Literal, Self, TypeAlias, cast
 
 from msgspec.structs import replace
 from pydantic import AfterValidator, Field, PlainSerializer, model_validator
+from pydantic_core import PydanticCustomError
 
+from diskprefix.api.body_errors import REFUSED
 from diskprefix.api.dialect import Json
 from diskprefix.api.fields import (
     MAX_MESSAGES,
@@ -136,10 +138,18 @@ class ActionItem(Body):
     type: Literal["computer_call", "local_shell_call"]
     id: str | None = None
     call_id: str = Field(min_length=1, description="The screenshot or the output after it refers to it.")
-    action: JsonObject = Field(description="What it does.")
+    action: JsonObject | None = optional("What it does.")
+    actions: Annotated[list[JsonObject], Field(max_length=MAX_PARTS)] | None = optional("Or all that it does.")
+
+    @model_validator(mode="after")
+    def _does_something(self) -> Self:
+        if self.action is None and self.actions is None:
+            raise PydanticCustomError(REFUSED, "needs the field action or actions")
+        return self
 
     def neutral(self, path: str) -> Message:
-        call = ToolCall(self.call_id, self.type.removesuffix("_call"), self.action)
+        action = {"actions": self.actions} if self.action is None else self.action
+        call = ToolCall(self.call_id, self.type.removesuffix("_call"), action)
         return Message(role="assistant", tool_calls=(call,), path=path)
 
 
@@ -337,11 +347,12 @@ def messages_of(items: Iterable[tuple[SpokenItem | Unread, str]]) -> tuple[list[
     Raises the errors of `read_messages`."""
     runs: list[list[Message]] = []
     names: dict[str | None, str] = {}
-    read, left_out = read_messages(items)
-    for item, path in read:
-        if isinstance(item, CompactionItem) and not item.is_own:
-            left_out.append(OtherPart(item.type, path))
-        message: Message = item if isinstance(item, Message) else item.neutral(path)
+    items = [*items]
+    messages, left_out = read_messages(items)
+    left_out += (
+        OtherPart(item.type, path) for item, path in items if isinstance(item, CompactionItem) and not item.is_own
+    )
+    for message in messages:
         names |= {call.id: call.name for call in message.tool_calls}
         if message.role == "tool":
             message = replace(message, name=names.get(message.tool_call_id))

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from diskprefix.chat.data_uri import content_of
 from diskprefix.chat.draft import PromptDraft
-from diskprefix.chat.messages import ContentPart, ImagePart, Message, OtherPart, TextPart, join_neighbours
+from diskprefix.chat.messages import ContentPart, Conversation, ImagePart, Message, OtherPart, TextPart, join_neighbours
 from diskprefix.errors import InvalidRequest
 from diskprefix.tokens import TokenIds, picture_ids
 from diskprefix.values import Picture, left_out_of
@@ -34,19 +34,20 @@ def refusal_of(part: ContentPart) -> InvalidRequest | None:
 
 
 def note_unread(processor: PictureProcessor | None, draft: PromptDraft) -> PromptDraft:
-    """Replaces each part that is not supported or cannot be read, except in the user's newest turn, where
+    """Replaces each part that is not supported or cannot be read, except in the user's newest message, where
     `read_pictures` refuses it. Clients send the older messages again in each request, so an error would never end.
+    Results of calls that are left out are left out, too: templates refuse results without a call.
 
     A part of a new type is its text, if it has one. Otherwise a note replaces what the user or a tool has sent, and the
     rest is left out, with messages in which nothing else is.
     """
-    conversation, newest = draft.conversation, draft.conversation.newest
+    conversation = draft.conversation
     takes_pictures = processor is not None and processor.problem is None
     left_out = [(part.kind, part.path) for part in conversation.left_out]
     what = "text and pictures" if takes_pictures else "text"
 
     def read(message: Message, part: ContentPart) -> Iterator[ContentPart]:
-        if isinstance(part, TextPart) or (takes_pictures and isinstance(part, ImagePart)):
+        if isinstance(part, TextPart) or not part.in_history or (takes_pictures and isinstance(part, ImagePart)):
             yield part
             return
         kind, text = (part.kind, part.text) if isinstance(part, OtherPart) else ("image", None)
@@ -59,10 +60,12 @@ def note_unread(processor: PictureProcessor | None, draft: PromptDraft) -> Promp
             yield TextPart(f"[{word} left out: this model reads {what}]", part.path)
 
     noted: list[Message] = []
-    for index, message in enumerate(conversation.messages):
-        content = message.content
-        if index not in newest:
-            content = [new for part in message.content for new in read(message, part)]
+    lost = _lost_calls(conversation)
+    for message in conversation.messages:
+        if message.role == "tool" and message.tool_call_id in lost:
+            left_out.append(("tool_result", message.path))
+            continue
+        content = [new for part in message.content for new in read(message, part)]
         if content or not message.content or message.tool_calls or message.reasoning:
             noted.append(replace(message, content=tuple(content)))
     if conversation.messages and not noted:
@@ -70,6 +73,15 @@ def note_unread(processor: PictureProcessor | None, draft: PromptDraft) -> Promp
     conversation = replace(conversation, messages=noted, left_out=())
     rewriting = replace(draft.prompt.rewriting, left_out=left_out_of(left_out))
     return replace(draft, conversation=conversation).with_prompt(rewriting=rewriting)
+
+
+def _lost_calls(conversation: Conversation) -> set[str]:
+    """Returns the ids of calls that are not part of the prompt."""
+    parts = (part for message in conversation.messages for part in message.content)
+    others = [part for part in (*conversation.left_out, *parts) if isinstance(part, OtherPart)]
+    lost = {id_ for part in others for id_ in part.call_ids}
+    # Without this test, every request would pay for the ids of its calls.
+    return lost and lost - {call.id for message in conversation.messages for call in message.tool_calls}
 
 
 def place_pictures(template: ChatTemplate, processor: PictureProcessor | None, draft: PromptDraft) -> PromptDraft:

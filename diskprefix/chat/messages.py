@@ -33,22 +33,26 @@ class TextPart(Struct, frozen=True):
 
 
 class ImagePart(Struct, frozen=True):
-    """An image. `uri` should be a data: URI; `uri_path` is its path. `detail` chooses the resolution."""
+    """An image. `uri` should be a data: URI; `uri_path` is its path. `detail` chooses the resolution. `in_history`: one
+    that cannot be read becomes a note, because clients send it again in each request."""
 
     uri: str
     path: str
     uri_path: str
     detail: Detail = "auto"
+    in_history: bool = False
 
 
 class OtherPart(Struct, frozen=True):
     """A content part of a kind that no model here accepts, or that cannot be read. `kind` is the client's word for it.
-    `refusal` is the error of one that cannot be read, `text` the text in it."""
+    `refusal` is the error of one that cannot be read, `text` the text in it, `call_ids` are those of calls in it."""
 
     kind: str
     path: str
     refusal: InvalidRequest | None = None
     text: str | None = None
+    in_history: bool = False
+    call_ids: frozenset[str] = frozenset()
 
 
 ContentPart: TypeAlias = TextPart | ImagePart | OtherPart
@@ -146,13 +150,6 @@ class Conversation(Struct, frozen=True):
     def first_tools(self) -> list[JsonObject] | None:
         """The tools that the template writes."""
         return [tool for tool in self.tools or () if tool["function"]["name"] not in self.late] or None
-
-    @property
-    def newest(self) -> range:
-        """The user's newest messages."""
-        roles = [message.role for message in self.messages]
-        end = max((index + 1 for index, role in enumerate(roles) if role == "user"), default=0)
-        return range(end - len([*takewhile("user".__eq__, reversed(roles[:end]))]), end)
 
     @property
     def has_pictures(self) -> bool:

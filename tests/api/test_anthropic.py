@@ -146,11 +146,12 @@ def test_thoughts_are_reasoning_and_redacted_ones_are_left_out() -> None:
 )
 def test_images_keep_the_path_for_errors(source: Any, uri: str, path: str) -> None:
     image = {"type": "image", "source": source}
-    for parsed, place in (
-        (conversation(user(text("see"), image)), "messages.0.content.1"),
-        (conversation(user(result([image]))), "messages.0.content.0.content.0"),
+    for parsed, place, in_history in (
+        (conversation(user(text("see"), image)), "messages.0.content.1", False),
+        (conversation(user(result([image]))), "messages.0.content.0.content.0", True),
     ):
-        assert parsed.messages[0].content[-1] == ImagePart(uri, place, f"{place}.source.{path}")
+        [*_, part] = parsed.messages[0].content
+        assert part == ImagePart(uri, place, f"{place}.source.{path}", in_history=in_history)
 
 
 def test_documents_of_text_and_search_results_are_text() -> None:

@@ -98,7 +98,7 @@ def test_an_image_is_looked_at_as_closely_as_was_asked(asked: Any, detail: Any, 
     image = {"type": "image_url", "image_url": {"url": "data:x"} | asked}
     [part] = chat(messages=[{"role": role, "content": [image]}]).conversation.messages[0].content
     path = "messages.0.content.0"
-    assert part == ImagePart("data:x", path, f"{path}.image_url.url", detail)
+    assert part == ImagePart("data:x", path, f"{path}.image_url.url", detail, in_history=role == "tool")
 
 
 @pytest.mark.parametrize(

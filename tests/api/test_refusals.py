@@ -46,8 +46,8 @@ PARTS = [
 CHAT: dict[str, Any] = {
     "messages": [
         {"role": "assistant", "tool_calls": [CALL, CALL]},
-        {"role": "user", "content": PARTS},
-        USER | MARKED,
+        USER,
+        {"role": "user", "content": PARTS} | MARKED,
     ],
     "tools": [NAMED | {"function": {"name": "f"} | MARKED}, NAMED | MARKED],
     "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}},
@@ -71,8 +71,8 @@ MESSAGES: dict[str, Any] = {
 RESPONSES: dict[str, Any] = {
     "input": [
         {"type": "function_call", "call_id": "c1", "name": "read", "arguments": "{}"},
-        {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
-        USER | MARKED,
+        USER,
+        {"role": "user", "content": [{"type": "input_text", "text": "x"}]} | MARKED,
     ],
     "tools": [{"type": "function", "name": "read", "parameters": SCHEMA} | MARKED],
     "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "read"}]},
@@ -96,7 +96,7 @@ APIS: dict[str, tuple[BodyReader[Any], dict[str, Any]]] = {
 }
 """Each API with a body that it takes."""
 
-MARKED_PLACES = ("messages.2", "messages.1.content.0", "messages.1.content.1", "tools.1", "tools.0.function")
+MARKED_PLACES = ("messages.2", "messages.2.content.0", "messages.2.content.1", "tools.1", "tools.0.function")
 BAD_MARKS: list[tuple[Any, ...]] = [
     ("", "ephemeral", True, []),
     (".type", GONE, "persistent", None),
@@ -108,12 +108,12 @@ AT: dict[str, list[tuple[Any, ...]]] = {
         ("messages.2", "", 5),
         ("messages.2.role", "", "wizard", GONE),
         ("messages.2.content", "", GONE, None, 5),
-        ("messages.1.content.0", "", "x"),
-        ("messages.1.content.0.text", "", GONE),
-        ("messages.1.content.0.type", "", "smell", 5, ["text"], GONE),
-        ("messages.1.content.1.image_url", "", GONE, 5),
-        ("messages.1.content.1.image_url.url", "", GONE, 5),
-        ("messages.1.content.1.image_url.cache_control", NO_MARK, MARK),
+        ("messages.2.content.0", "", "x"),
+        ("messages.2.content.0.text", "", GONE),
+        ("messages.2.content.0.type", "", "smell", 5, ["text"], GONE),
+        ("messages.2.content.1.image_url", "", GONE, 5),
+        ("messages.2.content.1.image_url.url", "", GONE, 5),
+        ("messages.2.content.1.image_url.cache_control", NO_MARK, MARK),
         ("cache_control", NO_MARK, MARK, "ephemeral"),
         ("max_tokens", "", 2**31, "5", True, 5.5, 1e300),
         ("max_tokens", "(got -5)", -5),
@@ -242,9 +242,9 @@ AT: dict[str, list[tuple[Any, ...]]] = {
         ("input.2.content", "", GONE, None),
         ("input.2.cache_control.type", "", "eternal"),
         ("input.2.type", "", "agent_message", 5),
-        ("input.1.content.0", "", "x"),
-        ("input.1.content.0.text", "", GONE),
-        ("input.1.content.0.type", "", "smell", 5),
+        ("input.2.content.0", "", "x"),
+        ("input.2.content.0.text", "", GONE),
+        ("input.2.content.0.type", "", "smell", 5),
         ("instructions", "", ["x"]),
         ("previous_response_id", "", ""),
         ("special_tokens_in_text", "", "true", 1),

@@ -105,8 +105,8 @@ def test_screenshots_follow_function_calls_and_computer_actions() -> None:
     screenshot = {"type": "computer_screenshot", "image_url": "data:y"}
     moved = {"type": "computer_call_output", "call_id": "c2", "output": screenshot}
     _, called, output, acted, seen = messages(USER, CALLED, OUTPUT | {"output": [image]}, action, moved)
-    assert output.content == (ImagePart("data:x", "input.2.output.0", "input.2.output.0.image_url", "high"),)
-    assert seen.content == (ImagePart("data:y", "input.4.output", "input.4.output.image_url"),)
+    assert output.content == (ImagePart("data:x", "input.2.output.0", "input.2.output.0.image_url", "high", True),)
+    assert seen.content == (ImagePart("data:y", "input.4.output", "input.4.output.image_url", in_history=True),)
     assert [(message.role, message.name) for message in (output, seen)] == [
         ("tool", CALLED["name"]),
         ("tool", "computer"),

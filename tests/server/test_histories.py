@@ -71,6 +71,7 @@ OF_MCP = [
     {"type": "mcp_tool_use", "id": "m1", "name": "echo", "server_name": "s", "input": {}},
     {"type": "mcp_tool_result", "tool_use_id": "m1", "is_error": False, "content": [{"type": "text", "text": "m"}]},
 ]
+SCREENSHOT = {"type": "computer_screenshot", "image_url": "data:x"}
 LEFT_OUT: list[tuple[str, list[Any], dict[str, int]]] = [
     *((path, [turn("assistant", {"type": TEXT[path], "text": "So."}, NEW)], {"hologram": 1}) for path in APIS),
     *((path, [turn("assistant", NEW, {"type": TEXT[path], "text": "So."}, NEW)], {"hologram": 2}) for path in APIS),
@@ -90,21 +91,48 @@ LEFT_OUT: list[tuple[str, list[Any], dict[str, int]]] = [
         [
             {"type": "web_search_call", "id": "ws", "status": "completed", "action": {"type": "search"}},
             {"type": "mcp_call", "id": "m", "name": "n", "arguments": "{}", "output": "o", "server_label": "s"},
-            {"type": "computer_call", "call_id": "c", "actions": [{"type": "click"}]},
+            {"type": "computer_call", "call_id": "c", "deeds": [{"type": "click"}]},
+            {"type": "computer_call_output", "call_id": "c", "output": SCREENSHOT},
             {"type": "agent_call", "id": "a"},
             {"role": "assistant", "content": "So."},
         ],
-        {"web_search_call": 1, "mcp_call": 1, "computer_call": 1, "agent_call": 1},
+        {"web_search_call": 1, "mcp_call": 1, "computer_call": 1, "agent_call": 1, "tool_result": 1},
     ),
     *(
         (
             path,
-            [{"role": "assistant", "content": "So.", "tool_calls": [{"type": "teleport", "id": "1"}]}],
-            {"teleport": 1},
+            [
+                {"role": "assistant", "content": "So.", "tool_calls": [{"type": "teleport", "id": "1"}]},
+                {"role": "tool", "tool_call_id": "1", "content": "there"},
+            ],
+            {"teleport": 1, "tool_result": 1},
         )
         for path in (CHAT, OLLAMA)
     ),
+    (
+        MESSAGES,
+        [
+            turn("assistant", {"type": "text", "text": "So."}, {"type": "tool_use", "id": "1", "name": "read"}),
+            turn("user", {"type": "tool_result", "tool_use_id": "1", "content": "there"}),
+        ],
+        {"tool_use": 1, "tool_result": 1},
+    ),
+    (
+        RESPONSES,
+        [{"type": "skill_use", "role": "developer", "content": "Obey."}, {"role": "assistant", "content": "So."}],
+        {"skill_use": 1},
+    ),
+    *(
+        (path, [{"role": role, "content": "So."} | wrong], {name: 1})
+        for path, role, wrong, name in (
+            (CHAT, "assistant", {"reasoning": {"effort": "low"}}, "reasoning"),
+            (OLLAMA, "assistant", {"images": [5]}, "images"),
+            (OLLAMA, "assistant", {"thinking": 5}, "thinking"),
+            (RESPONSES, "assistant", {"id": 5}, "message"),
+        )
+    ),
 ]
+"""Each with one message of the assistant, which stays."""
 
 
 @pytest.mark.parametrize(("path", "history", "named"), LEFT_OUT)
@@ -253,6 +281,86 @@ def test_further_types_are_counted_together() -> None:
     *named, others = left_out_of(parts)
     assert len(named) == MAX_TYPES_LEFT_OUT
     assert others == LeftOut("others", 3, "32", "34")
+
+
+LATER = {"type": "ephemeral", "ttl": "30m"}
+READ = {"id": "1", "type": "function", "function": {"name": "read", "arguments": "{}"}}
+RESULT = {"role": "tool", "tool_call_id": "1", "content": "there"}
+USED = {"type": "tool_use", "id": "1", "name": "read", "input": {}}
+MARKED_CALLS: list[tuple[str, list[Any]]] = [
+    (CHAT, [{"role": "assistant", "content": None, "tool_calls": [READ], "cache_control": LATER}, RESULT]),
+    (CHAT, [{"role": "assistant", "content": None, "tool_calls": [READ | {"cache_control": LATER}]}, RESULT]),
+    (CHAT, [{"role": "assistant", "tool_calls": [READ], "reasoning": {}}, RESULT | {"cache_control": LATER}]),
+    (OLLAMA, [{"role": "assistant", "tool_calls": [READ], "thinking": {}}, RESULT | {"images": "x"}]),
+    (
+        MESSAGES,
+        [
+            turn("assistant", USED | {"cache_control": LATER}),
+            turn("user", {"type": "tool_result", "tool_use_id": "1", "content": "there", "cache_control": LATER}),
+        ],
+    ),
+    (
+        MESSAGES,
+        [
+            turn("assistant", USED | {"prompt_cache_breakpoint": "here"}),
+            turn(
+                "user",
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "1",
+                    "content": [{"type": "text", "text": "there", "cache_control": LATER}],
+                },
+            ),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "history"), MARKED_CALLS)
+def test_an_unknown_mark_or_field_beside_a_call_takes_neither_the_call_nor_its_result_along(
+    client: httpx.Client, engine: ScriptedEngine, path: str, history: list[Any]
+) -> None:
+    prompt = prompt_of(client, engine, path, body_of(path, [USER, *history]))
+    assert '{"name": "read", "arguments": {}}' in prompt
+    assert "<tool_response>\nthere\n</tool_response>" in prompt
+    assert not left_out(engine).keys() & {"message", "tool_use", "tool_result", "function"}
+
+
+def test_several_actions_on_a_computer_are_one_call(client: httpx.Client, engine: ScriptedEngine) -> None:
+    history = [
+        {"type": "computer_call", "call_id": "c", "actions": [{"type": "click"}, {"type": "wait"}]},
+        {"type": "computer_call_output", "call_id": "c", "output": SCREENSHOT},
+    ]
+    prompt = prompt_of(client, engine, RESPONSES, body_of(RESPONSES, [USER, *history]))
+    assert '{"name": "computer", "arguments": {"actions": [{"type": "click"}, {"type": "wait"}]}}' in prompt
+    assert left_out(engine) == {"image": 1}
+
+
+NEWEST = {
+    CHAT: {"type": "text", "text": "x", "cache_control": LATER},
+    MESSAGES: {"type": "document", "source": {"type": "file", "file_id": "f"}},
+    RESPONSES: {"type": "input_file", "file_id": "f"},
+    OLLAMA: NEW,
+}
+
+
+@pytest.mark.parametrize("path", APIS)
+def test_what_was_refused_is_history_once_the_user_sends_more(client: httpx.Client, path: str) -> None:
+    """Anthropic's API joins messages of one role, so that both are one turn."""
+    field = "input" if path == RESPONSES else "messages"
+    refused = turn("user", NEWEST[path])
+    answer = client.post(path, json=ROUTES[path] | {field: [USER, refused]})
+    assert answer.status_code == 400
+    assert f"{field}.1.content.0" in answer.text
+    answer = client.post(path, json=ROUTES[path] | {field: [USER, refused, USER]})
+    assert answer.status_code == 200, answer.text
+
+
+def test_what_is_sent_beside_a_result_is_never_refused(client: httpx.Client, engine: ScriptedEngine) -> None:
+    result = {"type": "tool_result", "tool_use_id": "1", "content": "there"}
+    body = ROUTES[MESSAGES] | {"messages": [USER, turn("assistant", USED), turn("user", result, NEWEST[MESSAGES])]}
+    assert "[document left out: this model reads text]" in prompt_of(client, engine, MESSAGES, body)
+    assert left_out(engine) == {"document": 1}
 
 
 def test_a_history_in_which_nothing_is_known_is_refused(client: httpx.Client) -> None:

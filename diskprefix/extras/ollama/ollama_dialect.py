@@ -18,7 +18,15 @@ from diskprefix.api.error_forms import error_body
 from diskprefix.api.fields import NotServed, OneOf, RequestBody, SamplingFields, empty_as, sampling_params
 from diskprefix.api.figures import figures_reply
 from diskprefix.api.openai import Stop
-from diskprefix.api.openai_messages import Content, MessageBody, Tool, ToolAsSent, conversation_of, neutral_messages
+from diskprefix.api.openai_messages import (
+    Content,
+    MessageBody,
+    OptionalText,
+    Tool,
+    ToolAsSent,
+    conversation_of,
+    neutral_messages,
+)
 from diskprefix.api.parsed_request import ParsedRequest, TextFormat
 from diskprefix.api.reply import (
     CallBegin,
@@ -30,7 +38,7 @@ from diskprefix.api.reply import (
     logprob_reply,
     whole_choice,
 )
-from diskprefix.api.unread import OrUnread, Unread
+from diskprefix.api.unread import OrUnread, Unread, read_or_none
 from diskprefix.chat.data_uri import data_uri
 from diskprefix.chat.fill_in import FillIn
 from diskprefix.chat.messages import ContentPart, Conversation, ImagePart, JsonObject, Message, OtherPart, TextPart
@@ -120,15 +128,18 @@ class OllamaMessage(MessageBody):
     model_config = ConfigDict(json_schema_extra=None)
 
     content: Content | None = Field(default=None, description="Text.")
-    images: Images | None = Field(default=None, description="In base64.")
-    thinking: str | None = Field(default=None, description="The reasoning of the assistant.")
-    tool_name: str | None = Field(default=None, description="In a tool message: the tool that answers.")
+    images: Annotated[Images | Unread | None, OrUnread(Images | None)] = Field(default=None, description="In base64.")
+    thinking: OptionalText = Field(default=None, description="The reasoning of the assistant.")
+    tool_name: OptionalText = Field(default=None, description="In a tool message: the tool that answers.")
 
     def neutral(self, path: str) -> Message:
         message = super().neutral(path)
-        thinking = message.reasoning if self.thinking is None else self.thinking
-        content = (*_pictures(self.images, f"{path}.images"), *message.content)
-        return replace(message, content=content, name=message.name or self.tool_name, reasoning=thinking)
+        thinking = read_or_none(self.thinking)
+        content = (*_pictures(read_or_none(self.images), f"{path}.images"), *message.content)
+        name = message.name or read_or_none(self.tool_name)
+        return replace(
+            message, content=content, name=name, reasoning=message.reasoning if thinking is None else thinking
+        )
 
 
 def _pictures(images: list[str] | None, path: str) -> list[ImagePart]:
