@@ -81,6 +81,7 @@ def test_every_setting_has_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch
         "kv_memory": "3GiB",
         "context": "4096",
         "api_keys": "/keys",
+        "allowed_origins": "http://localhost:3000",
         "block_size": "64",
         "disk_prefix_cache": "FULL",
         "kv_cache_dir": "/elsewhere",

@@ -18,8 +18,8 @@ from tests.store.released_format import FORMATS, contents
 
 RELEASED = sorted(FORMATS.glob("*.mdb.gz"))
 DIGESTS = {
-    "12.json": "9b6383097b392190f10bd436d258e5f814d25bab9093653ae2dc32490c297f82",
-    "12.mdb.gz": "faccb59e405c6015d3e2f6eb590982db6f88264cea4c356e96c98bb19b55dd12",
+    "13.json": "9b6383097b392190f10bd436d258e5f814d25bab9093653ae2dc32490c297f82",
+    "13.mdb.gz": "d96095340d08aff03908c00ef476b31c5ec2e11134a726c0c8106b1d56906177",
 }
 
 

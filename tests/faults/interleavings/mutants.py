@@ -46,6 +46,7 @@ from tests.faults.interleavings import world
 from tests.faults.interleavings.threads import scheduler
 
 _owner: Any = PrefixCache.owner
+_owner_of: Any = PrefixCache.owner_of
 _forget_expired: Any = PageCache.forget_expired
 _drop: Any = Matcher.drop_node
 _make_fetches: Any = Fetches.__init__
@@ -165,12 +166,16 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "the tenant of memory": Mutant(
         _WRONG_REPLY,
-        ((PrefixCache, "owner", lambda self, _tenant: Owner(b"", self._secret)),),
+        (
+            (PrefixCache, "owner_of", lambda self, _options, _private, _began: Owner(b"", self._secret)),
+            (PrefixCache, "is_gone", lambda _self, _owner: False),
+        ),
     ),
     "the purge of memory": Mutant(
         _FOUND,
         (
             (PrefixCache, "owner", lambda self, tenant: _owner(self, tenant)._replace(last_purge=b"")),
+            (PrefixCache, "owner_of", lambda self, *given: _owner_of(self, *given)._replace(last_purge=b"")),
             (PrefixCache, "is_gone", lambda _self, _owner: False),
             (PageCache, "forget_expired", lambda self, _purges: _forget_expired(self, Purges())),
         ),
