@@ -262,12 +262,14 @@ MAX_TYPES_LEFT_OUT = 32
 """The most types of parts that are named. Those of further types are counted together."""
 
 
-def left_out_of(parts: Iterable[tuple[str, str]]) -> tuple[LeftOut, ...]:
-    """Returns the parts that were left out by their types. Each part comes with its type and its path."""
-    by_type: dict[str, list[str]] = {}
+def left_out_of(parts: Iterable[tuple[str, str]], before: Iterable[LeftOut] = ()) -> tuple[LeftOut, ...]:
+    """Returns the parts that were left out by their types, with those `before`. Each comes with its type and path."""
+    by_type = {each.type: each for each in before}
     for kind, path in parts:
-        by_type.setdefault(kind if kind in by_type or len(by_type) < MAX_TYPES_LEFT_OUT else "others", []).append(path)
-    return tuple(LeftOut(kind, len(paths), paths[0], paths[-1]) for kind, paths in by_type.items())
+        named = kind if kind in by_type or len(by_type) < MAX_TYPES_LEFT_OUT else "others"
+        known = by_type.get(named) or LeftOut(named, 0, path, path)
+        by_type[named] = LeftOut(named, known.count + 1, known.first, path)
+    return tuple(by_type.values())
 
 
 class Rewriting(Struct, frozen=True):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from itertools import groupby
+from collections.abc import Iterator, Sequence
+from itertools import count, groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -108,23 +108,58 @@ def place_pictures(template: ChatTemplate, processor: PictureProcessor | None, d
 
 
 def read_pictures(processor: PictureProcessor | None, draft: PromptDraft) -> PromptDraft:
-    """Reads the images of the conversation. Raises `InvalidRequest` for a part that the model cannot read."""
-    if not draft.conversation.has_pictures:
+    """Reads the images of the conversation. One in the history that cannot be read becomes a note, and so do the oldest
+    if there are too many. Raises `InvalidRequest` for another part that the model cannot read."""
+    messages = draft.conversation.messages
+    parts = [part for message in messages for part in message.pictures]
+    if not parts:
         return draft
-    pictures: list[Picture] = []
-    for part in (part for message in draft.conversation.messages for part in message.content):
-        if isinstance(part, TextPart):
-            continue
-        if len(pictures) == _MAX_IMAGES:
-            raise InvalidRequest.at(part.path, f"a request may hold at most {_MAX_IMAGES} images")
-        if isinstance(part, OtherPart) or processor is None or processor.problem is not None:
-            raise _refusal(part, processor)
-        content = content_of(part.uri, part.uri_path)
-        picture = processor.read_image(
-            content, detail=part.detail, param=part.uri_path, beside=pictures, asker=draft.asker
-        )
-        pictures.append(picture)
-    return replace(draft, pictures=pictures)
+    new, old = ([at for at, part in enumerate(parts) if part.in_history is is_old] for is_old in (False, True))
+    pictures: dict[int, Picture] = {}
+    for at in (*new, *reversed(old[_num_too_many(len(parts)) :])):
+        try:
+            pictures[at] = _picture(processor, parts[at], [*pictures.values()], draft)
+        except InvalidRequest:
+            if not parts[at].in_history:
+                raise
+    if len(pictures) == len(parts):
+        return replace(draft, pictures=[pictures[at] for at in range(len(parts))])
+    left_out: list[tuple[str, str]] = []
+    counted = count()
+
+    def noted(part: ContentPart) -> ContentPart:
+        if isinstance(part, TextPart) or next(counted) in pictures:
+            return part
+        left_out.append(("image", part.path))
+        return TextPart("[picture left out: it cannot be read, or there are too many]", part.path)
+
+    messages = [
+        message if not message.pictures else replace(message, content=tuple(map(noted, message.content)))
+        for message in messages
+    ]
+    rewriting = draft.prompt.rewriting
+    rewriting = replace(rewriting, left_out=left_out_of(left_out, rewriting.left_out))
+    conversation = replace(draft.conversation, messages=messages)
+    draft = replace(draft, conversation=conversation, pictures=[pictures[at] for at in sorted(pictures)])
+    return draft.with_prompt(rewriting=rewriting)
+
+
+def _num_too_many(num_images: int) -> int:
+    """Returns how many of the oldest images are left out. It grows in steps: with each change, the prompt after the
+    image is computed anew."""
+    step = max(1, _MAX_IMAGES // 4)
+    return max(0, -((_MAX_IMAGES - num_images) // step) * step)
+
+
+def _picture(
+    processor: PictureProcessor | None, part: ImagePart | OtherPart, beside: Sequence[Picture], draft: PromptDraft
+) -> Picture:
+    if len(beside) == _MAX_IMAGES:
+        raise InvalidRequest.at(part.path, f"a request may hold at most {_MAX_IMAGES} images")
+    if isinstance(part, OtherPart) or processor is None or processor.problem is not None:
+        raise _refusal(part, processor)
+    content = content_of(part.uri, part.uri_path)
+    return processor.read_image(content, detail=part.detail, param=part.uri_path, beside=beside, asker=draft.asker)
 
 
 class Expanded(NamedTuple):

@@ -203,9 +203,9 @@ class PromptRenderer:
     def _steps(self) -> list[DraftStep]:
         return [
             *self._rewriting_steps(),
+            partial(read_pictures, self._processor),
             partial(place_pictures, self._template, self._processor),
             partial(alternate, self._template),
-            partial(read_pictures, self._processor),
             *self._writing_steps(),
             partial(bound, self._template, self._finds_question),
             partial(mark, self._template),

@@ -237,8 +237,11 @@ def turn(messages: Given, **fields: Any) -> dict[str, Any]:
     return body("", **fields) | {"messages": messages}
 
 
+ANSWERED = {"role": "assistant", "content": "It shows the mouth of a river."}
+
+
 def goes_on(messages: Given, *parts: Any) -> Given:
-    return [*messages, {"role": "assistant", "content": "It shows the mouth of a river."}, said(*parts)]
+    return [*messages, ANSWERED, said(*parts)]
 
 
 def pictures_of(reply: dict[str, Any]) -> tuple[int, int]:
@@ -442,6 +445,88 @@ def test_the_number_of_images_and_their_pixels_together_are_limited(
     error = refusal(llava, IMAGE, IMAGE, IMAGE)
     assert error["param"] == "messages.0.content.2"
     assert "at most 2 images" in error["message"]
+
+
+STRIP = image_part(image_bytes(size=(1, 300)))
+
+
+@pytest.mark.parametrize(
+    "bad", [url_part("https://example.org/cat.png"), url_part("data:image/png;base64,a*b="), STRIP]
+)
+def test_an_image_of_an_earlier_turn_that_cannot_be_read_becomes_a_note(llava: AppServer, bad: Any) -> None:
+    messages = goes_on([said(SEE, bad)], IMAGE, text_part("And this?"))
+    reply = ask(llava, turn(messages))
+    assert (pictures_of(ask(llava, turn(messages, **OFF))), reply["prefix_cache"]["left_out"]) == (
+        (1, 0),
+        [{"type": "image", "count": 1, "first": "messages.0.content.1", "last": "messages.0.content.1"}],
+    )
+    note = text_part("[picture left out: it cannot be read, or there are too many]")
+    noted = ask(llava, turn(goes_on([said(SEE, note)], IMAGE, text_part("And this?")), **OFF))
+    assert logprobs_of(noted) == logprobs_of(reply)
+    assert refusal(llava, SEE, bad)["param"].startswith("messages.0.content.1")
+
+
+RESULTS: list[tuple[str, dict[str, Any], list[Any]]] = [
+    (
+        "/v1/messages",
+        {"messages": "", "max_tokens": 1},
+        [
+            said(SEE),
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "look", "input": {}}]},
+            said(
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "1",
+                    "content": [{"type": "image", "source": {"type": "url", "url": "https://example.org/cat.png"}}],
+                }
+            ),
+        ],
+    ),
+    (
+        "/v1/responses",
+        {"input": "", "max_output_tokens": 16, "store": False},
+        [
+            {"role": "user", "content": "see:"},
+            {"type": "computer_call", "call_id": "1", "actions": []},
+            {
+                "type": "computer_call_output",
+                "call_id": "1",
+                "output": {"type": "computer_screenshot", "image_url": "data:image/png;base64,a*b="},
+            },
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "history"), RESULTS)
+def test_an_image_in_a_result_that_cannot_be_read_is_not_refused(
+    llava: AppServer, path: str, body: dict[str, Any], history: list[Any]
+) -> None:
+    field = next(iter(body))
+    with llava.client() as client:
+        for messages in (history, [*history, {"role": "user", "content": "Go on."}]):
+            answer = client.post(path, json=body | {field: messages})
+            assert answer.status_code == 200, answer.text
+            [named] = answer.json()["prefix_cache"]["left_out"]
+            assert (named["type"], named["count"]) == ("image", 1)
+
+
+def test_the_oldest_images_are_left_out_if_there_are_too_many(
+    llava: AppServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In steps of a quarter of the limit, so that few turns change the prompt at its beginning."""
+    turns = [[said(image_part(image_bytes((number, 1, 1))), text_part(f"{number}?"))] for number in range(11)]
+    monkeypatch.setattr(server_content, "_MAX_IMAGES", 8)
+
+    def left_out(num_images: int) -> int:
+        between = [message for asked in turns[:num_images] for message in (*asked, ANSWERED)][:-1]
+        named = ask(llava, turn(between, max_tokens=1))["prefix_cache"].get("left_out", [])
+        assert all(each["first"] == "messages.0.content.0" for each in named)
+        return sum(each["count"] for each in named)
+
+    assert [left_out(num_images) for num_images in (8, 9, 10, 11)] == [0, 2, 2, 4]
+    monkeypatch.setattr(picture_reader, "MAX_REQUEST_PIXELS", 40 * 30 * 2)
+    assert left_out(3) == 1
 
 
 def test_a_prompt_whose_images_exceed_the_positions_is_refused(llava: AppServer) -> None:
