@@ -191,7 +191,7 @@ class AllowedOrigins(CORSMiddleware):
     another page sends goes on to `BrowserGuard`, which refuses it."""
 
     def __init__(self, app: ASGIApp, origins: Origins) -> None:
-        super().__init__(app, allow_methods=("GET", "POST"), allow_headers=("*",))
+        super().__init__(app, allow_methods=("GET", "POST"), allow_headers=("*",), allow_private_network=True)
         self._origins = origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -68,6 +68,17 @@ def test_a_page_of_an_allowed_origin_asks_and_reads(client: httpx.Client, origin
     assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (400, origin)
 
 
+def test_only_allowed_origins_get_access_to_a_private_network(client: httpx.Client) -> None:
+    """Private Network Access: a browser asks so before a page of a public address may reach this machine."""
+    asked = {"access-control-request-method": "POST", "access-control-request-private-network": "true"}
+    allowed, other = (
+        client.options(SERVED[0], headers={"origin": origin} | asked)
+        for origin in ("https://notes.example", "https://evil.example")
+    )
+    assert (allowed.status_code, allowed.headers["access-control-allow-private-network"]) == (200, "true")
+    assert (other.status_code, "access-control-allow-private-network" in other.headers) == (403, False)
+
+
 @pytest.mark.parametrize("origin", OTHERS)
 def test_a_page_of_another_origin_is_refused(client: httpx.Client, origin: str) -> None:
     answers = [
