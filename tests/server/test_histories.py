@@ -317,7 +317,7 @@ MARKED_CALLS: list[tuple[str, list[Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "history"), MARKED_CALLS)
-def test_an_unknown_mark_or_field_beside_a_call_takes_neither_the_call_nor_its_result_along(
+def test_a_call_and_its_result_stay_beside_an_unknown_mark_or_field(
     client: httpx.Client, engine: ScriptedEngine, path: str, history: list[Any]
 ) -> None:
     prompt = prompt_of(client, engine, path, body_of(path, [USER, *history]))
@@ -345,7 +345,7 @@ NEWEST = {
 
 
 @pytest.mark.parametrize("path", APIS)
-def test_what_was_refused_is_history_once_the_user_sends_more(client: httpx.Client, path: str) -> None:
+def test_a_refused_message_is_history_once_the_user_sends_more(client: httpx.Client, path: str) -> None:
     """Anthropic's API joins messages of one role, so that both are one turn."""
     field = "input" if path == RESPONSES else "messages"
     refused = turn("user", NEWEST[path])
@@ -356,7 +356,7 @@ def test_what_was_refused_is_history_once_the_user_sends_more(client: httpx.Clie
     assert answer.status_code == 200, answer.text
 
 
-def test_what_is_sent_beside_a_result_is_never_refused(client: httpx.Client, engine: ScriptedEngine) -> None:
+def test_a_document_beside_a_result_is_never_refused(client: httpx.Client, engine: ScriptedEngine) -> None:
     result = {"type": "tool_result", "tool_use_id": "1", "content": "there"}
     body = ROUTES[MESSAGES] | {"messages": [USER, turn("assistant", USED), turn("user", result, NEWEST[MESSAGES])]}
     assert "[document left out: this model reads text]" in prompt_of(client, engine, MESSAGES, body)
