@@ -335,7 +335,7 @@ def test_a_picture_that_the_history_keeps_is_a_note_for_a_model_of_text(
     [left_out] = engine.requests[-1].prompt.rewriting.left_out
     assert left_out.type == ("image" if word == "picture" else word)
     assert left_out.first.startswith(f"{field}.{'2' if place == 'result' else '0'}.")
-    last = [REPLIED, USER | {"content": [part]}, USER]
+    last = [REPLIED, USER, USER | {"content": [part]}]
     refused = client.post(path, json=ROUTES[path] | {field: last})
     assert (refused.status_code, "this model takes text only" in refused.text) == (400, True)
 
