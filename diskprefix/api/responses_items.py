@@ -183,8 +183,13 @@ class ToolsItem(Body):
     id: str | None = None
     tools: SentTools = Field(default=[], description="As `tools` of the request.")
 
+    @property
+    def names(self) -> list[str]:
+        """The names of those that are served here."""
+        return names_of(cast("list[JsonObject]", self.tools))
+
     def neutral(self, path: str) -> Message:
-        return Message(role="system", new_tools=names_of(cast("list[JsonObject]", self.tools)), path=path)
+        return Message(role="system", new_tools=self.names, path=path)
 
 
 class SearchItem(Body):
@@ -347,7 +352,8 @@ def messages_of(items: Iterable[tuple[SpokenItem | Unread, str]]) -> tuple[list[
     Raises the errors of `read_messages`."""
     runs: list[list[Message]] = []
     names: dict[str | None, str] = {}
-    items = [*items]
+    # Tools that are not served are named with the other tools.
+    items = [(item, path) for item, path in items if not isinstance(item, ToolsItem) or item.names]
     messages, left_out = read_messages(items)
     left_out += (
         OtherPart(item.type, path) for item, path in items if isinstance(item, CompactionItem) and not item.is_own
