@@ -83,7 +83,7 @@ class ChatRequest(OpenAIBody, json_schema_extra={"example": {"messages": [{"role
     @property
     def _ending(self) -> Ending:
         last = self.messages[-1]
-        is_begun = isinstance(last, MessageBody) and last.role == "assistant" and last.content and not last.tool_calls
+        is_begun = isinstance(last, MessageBody) and last.is_begun
         if self.continue_final_message:
             param = "continue_final_message"
             if self.add_generation_prompt:

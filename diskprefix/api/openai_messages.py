@@ -173,6 +173,12 @@ class MessageBody(Markable):
     reasoning_content: OptionalText = optional("The reasoning of the assistant.")
     reasoning: OptionalText = optional("Another name for `reasoning_content`.")
 
+    @property
+    def is_begun(self) -> bool:
+        """Returns whether the message is an assistant's text alone, which the reply may continue."""
+        has_text = any(part.text for part in self.neutral("").texts)
+        return self.role == "assistant" and has_text and not self.tool_calls
+
     def neutral(self, path: str) -> Message:
         """Returns the message. `path` is its path in the body."""
         content = read_or_none(self.refusal) if self.content is None else self.content

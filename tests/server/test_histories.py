@@ -158,6 +158,21 @@ def test_a_turn_of_which_nothing_is_known_is_left_out(
     assert left_out(engine) == ({} if content else {"message": 1})
 
 
+@pytest.mark.parametrize("path", APIS)
+def test_a_last_message_that_cannot_be_read_is_not_continued(
+    client: httpx.Client, engine: ScriptedEngine, path: str
+) -> None:
+    """Neither is the message before it, if nothing of the last one is left."""
+    # A field that Anthropic's API does not have is no reason not to read a message.
+    for content in ([NEW], {"a": 1}, *(["So."] if path != MESSAGES else [])):
+        last = {"role": "assistant", "content": content, "tool_calls": 5, "type": 5}
+        said = {"role": "assistant", "content": "Hm."}
+        body = ROUTES[path] | {"input" if path == RESPONSES else "messages": [USER, said, last]}
+        assert prompt_of(client, engine, path, body).endswith(f"<|im_end|>\n{SAID}")
+    alone = ROUTES[path] | {"input" if path == RESPONSES else "messages": [USER, turn("assistant", NEW)]}
+    assert prompt_of(client, engine, path, alone).endswith(f"<|im_end|>\n{SAID}")
+
+
 FILES: list[tuple[str, Any, str]] = [
     (CHAT, {"type": "file", "file": {"file_id": "f"}}, "file"),
     (CHAT, {"type": "image_url", "image_url": {"file_id": "f"}}, "image_url"),

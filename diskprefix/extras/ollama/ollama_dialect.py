@@ -41,7 +41,7 @@ from diskprefix.api.reply import (
 from diskprefix.api.unread import OrUnread, Unread, read_or_none
 from diskprefix.chat.data_uri import data_uri
 from diskprefix.chat.fill_in import FillIn
-from diskprefix.chat.messages import ContentPart, Conversation, ImagePart, JsonObject, Message, OtherPart, TextPart
+from diskprefix.chat.messages import ContentPart, Conversation, Ending, ImagePart, JsonObject, Message, OtherPart, TextPart
 from diskprefix.chat.output.format import ToolCallDelta
 from diskprefix.engine.request import DoneEvent
 from diskprefix.errors import DiskPrefixError, InvalidRequest
@@ -107,9 +107,14 @@ class OllamaBody(RequestBody):
         return self
 
     def conversation(
-        self, messages: Sequence[Message], tools: Sequence[Tool] = (), left_out: Sequence[OtherPart] = ()
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        left_out: Sequence[OtherPart] = (),
+        *,
+        path: str,
+        ending: Ending = "reply",
     ) -> Conversation:
-        last = messages[-1] if messages else Message(role="user", path="messages")
         return conversation_of(
             messages,
             tools,
@@ -117,8 +122,8 @@ class OllamaBody(RequestBody):
             reasoning_effort=self.think if isinstance(self.think, str) else None,
             thinking=None if self.think is None else bool(self.think),
             special_tokens_in_text=self.special_tokens_in_text or False,
-            ending="continue" if last.role == "assistant" and last.texts and not last.tool_calls else "reply",
-            path=last.path.partition(".")[0],
+            ending=ending,
+            path=path,
         )
 
 
@@ -163,7 +168,11 @@ class OllamaChatRequest(OllamaBody):
     @property
     def source(self) -> Conversation:
         messages, left_out = neutral_messages(self.messages)
-        return self.conversation(messages, self.tools, left_out)
+        last = self.messages[-1] if self.messages else None
+        is_begun = isinstance(last, OllamaMessage) and last.is_begun
+        return self.conversation(
+            messages, self.tools, left_out, path="messages", ending="continue" if is_begun else "reply"
+        )
 
 
 class OllamaGenerateRequest(OllamaBody):
@@ -184,7 +193,7 @@ class OllamaGenerateRequest(OllamaBody):
             content: list[ContentPart] = [*_pictures(self.images, "images"), TextPart(self.prompt, "prompt")]
             system = Message(role="system", content=(TextPart(self.system, "system"),), path="system")
             user = Message(role="user", content=content, path="prompt")
-            return self.conversation([system, user] if self.system else [user])
+            return self.conversation([system, user] if self.system else [user], path="prompt")
         for name in ("system", "images", *(("suffix",) if self.raw else ())):
             if getattr(self, name):
                 raise InvalidRequest.at(name, f"is not allowed beside {'raw' if self.raw else 'suffix'}")
