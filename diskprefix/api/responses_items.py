@@ -343,7 +343,8 @@ def stored_form(item: SpokenItem | Unread) -> Json:
             kind = "output_text" if item.role == "assistant" else "input_text"
             form["content"] = [{"type": kind, "text": item.content}]
         if item.role == "assistant":
-            form["content"] = [part | {"annotations": []} for part in form.get("content", ())]
+            parts = form.get("content", ())
+            form["content"] = [part | {"annotations": []} if isinstance(part, dict) else part for part in parts]
     return form
 
 

@@ -165,6 +165,7 @@ def test_the_stored_form_of_an_item_is_an_input_again_that_says_the_same() -> No
         OUTPUT,
         {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]},
         {"role": "user", "content": [{"type": "input_image", "image_url": "data:x"}]},
+        *({"role": role, "content": ["bare", {"type": "new", "text": "t"}, 5]} for role in ("assistant", "user")),
     ]
     stored = [stored_form(item) for item in items_of(*items)]
     assert stored[0] == {
