@@ -163,10 +163,11 @@ class CountTokensRequest(RequestBody, MarkableStrictly):
 
     @property
     def conversation(self) -> Conversation:
-        """Returns the conversation for the chat template. If no search runs here that could find the deferred tools,
-        they are offered at once."""
-        searches_here = not any(tool.type and tool.type.startswith(_SEARCHES) for tool in self.tools or ())
+        """Returns the conversation for the chat template. If no tool of the client could find the deferred tools, they
+        are offered at once."""
         offered, tools_left_out = served_tools(self.tools or ())
+        searches_there = any(tool.type and tool.type.startswith(_SEARCHES) for tool in self.tools or ())
+        searches_here = not searches_there and not all(tool.defer_loading for _, tool in offered)
         messages, left_out = neutral_messages(self.system, self.messages, self.mark)
         return Conversation(
             messages=messages,

@@ -98,6 +98,14 @@ def test_deferred_tools_are_offered_at_once_if_no_search_runs_here(
 
 
 @pytest.mark.parametrize("path", FIELD)
+def test_deferred_tools_are_offered_at_once_if_no_other_tool_could_find_them(
+    client: httpx.Client, engine: ScriptedEngine, path: str
+) -> None:
+    prompt_of(client, engine, path, tools=[tool(path, f"tool_{number}", defer_loading=True) for number in (7, 8)])
+    assert all(f'"name": "tool_{number}"' in engine.last_prompt for number in (7, 8))
+
+
+@pytest.mark.parametrize("path", FIELD)
 @pytest.mark.parametrize("is_found", [False, True])
 def test_a_found_tool_may_be_called_and_a_deferred_one_not(client: httpx.Client, path: str, is_found: bool) -> None:
     choice = {"type": "tool", "name": "tool_7"} if path == MESSAGES else {"type": "function", "name": "tool_7"}
@@ -138,6 +146,21 @@ def test_tools_that_come_as_items_are_offered_where_they_stand(client: httpx.Cli
     prompt_of(client, engine, RESPONSES, input=[USER, said, item, USER], tools=[tool(RESPONSES, "read")])
     assert engine.last_prompt.startswith(f"{same}Hm.<|im_end|>\n")
     assert '"name": "mcp__list"' in engine.last_prompt.split("Hm.")[1]
+
+
+@pytest.mark.parametrize("tools", [[], [{"type": "web_search"}]])
+def test_an_item_whose_tools_are_not_served_changes_no_prompt(
+    client: httpx.Client, engine: ScriptedEngine, tools: list[Any]
+) -> None:
+    item = {"type": "additional_tools", "tools": tools}
+    more = {"type": "additional_tools", "tools": [tool(RESPONSES, "grep")]}
+    said = {"role": "assistant", "content": "Hm."}
+    for history in ([USER], [USER, said, more, USER]):
+        asked = prompt_of(client, engine, RESPONSES, input=history)
+        assert prompt_of(client, engine, RESPONSES, input=[item, *history]) == asked
+        assert prompt_of(client, engine, RESPONSES, input=[history[0], item, *history[1:]]) == asked
+    alone = client.post(RESPONSES, json={"input": [item]})
+    assert (alone.status_code, alone.json()["error"]["param"]) == (400, "input")
 
 
 def test_the_tools_that_another_server_has_found_are_offered(client: httpx.Client, engine: ScriptedEngine) -> None:
