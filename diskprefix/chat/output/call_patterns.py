@@ -95,7 +95,7 @@ class CallPatterns:
         self.over = regex.compile(over)
         self.closed = regex.compile(rf"{written_tail}|{self.ends.pattern}")
         self.after_arguments = regex.compile(rf"\]|```|{over}")
-        self.after_object = regex.compile(rf"[,;]?\s*\{{|\]|```|{over}")
+        self.after_object = regex.compile(rf"[,;]?\s*\{{|\]|```|{written_tail}|{over}")
         self.has_end = bool(family.ends or family.tail or (tail and family.body != "objects"))
         pattern = family.head
         if not pattern and family.body not in ("objects", "python"):
