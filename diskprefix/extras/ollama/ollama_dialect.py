@@ -41,7 +41,16 @@ from diskprefix.api.reply import (
 from diskprefix.api.unread import OrUnread, Unread, read_or_none
 from diskprefix.chat.data_uri import data_uri
 from diskprefix.chat.fill_in import FillIn
-from diskprefix.chat.messages import ContentPart, Conversation, Ending, ImagePart, JsonObject, Message, OtherPart, TextPart
+from diskprefix.chat.messages import (
+    ContentPart,
+    Conversation,
+    Ending,
+    ImagePart,
+    JsonObject,
+    Message,
+    OtherPart,
+    TextPart,
+)
 from diskprefix.chat.output.format import ToolCallDelta
 from diskprefix.engine.request import DoneEvent
 from diskprefix.errors import DiskPrefixError, InvalidRequest
