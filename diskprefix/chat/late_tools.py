@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from functools import cached_property
 
 from msgspec.structs import replace
 
@@ -39,6 +40,7 @@ def place_tools(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
         return draft
     late = {tool["function"]["name"]: tool for tool in conversation.tools or () if _name(tool) in conversation.late}
     are_first = not conversation.first_tools
+    text_of_tools = TextOfTools(template)
     messages: list[Message] = []
     for message in conversation.messages:
         new = [late.pop(name) for name in dict.fromkeys(message.new_tools) if name in late]
@@ -46,7 +48,7 @@ def place_tools(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
             # One that brought nothing but tools which the template writes.
             messages += [message] if message.content or message.role != "system" else []
             continue
-        part = TextPart(text_of_tools(template, new, are_first=are_first), message.path)
+        part = TextPart(text_of_tools(new, are_first=are_first), message.path)
         are_first = False
         if message.role == "assistant":
             # A search that another server ran.
@@ -56,27 +58,39 @@ def place_tools(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
     return replace(draft, conversation=replace(conversation, messages=messages))
 
 
-def text_of_tools(template: ChatTemplate, tools: Sequence[JsonObject], *, are_first: bool) -> str:
-    """Returns the text with which a template offers further tools; if they `are_first`, all that it writes with tools,
-    so that the model knows how to call them. A template that writes no tools gets them as JSON."""
-    before = [] if are_first else [_OTHER]
-    messages = [SOME_USER] if template.refuses_system else [_SYSTEM, SOME_USER]
+class TextOfTools:
+    """The texts with which a template offers further tools."""
 
-    # Some tokenizers have a template of its own for conversations with tools, which writes other instructions, too.
-    no_tools: list[JsonObject] | None = None if template.source_for([]) == template.source_for(None) else []
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+        self._before: dict[bool, str] = {}
 
-    def write(offered: Sequence[JsonObject]) -> str:
+    def __call__(self, tools: Sequence[JsonObject], *, are_first: bool) -> str:
+        """Returns the text of `tools`; if they `are_first`, all that the template writes with tools, so that the model
+        knows how to call them. A template that writes no tools gets them as JSON."""
+        before = [] if are_first else [_OTHER]
+        if are_first not in self._before:
+            self._before[are_first] = self._write(before)
+        without, written = self._before[are_first], self._write([*before, *tools])
+        begin = common_chars(without, written)
+        end = common_chars(without[begin:][::-1], written[begin:][::-1])
+        text = self._special.sub("", written[begin : len(written) - end]).strip(_AROUND)
+        if not all(_name(tool) in text for tool in tools):
+            text = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        return text if are_first else _ANNOUNCED + text
+
+    def _write(self, offered: Sequence[JsonObject]) -> str:
+        template = self._template
+        messages = [SOME_USER] if template.refuses_system else [_SYSTEM, SOME_USER]
+        # Some tokenizers have a template of its own for conversations with tools, which writes other instructions, too.
+        no_tools: list[JsonObject] | None = None if template.source_for([]) == template.source_for(None) else []
         return template.try_render(TemplateInput(messages, [*offered] or no_tools, {}), "none")
 
-    without, written = write(before), write([*before, *tools])
-    begin = common_chars(without, written)
-    end = common_chars(without[begin:][::-1], written[begin:][::-1])
-    # Tokens of the template spell nothing in the text of a message.
-    special = "|".join(map(re.escape, sorted(filter(str.strip, template.special), key=len, reverse=True))) or "(?!)"
-    text = re.sub(special, "", written[begin : len(written) - end]).strip(_AROUND)
-    if not all(_name(tool) in text for tool in tools):
-        text = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-    return text if are_first else _ANNOUNCED + text
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        """The tokens of the template, which spell nothing in the text of a message."""
+        tokens = sorted(filter(str.strip, self._template.special), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
 
 
 def _name(tool: JsonObject) -> str:

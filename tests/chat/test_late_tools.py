@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from diskprefix.chat.late_tools import text_of_tools
+from diskprefix.chat.late_tools import TextOfTools
 from diskprefix.chat.messages import Conversation, Message, TextPart, ToolCall
 from diskprefix.tokens import common_prefix_length
 from tests.chat.families.conversations import text_of
@@ -35,14 +35,28 @@ def said(role: str, text: str, **fields: object) -> Message:
 @pytest.mark.parametrize("are_first", [False, True])
 def test_a_template_writes_a_late_tool_in_its_own_form(family: Family, are_first: bool) -> None:
     template = renderer_of(family)._template
-    text = text_of_tools(template, [LATE], are_first=are_first)
+    text_of_tools = TextOfTools(template)
+    text = text_of_tools([LATE], are_first=are_first)
     assert all(word in text for word in ("garden", "valley", "Looks at a garden."))
     assert "diskprefix" not in text, "the tool before it"
     assert "window" not in text
-    alone = text_of_tools(template, [FIRST], are_first=are_first)
-    both = text_of_tools(template, [FIRST, LATE], are_first=are_first)
+    alone = text_of_tools([FIRST], are_first=are_first)
+    both = text_of_tools([FIRST, LATE], are_first=are_first)
     assert len(both) <= len(alone) + len(text) + 2
     assert not [token for token in template.special if token.strip() and token in text]
+
+
+@pytest.mark.parametrize("are_first", [False, True])
+def test_the_template_is_rendered_once_for_each_message_with_tools(
+    monkeypatch: pytest.MonkeyPatch, are_first: bool
+) -> None:
+    """And once for what is before them, which is the same for all."""
+    template = renderer_of(next(family for family in FAMILIES if family.takes_tools))._template
+    text_of_tools, rendered, render = TextOfTools(template), list[object](), template.try_render
+    monkeypatch.setattr(template, "try_render", lambda *given: rendered.append(given) or render(*given))
+    texts = [text_of_tools([LATE], are_first=are_first) for _ in range(5)]
+    assert len({*texts}) == 1
+    assert len(rendered) == len(texts) + 1
 
 
 @families
