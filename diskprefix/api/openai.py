@@ -104,6 +104,7 @@ class OpenAIWriter(EventWriter, ABC):
         self.with_logprobs = with_logprobs
         self._held: list[Json] = []
         self._reasoning_tokens = 0
+        self._first_ended = False
 
     @abstractmethod
     def whole_choice(self, choice: WholeChoice) -> Json: ...
@@ -117,8 +118,9 @@ class OpenAIWriter(EventWriter, ABC):
     def empty_choice(self) -> Json: ...
 
     def keepalive(self) -> bytes:
-        """Returns an empty chunk: some agents count no comments, and give up after a time without an event."""
-        return ServerSentEvent(self._chunk(0, self.empty_choice, None)).encode()
+        """Returns an empty chunk: some agents count no comments, and give up after a time without an event. It is one
+        of the first choice, until that has ended."""
+        return ServerSentEvent(self._chunk(None if self._first_ended else 0, self.empty_choice, None)).encode()
 
     def whole(self, reply: WholeReply) -> Json:
         choices = [
@@ -139,6 +141,7 @@ class OpenAIWriter(EventWriter, ABC):
             return [ServerSentEvent(self._chunk(None, {}, None) | {"prompt_progress": _progress(event)})]
         if isinstance(event, EndEvent):
             self._reasoning_tokens += event.reasoning_tokens
+            self._first_ended |= event.choice == 0
             ready, self._held = self._held, [self._chunk(event.choice, self.empty_choice, event.reason)]
         else:
             new = [self._chunk(event.choice, choice, None) for choice in self.chunk_choices(event)]

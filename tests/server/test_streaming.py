@@ -20,7 +20,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from diskprefix.api.dialect import Head
 from diskprefix.api.openai_chat import ChatWriter
-from diskprefix.api.reply import ReplyReader
+from diskprefix.api.reply import EndEvent, ReplyReader
 from diskprefix.chat.output.choose_format import PlainText
 from diskprefix.engine.request import (
     ErrorEvent,
@@ -169,6 +169,17 @@ def test_a_keepalive_of_a_stream_is_an_empty_chunk_between_events() -> None:
     empty = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": None}
     assert [chunk["choices"] == [empty] for chunk in chunks] == [True, False, False, True, False]
     assert sent.is_whole
+
+
+def test_a_keepalive_is_no_chunk_of_a_choice_that_has_ended() -> None:
+    writer = ChatWriter(HEAD, include_usage=False, with_logprobs=False)
+    sent = []
+    for ended in ((), (1,), (0,)):
+        for choice in ended:
+            writer.events(EndEvent(choice, "stop"))
+        chunk = json.loads(writer.keepalive().removeprefix(b"data: "))
+        sent.append([each["index"] for each in chunk["choices"]])
+    assert sent == [[0], [0], []]
 
 
 @pytest.mark.parametrize("before", [[], [None], [HELLO[0]]])
