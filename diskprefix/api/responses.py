@@ -44,6 +44,7 @@ from diskprefix.api.responses_items import (
 )
 from diskprefix.api.responses_tools import OfferedFunctions, ToolAsSent
 from diskprefix.api.responses_writer import OutputItems, ResponseWriter
+from diskprefix.api.unread import Unread
 from diskprefix.chat.messages import Conversation, JsonObject, Message, TextPart
 from diskprefix.errors import InvalidRequest
 from diskprefix.store.notes import TenantNotes
@@ -338,10 +339,10 @@ class Responses:
             own.append((MessageItem(role="user", content=body.input), "input"))
         for index, item in enumerate(items := body.items):
             path = f"input.{index}"
-            if isinstance(item, TriggerItem):
-                if index + 1 < len(items):
-                    raise InvalidRequest.at(path, "must be the last item")
+            if isinstance(item, TriggerItem) and index + 1 == len(items):
                 self.compacts = True
+            elif isinstance(item, TriggerItem):
+                own.append((Unread(item.model_dump(), "type", "must be the last item"), path))
             elif isinstance(item, ReferenceItem):
                 own.append(store.referred(item, path))
             else:

@@ -259,7 +259,8 @@ class CompactionItem(Body):
 
 
 class TriggerItem(Body):
-    """Asks for a summary of the conversation before it, as an item of type `compaction`. It is the last item."""
+    """Asks for a summary of the conversation before it, as an item of type `compaction`. It counts as the last item
+    only."""
 
     type: Literal["compaction_trigger"]
 

@@ -173,6 +173,12 @@ def test_a_last_message_that_cannot_be_read_is_not_continued(
     assert prompt_of(client, engine, path, alone).endswith(f"<|im_end|>\n{SAID}")
 
 
+def test_a_trigger_of_an_earlier_turn_is_left_out(client: httpx.Client, engine: ScriptedEngine) -> None:
+    prompt = prompt_of(client, engine, RESPONSES, body_of(RESPONSES, [USER, {"type": "compaction_trigger"}]))
+    assert prompt == f"{ASKED}{ASKED}{SAID}"
+    assert left_out(engine) == {"compaction_trigger": 1}
+
+
 FILES: list[tuple[str, Any, str]] = [
     (CHAT, {"type": "file", "file": {"file_id": "f"}}, "file"),
     (CHAT, {"type": "image_url", "image_url": {"file_id": "f"}}, "image_url"),
