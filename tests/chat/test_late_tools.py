@@ -6,7 +6,8 @@ import pytest
 from msgspec.structs import replace
 
 from diskprefix.chat.late_tools import TextOfTools
-from diskprefix.chat.messages import Conversation, Message, TextPart, ToolCall
+from diskprefix.chat.messages import Conversation, Ending, Message, TextPart, ToolCall
+from diskprefix.chat.template_input import TemplateInput
 from diskprefix.tokens import common_prefix_length
 from tests.chat.families.conversations import text_of
 from tests.chat.families.families import FAMILIES, Family, renderer_of
@@ -52,8 +53,13 @@ def test_the_template_is_rendered_once_for_each_message_with_tools(
 ) -> None:
     """And once for what is before them, which is the same for all."""
     template = renderer_of(next(family for family in FAMILIES if family.takes_tools))._template
-    text_of_tools, rendered, render = TextOfTools(template), list[object](), template.try_render
-    monkeypatch.setattr(template, "try_render", lambda *given: rendered.append(given) or render(*given))
+    text_of_tools, rendered, render = TextOfTools(template), list[TemplateInput](), template.try_render
+
+    def counted(asked: TemplateInput, ending: Ending) -> str:
+        rendered.append(asked)
+        return render(asked, ending)
+
+    monkeypatch.setattr(template, "try_render", counted)
     texts = [text_of_tools([LATE], are_first=are_first) for _ in range(5)]
     assert len({*texts}) == 1
     assert len(rendered) == len(texts) + 1

@@ -98,7 +98,7 @@ def test_deferred_tools_are_offered_at_once_if_no_search_runs_here(
 
 
 @pytest.mark.parametrize("path", FIELD)
-def test_deferred_tools_are_offered_at_once_if_no_other_tool_could_find_them(
+def test_deferred_tools_are_offered_if_no_other_could_find_them(
     client: httpx.Client, engine: ScriptedEngine, path: str
 ) -> None:
     prompt_of(client, engine, path, tools=[tool(path, f"tool_{number}", defer_loading=True) for number in (7, 8)])

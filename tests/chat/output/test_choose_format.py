@@ -74,6 +74,11 @@ NAMED = {
 SPECIAL = {
     "LFM2-8B-A1B": ["<|tool_call_start|>", "<|tool_call_end|>"],
     "LFM2.5-Instruct": ["<|tool_call_start|>", "<|tool_call_end|>"],
+    "Mistral-Small-3.2-24B-Instruct-2506": ["</s>"],
+    "mistralai-Ministral-3-14B-Reasoning-2512": ["</s>"],
+    "unsloth-mistral-Devstral-Small-2507": ["</s>"],
+    "GigaChat3.1-10B-A1.8B": ["<|message_sep|>"],
+    "meetkai-functionary-medium-v3.2": ["<|eot_id|>"],
 }
 """Special tokens of their tokenizers that matter here."""
 WRITTEN = [(format, name) for format, names in FORMATS.items() for name in names.split()]
@@ -129,7 +134,7 @@ OTHER_FORMS = {
 
 @pytest.mark.parametrize("name", [name for _, name in WRITTEN])
 def test_the_grammar_of_calls_takes_the_call_as_the_template_writes_it(name: str) -> None:
-    assert chosen(template_named(name)).format.holds_calls == (name not in OTHER_FORMS)
+    assert chosen(template_named(name), SPECIAL.get(name, ())).format.holds_calls == (name not in OTHER_FORMS)
 
 
 def test_equal_openings_are_told_apart_by_their_ends() -> None:
