@@ -296,7 +296,7 @@ class ChannelParser(StreamParser):
             yield from self.reader.space()
             if (yield from self._is_over()):
                 self._made.arguments("}")
-        elif not first and (yield from self._is_over()):
+        elif first != "{" and (yield from self._is_over()):
             self._made.arguments("{}")
         yield from self._body(self._made.arguments)
 
