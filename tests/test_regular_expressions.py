@@ -39,7 +39,6 @@ MADE: dict[str, list[tuple[str, tuple[str, ...]]]] = {
         ("[\U000f0000-\U000f0010][\U000f0000-\U000f0010]*", ("search", "sub")),
         (r"\\u(db[89a-f][0-9a-f])\\u(d[c-f][0-9a-f]{2})", ("sub",)),
     ],
-    "chat/late_tools.py": [(r"(?:<\|im_start\|>|<\|im_end\|>|<s>)", ("sub",))],
     "chat/content.py": [(r"(<\|image_pad\|>)", ("split",))],
     "model/gguf/encoders.py": [(r"model\.visual\.blocks\.(\d+)\.(.+)", ("fullmatch",))],
     "model/families/optional_weights.py": [(r"(?!)|self_attn\.(qkv|q|k|v)_proj|mamba\.conv1d", ("fullmatch",))],

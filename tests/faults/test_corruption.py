@@ -87,7 +87,7 @@ def run(program: str, folder: Path) -> str:
         # The pages of one payload over those of another, with the header: LMDB freed the wrong ones, and two payloads
         # then shared pages.
         ("misdirected writes", 503, "part lost"),
-        ("misdirected writes", 903, "part lost"),
+        ("misdirected writes", 903, "fresh store"),
         ("misdirected writes", 1319, "part lost"),
     ],
 )
