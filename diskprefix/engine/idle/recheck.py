@@ -80,8 +80,8 @@ class Recheck:
         return self._cache.must_recheck and self._now - self._since > _IDLE_WITHIN_S
 
     def note_due(self) -> None:
-        """Notes that a comparison is due, if none was. For any thread."""
-        self._since = min(self._since, self._now)
+        """Notes that a comparison is due from now on. For any thread."""
+        self._since = self._now
 
     @property
     def wait_s(self) -> float | None:
@@ -143,8 +143,6 @@ class Recheck:
     def _begin_again(self) -> None:
         """Forgets what was chosen: a further build may come."""
         self._left, self._num_equal, self._equal_builds = None, 0, frozenset()
-        if not self._cache.must_recheck:
-            self._since = math.inf
 
     def _chosen(self) -> list[_StoredPrefix] | None:
         """Returns stored prefixes of the model, of any tenant, the one with the fewest tokens to compute last. Returns
