@@ -125,7 +125,24 @@ def daemon(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """A daemon for the whole session. Tests that stop or disturb one start their own."""
     flags = serve_flags(chat_model, tmp_path_factory.mktemp("daemon") / "kv")
     with DaemonProcess(*flags) as process:
-        yield process.wait_ready()
+        _shared.append(process.wait_ready())
+        yield process
+        _shared.clear()
+
+
+_shared: list[DaemonProcess] = []
+"""The session's daemon while it shall live."""
+
+
+@pytest.fixture(autouse=True)
+def shared_daemon_lives() -> Iterator[None]:
+    """The test during which the session's daemon ends fails, and says how it ended; all later ones only see that it is
+    gone."""
+    yield
+    while _shared and (code := _shared[0].process.poll()) is not None:
+        daemon = _shared.pop()
+        log = "\n".join(daemon.lines[-100:])
+        raise AssertionError(f"the session's daemon, process {daemon.process.pid}, has ended with {code}:\n{log}")
 
 
 @pytest.fixture

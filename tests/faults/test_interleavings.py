@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import math
+import multiprocessing
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -132,6 +134,10 @@ def never_ending_histories(_start: int, folder: Path, **_: Any) -> None:
             signal.pause()
 
 
+def answer_once(connection: Connection) -> None:
+    connection.send(connection.recv())
+
+
 def test_a_signal_ends_a_run_in_the_middle_of_its_histories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interleavings, "_share", never_ending_histories)
 
@@ -142,12 +148,19 @@ def test_a_signal_ends_a_run_in_the_middle_of_its_histories(tmp_path: Path, monk
 
     before = signal.signal(signal.SIGTERM, interleavings.interrupt_once)
     ending = threading.Thread(target=end_twice)
+    here, there = multiprocessing.Pipe()
+    multiprocessing.get_context("fork").Process(target=answer_once, args=(there,), daemon=True).start()
+    there.close()
     ending.start()
     try:
         assert interleavings.simulate(0, 2 * interleavings.AT_ONCE, tmp_path, 2).is_cut_off
+        # Another process of this one, such as a daemon that other tests use, has not ended.
+        here.send("hello")
+        assert here.recv() == "hello"
     finally:
         ending.join()
         signal.signal(signal.SIGTERM, before)
+        here.close()
 
 
 @pytest.mark.slow

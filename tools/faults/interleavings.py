@@ -174,6 +174,7 @@ def simulate(
     whole = Result()
     work = partial(_share, first=first, count=count, folder=folder, without=without, until=until)
     gc.freeze()
+    others = multiprocessing.active_children()
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(processes, mp_context=context, initializer=_end_by_signals) as pool:
         try:
@@ -184,7 +185,7 @@ def simulate(
                     break
         except KeyboardInterrupt:
             whole.is_cut_off = True
-            for worker in multiprocessing.active_children():
+            for worker in set(multiprocessing.active_children()).difference(others):
                 worker.terminate()
         finally:
             pool.shutdown(cancel_futures=True)
