@@ -29,14 +29,18 @@ class Fetchers(Generic[_Result]):
         self._pool = ThreadPool(max_threads, "remote-fetch").start()
         self._waited_for: dict[Hashable, ObjectFetch[_Result]] = {}
         self._lock = threading.Lock()
+        self._is_closed = False
 
     def share(self, key: Hashable, call: Callable[[], _Result]) -> ObjectFetch[_Result]:
         """Returns the running fetch with this key, or starts one with `call`. Callers that stop waiting call
-        `leave`."""
+        `leave`. After `close`, a new fetch is a cancelled one."""
         with self._lock:
             fetch = self._waited_for.get(key)
             if fetch is None or fetch.future.done():
-                fetch = self._waited_for[key] = ObjectFetch(key, self._pool.submit(call))
+                future = Future[_Result]() if self._is_closed else self._pool.submit(call)
+                fetch = self._waited_for[key] = ObjectFetch(key, future)
+                if self._is_closed:
+                    future.cancel()
             fetch.num_waiting += 1
             return fetch
 
@@ -50,6 +54,8 @@ class Fetchers(Generic[_Result]):
                     del self._waited_for[fetch.key]
 
     def close(self) -> None:
-        """Begins no further call, and does not wait. A process that is to end before running calls do must use
-        `os._exit`, as the daemon does (`server/process/process.py`, `leave`)."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """Begins no further call, cancels those that have not begun, and does not wait. A process that is to end before
+        running calls do must use `os._exit`, as the daemon does (`server/process/process.py`, `leave`)."""
+        with self._lock:
+            self._is_closed = True
+            self._pool.shutdown(wait=False, cancel_futures=True)

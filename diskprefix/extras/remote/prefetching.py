@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
 from typing import TypeAlias
 
 from diskprefix.cache.tiers.tier import PrefetchRequest
@@ -83,8 +84,8 @@ class PrefetchJob:
         return fetch
 
     def _wait(self, fetch: ObjectFetch[FetchedNodes]) -> FetchedNodes:
-        """Returns the result of a fetch, or None and gives up at the deadline, or if the request is cancelled. Raises
-        the error of the fetch."""
+        """Returns the result of a fetch, or None and gives up at the deadline, or if the request or the fetch is
+        cancelled. Raises the error of the fetch."""
         while not self._request.is_cancelled():
             left = self._deadline - time.monotonic()
             if left <= 0:
@@ -94,6 +95,9 @@ class PrefetchJob:
                 nodes = fetch.future.result(min(left, _POLL_S))
             except TimeoutError:
                 continue
+            except CancelledError:
+                # The tier is closed.
+                break
             # The nodes may be large: they must not live as long as the job.
             self._running.remove(fetch)
             self._fetchers.leave(fetch)

@@ -113,6 +113,16 @@ def test_a_longer_prompt_takes_what_a_shorter_one_left_at_its_end(reached: int, 
     assert payloads(nodes) == payloads(saved.nodes[:reached])
 
 
+def test_who_reads_while_the_tier_closes_goes_on_without_the_rest(
+    make: MakeMachine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a daemon ends while a request waits for the bucket."""
+    other, _ = sharing(make)
+    other.remote.close(WAIT_S)
+    prefetched, nodes = other.prefetch(PROMPT)
+    assert (prefetched.is_whole, nodes, caplog.records) == (False, [], [])
+
+
 def test_what_a_machine_has_is_not_fetched_again(make: MakeMachine) -> None:
     other, saved = sharing(make)
     other.save(PROMPT[: 4 * BLOCK], end_kind=NodeKind.BLOCK)
