@@ -12,6 +12,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from diskprefix.chat.messages import CacheMark, ContentPart, Conversation, Message, TextPart
+from diskprefix.chat.tool_order import ToolOrder
 
 Changed: TypeAlias = tuple[Conversation, Sequence[str]]
 _PATTERNS = {"pattern": "(?!)", "lines": "", "seen": "(?!)"}  # The defaults: nothing, every line, no line.
@@ -33,11 +34,11 @@ class Canonicaliser(Struct, frozen=True, kw_only=True):
         """Returns whether a line of a rendered prompt holds text that this canonicaliser changes."""
         return bool(self.seen.search(line) or (self.lines.search(line) and self.pattern.search(line)))
 
-    def apply(self, conversation: Conversation) -> Changed:
+    def apply(self, conversation: Conversation, tool_order: ToolOrder) -> Changed:
         """Returns the changed conversation, and the paths of the changes in the client's body."""
         match self.action:
             case "sort tools":
-                return _with_sorted_tools(conversation)
+                return _with_sorted_tools(conversation, tool_order)
             case "sort keys":
                 return _with_sorted_keys(conversation, {key: rank for rank, key in enumerate(self.order)})
             case "move to end":
@@ -151,9 +152,9 @@ def _sorted_properties(properties: Mapping[str, Any], required: Any, ranks: Mapp
     return {name: _sorted(properties[name], ranks) for name in dict.fromkeys([*first, *sorted(properties)])}
 
 
-def _with_sorted_tools(conversation: Conversation) -> Changed:
+def _with_sorted_tools(conversation: Conversation, tool_order: ToolOrder) -> Changed:
     tools, paths = conversation.tools or [], conversation.tool_paths
-    order = sorted(range(len(tools)), key=lambda index: str(tools[index].get("function", {}).get("name", "")))
+    order = tool_order.indices(conversation.tool_names)
     if order == [*range(len(tools))]:
         return conversation, ()
     paths = [paths[index] for index in order] if len(paths) == len(tools) else paths

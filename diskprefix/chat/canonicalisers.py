@@ -1,6 +1,7 @@
 """Undoes meaningless changes of clients before a conversation is rendered, so that the cache finds it again.
 
-The result depends only on the conversation. The mode `report` changes nothing: the reply names what would have changed.
+The result depends only on the conversation and on the tenant's order of tools. The mode `report` changes nothing: the
+reply names what would have changed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from msgspec.structs import replace
 
 from diskprefix.chat.canonicaliser_rules import read_canonicalisers
 from diskprefix.chat.messages import Conversation
+from diskprefix.chat.tool_order import ToolOrder
 from diskprefix.errors import SettingsError
 from diskprefix.settings import policies_folder
 from diskprefix.values import Change, Rewriting
@@ -48,14 +50,22 @@ class Canonicalisers(Struct, frozen=True):
             modes[name] = cast(Mode, mode)
         return cls(dict.fromkeys(_BY_NAME, modes.pop("", "report")) | modes)
 
-    def apply(self, conversation: Conversation) -> tuple[Conversation, Rewriting]:
+    @property
+    def sorts_tools(self) -> bool:
+        return any(each.action == "sort tools" and self.modes[each.name] == "on" for each in CANONICALISERS)
+
+    def apply(
+        self,
+        conversation: Conversation,
+        tool_order: ToolOrder = ToolOrder(),  # noqa: B008 (immutable)
+    ) -> tuple[Conversation, Rewriting]:
         """Returns the conversation to render, and the changes that were made or would have been made."""
         changes: list[Change] = []
         would_change: list[str] = []
         for canonicaliser in CANONICALISERS:
             if (mode := self.modes[canonicaliser.name]) == "off":
                 continue
-            changed, paths = canonicaliser.apply(conversation)
+            changed, paths = canonicaliser.apply(conversation, tool_order)
             if mode == "on":
                 conversation = changed
                 changes += [Change(canonicaliser.name, path) for path in paths]
@@ -70,8 +80,13 @@ def helpful_canonicalisers(line: str, rewriting: Rewriting) -> list[str]:
 
 
 def canonicalise(canonicalisers: Canonicalisers, draft: PromptDraft) -> PromptDraft:
-    """Undoes or reports the changes that clients make in every request."""
-    conversation, rewriting = canonicalisers.apply(draft.conversation)
+    """Undoes or reports the changes that clients make in every request. Raises `RecordsUnread`."""
+    order = ToolOrder()
+    if draft.replies is not None and draft.conversation.tools and canonicalisers.sorts_tools:
+        order = ToolOrder.read(draft.replies)
+    conversation, rewriting = canonicalisers.apply(draft.conversation, order)
+    if canonicalisers.sorts_tools and (after := order.after(conversation.tool_names)) is not order:
+        draft = replace(draft, tool_order=after)
     return replace(draft, conversation=conversation).with_prompt(rewriting=rewriting)
 
 

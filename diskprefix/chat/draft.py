@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from diskprefix.chat.messages import Conversation
 from diskprefix.chat.replay import ConversationHash, RecordStore, SampledTurn, with_turn
 from diskprefix.chat.template_input import TemplateInput
+from diskprefix.chat.tool_order import ToolOrder
 from diskprefix.thread_work import begin_step
 from diskprefix.tokens import TokenIds, as_token_ids
 from diskprefix.values import NO_ASKER, Asker, Picture, Prompt
@@ -63,6 +64,10 @@ class PromptDraft(Struct, frozen=True, kw_only=True):
     known: OwnedParts | None = None
     asker: Asker = NO_ASKER
     """Whose prompt it is, for the results that stay in memory."""
+
+    # canonicalise
+    tool_order: ToolOrder | None = None
+    """The tenant's order of tools after this prompt; None if it stays as it is."""
 
     # recall
     remembered: Mapping[int, SampledTurn] = field(default_factory=dict)

@@ -152,9 +152,10 @@ class PromptRenderer:
         require_few_arguments(conversation)
         draft = PromptDraft(conversation=conversation, replies=replies, known=known, asker=asker)
         draft = run_steps(self._steps(), draft)
-        if draft.conversation_hash is None or draft.conversation.ending != "reply":
-            return Replayed(draft.prompt)
-        return Replayed(draft.prompt, Origin.of(draft.conversation_hash, draft.rendering.text, draft.began))
+        origin = None
+        if draft.conversation_hash is not None and draft.conversation.ending == "reply":
+            origin = Origin.of(draft.conversation_hash, draft.rendering.text, draft.began)
+        return Replayed(draft.prompt, origin, draft.tool_order)
 
     def ahead(
         self, conversation: Conversation, reply: Message, replies: RecordStore | None, known: OwnedParts | None = None
@@ -163,14 +164,17 @@ class PromptRenderer:
         the client sends it back. Returns None if the template accepts no question there."""
         return self._before_question((*conversation.messages, reply), conversation, replies, known)
 
-    def opening(self, conversation: Conversation, known: OwnedParts | None = None) -> Prompt | None:
+    def opening(
+        self, conversation: Conversation, replies: RecordStore | None, known: OwnedParts | None = None
+    ) -> Prompt | None:
         """Returns the prompt of a conversation's first request with the date of today. If the model's states cannot be
-        cut, it ends before the last message, which will be another one. Returns None if the template refuses it."""
+        cut, it ends before the last message, which will be another one. Returns None if the template refuses it. Raises
+        `RecordsUnread`."""
         *before, last = conversation.messages
         if self._finds_question and last.role == "user":
-            return self._before_question(before, conversation, None, known)
+            return self._before_question(before, conversation, replies, known)
         try:
-            return self.replay(conversation, None, known).prompt
+            return self.replay(conversation, replies, known).prompt
         except InvalidRequest:
             return None
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -22,6 +22,9 @@ from diskprefix.chat.output.format import ContentDelta, OutputDelta, ReasoningDe
 from diskprefix.chat.template_input import PART_SEPARATOR
 from diskprefix.json_values import whole_characters
 from diskprefix.values import Picture, Prompt
+
+if TYPE_CHECKING:
+    from diskprefix.chat.tool_order import ToolOrder
 
 _ID_BYTES = 32
 
@@ -209,10 +212,12 @@ class Origin(NamedTuple):
 
 
 class Replayed(NamedTuple):
-    """A prompt with the tokens of earlier replies. `origin` is None if its own reply cannot be recorded."""
+    """A prompt with the tokens of earlier replies. `origin` is None if its own reply cannot be recorded. `tool_order`
+    is the tenant's order of tools from now on, None if it stays as it is."""
 
     prompt: Prompt
     origin: Origin | None = None
+    tool_order: ToolOrder | None = None
 
 
 class ReplyMemory:

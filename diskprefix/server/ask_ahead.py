@@ -44,7 +44,7 @@ def render_opening(rendered: Rendered, label: str) -> AskedOpening:
         raise InvalidRequest.at("prefix_cache.ahead", problem)
     assert isinstance(asked, Conversation)
     id_, content = opening
-    job = job_of(arrival.serving, options, asked, content, label)
+    job = job_of(arrival.serving, options, asked, content, label, turns=arrival.turns)
     if (prompt := job.make()) is None:
         raise InvalidRequest.at("prefix_cache.ahead", "needs a system message or tools: nothing else comes again")
     job.make = lambda: prompt

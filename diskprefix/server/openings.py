@@ -24,7 +24,7 @@ from diskprefix.chat.messages import Conversation
 from diskprefix.engine.idle.ahead_jobs import AheadJob
 from diskprefix.errors import CacheError, InvalidScope
 from diskprefix.server.kept_opening import KeptOpening
-from diskprefix.server.remembering import known_parts
+from diskprefix.server.remembering import StoredTurns, known_parts, stored_turns, with_turns
 from diskprefix.store.note_record import NoteKind
 from diskprefix.tokens import PromptDigest
 from diskprefix.units import counted
@@ -93,10 +93,11 @@ def job_of(
     content: bytes,
     label: str,
     came_from: PromptDigest | None = None,
+    turns: StoredTurns | None = None,
 ) -> AheadJob:
     """Returns the job that computes an opening, kept as `content`. `label` is a client's name for it, or "". It was the
-    prompt `came_from`, which may have had another day; None: it is rendered as it was."""
-    make, cache = partial(_render, serving, opening, options), serving.engine.cache
+    prompt `came_from`, which may have had another day; None: it is rendered as it was. `turns` were read for it."""
+    make, cache = partial(_render, serving, opening, options, turns), serving.engine.cache
     owner, expires_at = cache.owner(options.tenant), cache.expires_at(options.ttl_s)
     origin = PromptOrigin("opening", came_from)
     return AheadJob(serving.engine, make, options, owner, (content,), expires_at, label, origin=origin)
@@ -113,5 +114,8 @@ def tenants_of_model(serving: Serving) -> dict[bytes, Tenant]:
     return tenants
 
 
-def _render(serving: Serving, opening: Conversation, options: CacheOptions) -> Prompt | None:
-    return serving.renderer.opening(opening, known_parts(serving, options))
+def _render(serving: Serving, opening: Conversation, options: CacheOptions, turns: StoredTurns | None) -> Prompt | None:
+    """Returns the prompt of an opening. Waits for the disk, unless all that is needed of `turns` was read."""
+    turns = turns or stored_turns(serving, options)
+    make = partial(serving.renderer.opening, opening, turns, known_parts(serving, options))
+    return make() if turns is None else with_turns(turns, make)

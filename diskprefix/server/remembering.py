@@ -100,12 +100,17 @@ def known_parts(serving: Serving, cache: CacheOptions) -> OwnedParts | None:
 
 def reply_memory(serving: Serving, cache: CacheOptions, asked: Conversation, replayed: Replayed) -> ReplyMemory | None:
     """Returns the memory for the replies to a conversation, None if they are not remembered. The expected prompt of the
-    next question is computed while nobody waits."""
+    next question is computed while nobody waits. Keeps the tenant's order of tools, if the prompt has new ones."""
     turns = stored_turns(serving, cache) if cache.save else None
-    if turns is None or replayed.origin is None:
+    if turns is None:
+        return None
+    engine = serving.engine
+    if replayed.tool_order is not None:
+        # The order is of no prompt, and lasts as long as the daemon's other notes.
+        replayed.tool_order.keep(StoredTurns(replace(engine.cache.notes(cache.tenant), share=cache.share)))
+    if replayed.origin is None:
         return None
 
-    engine = serving.engine
     owner, secret = engine.cache.owner(cache.tenant), engine.cache.epoch(cache.tenant).secret
 
     def compute_ahead(reply: Message) -> None:

@@ -135,7 +135,7 @@ def test_a_call_in_the_words_of_a_family_stands_in_the_next_prompt(name: str, te
     renderer = PromptRenderer(tokenizer, vocab_size=len(tokenizer), max_positions=POSITIONS, end_ids=end_ids)
     renderer.warm_up()
     conversation = conversation_of(family, SYSTEM, QUESTION)
-    prompt, origin = renderer.replay(conversation, turns)
+    prompt, origin, _ = renderer.replay(conversation, turns)
     parser = renderer.output_format.parser(conversation.tools or (), renderer.end_of(prompt))
     turn = Turn.of_deltas([*parser.feed(text), *parser.finish()])
     sampled = renderer.tokenize(text, add_special_tokens=False)

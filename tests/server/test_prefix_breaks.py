@@ -16,7 +16,7 @@ from diskprefix.errors import SettingsError
 from diskprefix.server.recent import BrokenLines, lost_tokens, program_of
 from diskprefix.settings import Settings
 from diskprefix.values import Break, CacheReport, Lost, Rewriting, Scope, Selection, SourceText
-from tests.agent_bodies import billing_header, words
+from tests.agent_bodies import billing_header, tool, words
 from tests.server.daemon_process import reply_to, wait_until
 from tests.server.scripted import AppServer, real_app, started_app
 
@@ -117,6 +117,51 @@ def test_wrong_settings_end_the_start_and_close_the_store(
         wait_until(lambda: server.daemon.failure, "the start failed")
         assert isinstance(server.daemon.failure, SettingsError)
     open_store(Settings(kv_cache_dir=folder)).close()
+
+
+def with_tools(server: AppServer, *names: str, **fields: Any) -> tuple[int, int]:
+    """Returns the tokens of the prompt, and how many were restored."""
+    tools = [tool(name, sum(map(ord, name))) for name in names]
+    messages = [{"role": "system", "content": words(2, 20)}, {"role": "user", "content": "hello"}]
+    body = {"messages": messages, "tools": tools, "max_tokens": 1, "temperature": 0}
+    with server.client() as client:
+        reply = reply_to(client, body | fields)
+    return reply["usage"]["prompt_tokens"], reply["prefix_cache"]["restored"]
+
+
+def test_a_new_tool_goes_behind_the_known_ones_for_its_tenant_also_after_a_restart(
+    chat_model: Path, tmp_path: Path
+) -> None:
+    with real_app(chat_model, tmp_path / "kv", canonicalise="tool-order=on") as server:
+        least, _ = with_tools(server, "Write", "Read")
+        # The messages follow the tools.
+        one_more, restored = with_tools(server, "Bash", "Read", "Write")
+        assert restored > 0.85 * least
+    with real_app(chat_model, tmp_path / "kv", canonicalise="tool-order=on") as server:
+        num_tokens, restored = with_tools(server, "Write", "Bash", "Read")
+        assert (num_tokens, restored) in ((one_more, one_more), (one_more, one_more - 1))
+        _, without = with_tools(server, "Write", "Read")
+        assert without >= least - 1
+        for other in ({"cache_salt": "bob"}, {"prefix_cache": {"replay": False}}):
+            with_tools(server, "Write", "Bash", "Read", **other)
+            tools = [tool(name, sum(map(ord, name))) for name in ("Bash", "Read", "Write")]
+            with server.client() as client:
+                sent = {"messages": [{"role": "user", "content": "hello"}], "tools": tools, "max_tokens": 1} | other
+                assert "changed" not in reply_to(client, sent)["prefix_cache"], "by name, as nothing is known"
+
+
+def test_work_ahead_has_the_tenants_order_of_tools(chat_model: Path, tmp_path: Path) -> None:
+    with real_app(chat_model, tmp_path / "kv", canonicalise="tool-order=on") as server:
+        with_tools(server, "Write")
+        with_tools(server, "Bash", "Write")
+        system, tools = words(3, 60), [tool(name, 5) for name in ("Bash", "Write")]
+        body = {"messages": [{"role": "system", "content": system}, {"role": "user", "content": "x"}], "tools": tools}
+        with server.client() as client:
+            ahead = reply_to(client, body | {"prefix_cache": {"ahead": "mine"}})
+            asked = reply_to(client, body | {"max_tokens": 1})
+            again = reply_to(client, body | {"prefix_cache": {"ahead": "mine"}})
+    assert ahead["prompt_tokens"] <= asked["usage"]["prompt_tokens"]
+    assert again["ready_tokens"] == again["prompt_tokens"]
 
 
 def report(line: str, *lost: Lost) -> CacheReport:
