@@ -134,7 +134,7 @@ def _put_blank_line(before: list[ContentPart], after: list[ContentPart], has_pic
         return
     if not has_pictures:
         before.append(TextPart("", first.path))
-    elif last.mark is None:
+    elif last.mark is None and not (last.offers_tools or first.offers_tools):
         before[-1:], after[:1] = [], [replace(first, text=f"{last.text}{_BLANK_LINE}{first.text}", path=last.path)]
     else:
         before.append(TextPart(_BLANK_LINE, first.path))

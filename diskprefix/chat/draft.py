@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, partial, reduce
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -68,6 +68,10 @@ class PromptDraft(Struct, frozen=True, kw_only=True):
     # canonicalise
     tool_order: ToolOrder | None = None
     """The tenant's order of tools after this prompt; None if it stays as it is."""
+
+    # heed_records
+    known_tools: Collection[str] | None = None
+    """The digests of the names of the tools of earlier prompts of the conversation; None if no prompt is known."""
 
     # recall
     remembered: Mapping[int, SampledTurn] = field(default_factory=dict)

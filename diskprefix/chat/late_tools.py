@@ -48,13 +48,15 @@ def place_tools(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
             # One that brought nothing but tools which the template writes.
             messages += [message] if message.content or message.role != "system" else []
             continue
-        part = TextPart(text_of_tools(new, are_first=are_first), message.path)
+        part = TextPart(text_of_tools(new, are_first=are_first), message.path, offers_tools=True)
         are_first = False
         if message.role == "assistant":
             # A search that another server ran.
             messages += [Message(role="system", content=(part,), path=message.path), message]
         else:
-            messages.append(replace(message, content=(*message.content, part)))
+            # What a tool returns is followed by tools; a question is at the end.
+            content = (part, *message.content) if message.role == "user" else (*message.content, part)
+            messages.append(replace(message, content=content))
     return replace(draft, conversation=replace(conversation, messages=messages))
 
 

@@ -27,9 +27,12 @@ class CacheMark(Struct, frozen=True):
 
 
 class TextPart(Struct, frozen=True):
+    """A text of the client; with `offers_tools`, the daemon's own text for tools that came with the message."""
+
     text: str
     path: str
     mark: CacheMark | None = None
+    offers_tools: bool = False
 
 
 class ImagePart(Struct, frozen=True):
@@ -68,7 +71,7 @@ class ToolCall(Struct, frozen=True):
 
 class Message(Struct, frozen=True, kw_only=True):
     """One message. `reasoning` has the assistant's thoughts before `content`, `new_tools` the names of tools that came
-    with the message."""
+    with the message, `number` its place in the client's conversation, if that was counted."""
 
     role: Role
     content: Sequence[ContentPart] = ()
@@ -78,6 +81,7 @@ class Message(Struct, frozen=True, kw_only=True):
     reasoning: str | None = None
     mark: CacheMark | None = None
     new_tools: Sequence[str] = ()
+    number: int | None = None
     path: str
 
     @property

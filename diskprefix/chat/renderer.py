@@ -18,6 +18,7 @@ from diskprefix.chat.canonicalisers import Canonicalisers, canonicalise
 from diskprefix.chat.client_text import with_stand_ins
 from diskprefix.chat.content import note_unread, place_pictures, read_pictures
 from diskprefix.chat.draft import Compress, DraftStep, PromptDraft, run_steps
+from diskprefix.chat.earlier_prompts import heed_records, new_tools
 from diskprefix.chat.encoder import Encoder, encode
 from diskprefix.chat.fill_in import FillIn, fill_in_tags
 from diskprefix.chat.known_parts import KnownParts, OwnedParts
@@ -26,7 +27,7 @@ from diskprefix.chat.marks import mark
 from diskprefix.chat.messages import Conversation, JsonObject, Message, TextPart
 from diskprefix.chat.output.choose_format import OutputFormat, PlainText, choose_format
 from diskprefix.chat.replay import Origin, RecordStore, Replayed
-from diskprefix.chat.splice import recall, splice
+from diskprefix.chat.splice import splice
 from diskprefix.chat.template import ChatTemplate, place, render
 from diskprefix.chat.template_date import TemplateClock, set_date, written_dates
 from diskprefix.chat.template_input import PART_SEPARATOR, MessageForm, TemplateInput, require_few_arguments
@@ -154,7 +155,8 @@ class PromptRenderer:
         draft = run_steps(self._steps(), draft)
         origin = None
         if draft.conversation_hash is not None and draft.conversation.ending == "reply":
-            origin = Origin.of(draft.conversation_hash, draft.rendering.text, draft.began)
+            tools = new_tools(draft.conversation, draft.known_tools)
+            origin = Origin.of(draft.conversation_hash, draft.rendering.text, draft.began, tools)
         return Replayed(draft.prompt, origin, draft.tool_order)
 
     def ahead(
@@ -202,14 +204,19 @@ class PromptRenderer:
         compresses = self._compress is not None and not conversation.has_pictures
         steps = self._writing_steps() if compresses else self._rendering_steps()
         draft = PromptDraft(conversation=conversation)
-        return run_steps([*self._rewriting_steps(), partial(alternate, self._template), *steps], draft).rendering.text
+        rewriting = [partial(canonicalise, self._canonicalisers), *self._rewriting_steps()]
+        return run_steps([*rewriting, partial(alternate, self._template), *steps], draft).rendering.text
 
     def _steps(self) -> list[DraftStep]:
-        return [
+        arranging = [
             *self._rewriting_steps(),
             partial(read_pictures, self._processor),
             partial(place_pictures, self._template, self._processor),
             partial(alternate, self._template),
+        ]
+        return [
+            partial(canonicalise, self._canonicalisers),
+            partial(heed_records, arranging),
             *self._writing_steps(),
             partial(bound, self._template, self._finds_question),
             partial(mark, self._template),
@@ -218,7 +225,6 @@ class PromptRenderer:
 
     def _rewriting_steps(self) -> list[DraftStep]:
         return [
-            partial(canonicalise, self._canonicalisers),
             partial(place_tools, self._template),
             partial(note_unread, self._processor),
             partial(place, self._template),
@@ -226,7 +232,6 @@ class PromptRenderer:
 
     def _writing_steps(self) -> list[DraftStep]:
         steps: list[DraftStep] = [
-            recall,
             *self._rendering_steps(),
             partial(splice, self._template, self.output_format),
             partial(encode, self._encoder, self._template),

@@ -89,7 +89,8 @@ def _number(text: str) -> float:
 
 
 class ConversationHash:
-    """The hash of a growing conversation. Reasoning, the ids of calls and formatting do not change it."""
+    """The hash of a growing conversation. Reasoning, the ids of calls, formatting and the daemon's own texts for late
+    tools do not change it."""
 
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=_ID_BYTES)
@@ -101,7 +102,7 @@ class ConversationHash:
 
     def add_message(self, message: Message, pictures: Iterable[Picture] = ()) -> None:
         """Adds a message with the images in it."""
-        text = PART_SEPARATOR.join(part.text for part in message.texts)
+        text = PART_SEPARATOR.join(part.text for part in message.texts if not part.offers_tools)
         calls = [[call.name, _canonical_arguments(call.arguments)] for call in message.tool_calls]
         self._add(message.role, text.strip(), calls, *(picture.name.hex() for picture in pictures))
 
@@ -142,27 +143,37 @@ class TextHash:
         return TextPlace(num_chars, self._hash.hexdigest())
 
 
+class NewTools(NamedTuple):
+    """The digests of the names of the tools of a prompt that earlier prompts of the conversation lack; with `are_all`,
+    of all its tools, as no earlier prompt is known."""
+
+    digests: tuple[str, ...] = ()
+    are_all: bool = False
+
+
 class SampledTurn(Struct, frozen=True):
-    """A recorded reply: its words, its sampled tokens without the end token, the place where it began, and the moment
-    that the template wrote into its prompt, if it wrote one."""
+    """A recorded reply: its words, its sampled tokens without the end token, the place where it began, the moment that
+    the template wrote into its prompt, if it wrote one, and the new tools of the prompt."""
 
     turn: Turn
     token_ids: tuple[int, ...]
     place: TextPlace
     began: datetime | None = None
+    tools: NewTools = NewTools()
 
     def encode(self) -> bytes:
         turn = self.turn
         began = None if self.began is None else self.began.isoformat()
-        return json.dumps([turn.content, turn.reasoning, turn.calls, self.token_ids, self.place, began]).encode()
+        words = [turn.content, turn.reasoning, turn.calls]
+        return json.dumps([*words, self.token_ids, self.place, began, self.tools], separators=(",", ":")).encode()
 
     @classmethod
     def decode(cls, record: bytes) -> SampledTurn:
         """Returns the reply of a record. Raises `ValueError` for a record that `encode` did not write."""
-        content, reasoning, calls, token_ids, place, began = json.loads(record)
+        content, reasoning, calls, token_ids, place, began, (tools, are_all) = json.loads(record)
         moment = None if began is None else datetime.fromisoformat(began)
         turn = Turn(content, reasoning, tuple((name, arguments) for name, arguments in calls))
-        return cls(turn, tuple(token_ids), TextPlace(*place), moment)
+        return cls(turn, tuple(token_ids), TextPlace(*place), moment, NewTools(tuple(map(str, tools)), bool(are_all)))
 
 
 def find_turns(
@@ -199,16 +210,23 @@ def with_turn(message: Message, turn: Turn) -> Message:
 
 
 class Origin(NamedTuple):
-    """The conversation that a reply was sampled for, the end of its rendered text, and the moment that the template
-    wrote into it."""
+    """The conversation that a reply was sampled for, the end of its rendered text, the moment that the template wrote
+    into it, and its new tools."""
 
     conversation: ConversationHash
     place: TextPlace
     began: datetime | None = None
+    tools: NewTools = NewTools()
 
     @classmethod
-    def of(cls, conversation: ConversationHash, rendered: str, began: datetime | None = None) -> Origin:
-        return cls(conversation, TextHash(rendered).place(len(rendered)), began)
+    def of(
+        cls,
+        conversation: ConversationHash,
+        rendered: str,
+        began: datetime | None = None,
+        tools: NewTools = NewTools(),  # noqa: B008 (immutable)
+    ) -> Origin:
+        return cls(conversation, TextHash(rendered).place(len(rendered)), began, tools)
 
 
 class Replayed(NamedTuple):
@@ -240,7 +258,7 @@ class ReplyMemory:
         """Records a reply and its sampled tokens. Ignores an empty reply: it would match any empty message."""
         has_end = bool(token_ids) and token_ids[-1] in self._end_ids
         sampled_ids, origin = tuple(token_ids[:-1] if has_end else token_ids), self._origin
-        sampled = SampledTurn(turn, sampled_ids, origin.place, origin.began)
+        sampled = SampledTurn(turn, sampled_ids, origin.place, origin.began, origin.tools)
         if not sampled.token_ids or not any(turn.canonical()):
             return
         conversation = origin.conversation.copy()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,14 @@ import pytest
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from diskprefix.chat.replay import Replayed
+from diskprefix.server import prepare
+from diskprefix.values import Prompt
 from tests.server.agent_model import call, saying
-from tests.server.scripted import ScriptedEngine, events_of, scripted_app
+from tests.server.scripted import AppServer, ScriptedEngine, events_of, real_app, scripted_app
 from tests.server.test_bad_requests import ROUTES, USER
 
-MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+CHAT, MESSAGES, RESPONSES, OLLAMA = "/v1/chat/completions", "/v1/messages", "/v1/responses", "/api/chat"
 SAID = "<|im_start|>assistant\n"
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string", "description": "Where to look."}}}
 
@@ -103,6 +108,188 @@ def test_deferred_tools_are_offered_if_no_other_could_find_them(
 ) -> None:
     prompt_of(client, engine, path, tools=[tool(path, f"tool_{number}", defer_loading=True) for number in (7, 8)])
     assert all(f'"name": "tool_{number}"' in engine.last_prompt for number in (7, 8))
+
+
+def said_in(path: str, reply: dict[str, Any]) -> list[Any]:
+    """What a client adds to its history."""
+    match path:
+        case "/v1/chat/completions":
+            return [reply["choices"][0]["message"]]
+        case "/v1/messages":
+            return [{"role": "assistant", "content": reply["content"]}]
+        case "/v1/responses":
+            return list(reply["output"])
+    return [reply["message"]]
+
+
+SHORT: dict[str, dict[str, Any]] = {
+    CHAT: {"max_tokens": 8},
+    MESSAGES: {},
+    RESPONSES: {"max_output_tokens": 8},
+    OLLAMA: {"options": {"num_predict": 8}},
+}
+
+
+class Chat:
+    """A client that sends its whole conversation with each question, and the tools that it has then."""
+
+    def __init__(self, server: AppServer, path: str, **fields: Any) -> None:
+        self._server, self._path, self._fields = server, path, fields
+        self.history: list[Any] = []
+        self.prompt: Prompt
+
+    def ask(self, *names: str, text: str = "hello", **fields: Any) -> str:
+        """Returns the text of the prompt."""
+        self.history.append({"role": "user", "content": text})
+        listed = FIELD.get(self._path, "messages")
+        body = {listed: self.history, "tools": [in_form(self._path, name) for name in names]}
+        with rendered() as prompts, self._server.client() as client:
+            sent = ROUTES[self._path] | SHORT[self._path] | body | self._fields | fields
+            answer = client.post(self._path, json=sent)
+            assert answer.status_code == 200, answer.text
+        self.history += said_in(self._path, answer.json())
+        self.id = answer.json().get("id")
+        self.prompt = prompts[-1]
+        return text_of(self._server, self.prompt)
+
+
+@contextmanager
+def rendered() -> Iterator[list[Prompt]]:
+    """Collects the prompts of requests meanwhile."""
+    prompts, render = list[Prompt](), prepare.render
+
+    def noted(*args: Any) -> Replayed:
+        replayed = render(*args)
+        prompts.append(replayed.prompt)
+        return replayed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "render", noted)
+        yield prompts
+
+
+def text_of(server: AppServer, prompt: Prompt) -> str:
+    return str(server.engine.tokenizer.decode(prompt.token_ids.tolist()))
+
+
+def in_form(path: str, name: str) -> dict[str, Any]:
+    if path in FIELD:
+        return tool(path, name)
+    return {"type": "function", "function": {"name": name, "description": f"Does {name}.", "parameters": SCHEMA}}
+
+
+@pytest.mark.parametrize("path", SHORT)
+def test_tools_that_a_client_adds_in_the_middle_are_written_where_they_came(agent_daemon: AppServer, path: str) -> None:
+    chat = Chat(agent_daemon, path)
+    first = chat.ask("read", "write")
+    second = chat.ask("read", "write")
+    assert second.startswith(first)
+    third = chat.ask("bash", "read", "grep", "write", text="And now?")
+    assert third.startswith(second)
+    question = third.removeprefix(second)
+    assert [question.count(f'"name": "{name}"') for name in ("bash", "grep", "read", "write")] == [1, 1, 0, 0]
+    assert question.index('"name": "grep"') < question.index("And now?")
+    fourth = chat.ask("grep", "bash", "read", "write", "list")
+    assert fourth.startswith(third)
+    assert '"name": "list"' in fourth.removeprefix(third)
+    fewer = chat.ask("read", "write", "list")
+    assert '"name": "grep"' not in fewer
+    assert fewer.startswith(second), "what was before the tools that are gone stays"
+    with_all = chat.ask("read", "write", "list", "bash", "grep")
+    assert with_all.startswith(fourth)
+
+
+def test_the_tools_of_a_chat_are_known_to_its_tenant_and_to_requests_that_replay(agent_daemon: AppServer) -> None:
+    chat = Chat(agent_daemon, CHAT)
+    chat.ask("read", text="What is known?")
+    chat.ask("read")
+    for others in ({"cache_salt": "other"}, {"prefix_cache": {"replay": False}}, {"prefix_cache": {"scope": "off"}}):
+        other = Chat(agent_daemon, CHAT, **others)
+        other.history = [*chat.history]
+        prompt = other.ask("bash", "read")
+        assert prompt.index('"name": "bash"') < prompt.index("What is known?")
+    prompt = chat.ask("bash", "read")
+    assert prompt.index('"name": "read"') < prompt.index("What is known?") < prompt.index('"name": "bash"')
+
+
+@pytest.mark.parametrize(("path", "counting"), [(MESSAGES, "count_tokens"), (RESPONSES, "input_tokens")])
+def test_late_tools_are_counted_as_they_are_written(agent_daemon: AppServer, path: str, counting: str) -> None:
+    chat = Chat(agent_daemon, path)
+    chat.ask("read")
+    history = [*chat.history, USER]
+    prompt = chat.ask("bash", "read", text=USER["content"])
+    assert prompt.index('"name": "bash"') > prompt.index("hello")
+    with agent_daemon.client() as client:
+        counted = {FIELD[path]: history, "tools": [in_form(path, name) for name in ("bash", "read")]}
+        assert client.post(f"{path}/{counting}", json=counted).json()["input_tokens"] == len(chat.prompt.token_ids)
+
+
+def test_tools_are_at_the_beginning_of_a_chat_that_has_none_of_our_replies(agent_daemon: AppServer) -> None:
+    chat = Chat(agent_daemon, CHAT)
+    chat.history = [USER, {"role": "assistant", "content": "From another server."}]
+    first = chat.ask("read")
+    assert first.index('"name": "read"') < first.index("hello")
+    # The other server's reply says nothing of tools; ours does.
+    assert chat.ask("bash", "read").startswith(first)
+
+
+def test_tools_that_come_while_responses_are_stored_are_written_where_they_came(agent_daemon: AppServer) -> None:
+    chat, before = Chat(agent_daemon, RESPONSES), ""
+    for names in (["read"], ["read"], ["bash", "read"], ["bash", "grep", "read"], ["bash", "grep", "read"]):
+        continued = {"previous_response_id": chat.history[-1]["response"]} if chat.history else {}
+        chat.history = []
+        prompt = chat.ask(*names, **continued)
+        assert prompt.startswith(before)
+        before, chat.history = prompt, [{"response": chat.id}]
+
+
+def test_all_tools_are_at_the_beginning_once_one_of_the_first_is_gone(agent_daemon: AppServer) -> None:
+    """As of a client that chooses a few of many tools for each question: nothing of the prompt would stay."""
+    chat = Chat(agent_daemon, CHAT)
+    for names in (["read", "list"], ["read", "grep"], ["bash", "grep"], ["bash", "grep"]):
+        prompt = chat.ask(*names, text="Which tools?")
+        assert all(prompt.index(f'"name": "{name}"') < prompt.index("Which tools?") for name in names)
+    chat.ask("list", "read", "bash", text="And now?")
+    assert '"name": "bash"' in chat.ask("list", "read", "bash").partition("Which tools?")[2]
+
+
+def test_the_first_tools_of_a_chat_may_come_late(agent_daemon: AppServer) -> None:
+    chat = Chat(agent_daemon, CHAT)
+    first = chat.ask(text="Without tools?")
+    second = chat.ask("read", text="And with tools?")
+    assert second.startswith(first)
+    assert "<tool_call>" in second.removeprefix(first), "how to call them"
+
+
+def test_a_mark_on_a_tool_that_came_late_stays_on_the_last_one_before_it(agent_daemon: AppServer) -> None:
+    chat, mark = Chat(agent_daemon, MESSAGES), {"cache_control": {"type": "ephemeral"}}
+    chat.ask("read", text="Marks?")
+    chat.ask(tools=[tool(MESSAGES, "read") | mark])
+    before = chat.prompt.marks
+    assert len(before) == 1
+    chat.ask(tools=[tool(MESSAGES, "read"), tool(MESSAGES, "bash") | mark])
+    assert chat.prompt.marks == before
+
+
+def test_a_chat_whose_tools_grow_is_restored_also_after_a_restart(agent_model: Path, tmp_path: Path) -> None:
+    def asked(server: AppServer, history: list[Any], *names: str) -> dict[str, Any]:
+        history.append({"role": "user", "content": "Go on. " * 5})
+        body = {"messages": history, "tools": [in_form(CHAT, name) for name in names], "max_tokens": 8}
+        with server.client() as http:
+            reply: dict[str, Any] = http.post(CHAT, json=body | {"temperature": 0}).json()
+        history += said_in(CHAT, reply)
+        return reply
+
+    history: list[Any] = [{"role": "system", "content": "Be brief. " * 20}]
+    with real_app(agent_model, tmp_path / "kv") as server:
+        replies = [asked(server, history, "read", "write") for _ in range(3)]
+        replies.append(asked(server, history, "bash", "read", "write"))
+    with real_app(agent_model, tmp_path / "kv") as server:
+        replies += [asked(server, history, "grep", "bash", "read", "write") for _ in range(2)]
+    for earlier, later in pairwise(replies):
+        before = earlier["usage"]
+        # The last sampled token has no state, and a reply that was cut off lacks its end.
+        assert later["prefix_cache"]["restored"] >= before["prompt_tokens"] + before["completion_tokens"] - 2
 
 
 @pytest.mark.parametrize("path", FIELD)

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from diskprefix.chat.draft import Compress, CountTokens, DraftStep, PromptDraft, run_steps
 from diskprefix.chat.messages import Conversation, Message, TextPart
+from diskprefix.chat.splice import recall
 from diskprefix.errors import ContextTooLong, SettingsError
 from diskprefix.settings import Settings
 from diskprefix.values import LeftOut
@@ -62,7 +63,11 @@ def fit(limit: int, write: Sequence[DraftStep], count: CountTokens, draft: Promp
     rewriting = draft.prompt.rewriting
     if left_out is not None:
         rewriting = replace(rewriting, left_out=(*rewriting.left_out, left_out), is_shortened=True)
-    return run_steps(write, replace(draft, conversation=conversation).with_prompt(rewriting=rewriting))
+        # Tools that came with a message that is left out are offered from the beginning.
+        named = {name for message in conversation.messages for name in message.new_tools}
+        conversation = replace(conversation, late=conversation.late & named)
+    shorter = replace(draft, conversation=conversation).with_prompt(rewriting=rewriting)
+    return run_steps([recall, *write], shorter)
 
 
 def shortened(conversation: Conversation, threshold: int, count: CountTokens) -> tuple[Conversation, LeftOut | None]:

@@ -206,3 +206,19 @@ def test_auto_and_n_step_aside_for_a_prompt_with_messages_left_out_and_full_keep
     assert kept_of(prompt, Scope("full")) == kept_of(whole, Scope("full")) == (len(prompt.token_ids), "full")
     marked = [replace(m, mark=CacheMark()) if m.role == "user" else m for m in conversation.messages]
     assert kept_of(rendered(renderer_of(600), replace(conversation, messages=marked)), Scope("auto", 30))[1] == "marks"
+
+
+def test_a_tool_that_came_with_a_message_that_is_left_out_is_offered_from_the_beginning(
+    renderer_of: Callable[[int | None], PromptRenderer],
+) -> None:
+    tools: list[Any] = [
+        {"type": "function", "function": {"name": name, "description": "Acts.", "parameters": {"type": "object"}}}
+        for name in ("first", "early", "newest")
+    ]
+    asked, named = conversation_of("su" + "au" * 5), {3: ("early",), 11: ("newest",)}
+    messages = [replace(each, new_tools=named.get(index, ())) for index, each in enumerate(asked.messages)]
+    asked = replace(asked, messages=messages, tools=tools, late=frozenset({"early", "newest"}))
+    written = renderer_of(1000).text_of(asked)
+    assert "m3 " not in written
+    assert [written.count(f'"name": "{name}"') for name in ("first", "early", "newest")] == [1, 1, 1]
+    assert written.index('"early"') < written.index("m1 ") < written.index('"newest"')
