@@ -16,6 +16,8 @@ from diskprefix.chat.output.loose_values import NAMES, LooseText
 from diskprefix.json_values import values_as_written
 
 _NUMBERS = {"integer", "number"}
+_WHOLE = re.compile(r"(-?\d+)\.0+")
+"""A whole number with a decimal point, which many clients do not read as an integer."""
 _UNREADABLE = (ValueError, TypeError, RecursionError, MemoryError)
 """Raised for text that is not Python, or nested too deeply."""
 BARE_KEY = re.compile(r"[A-Za-z_][\w.\-]*")
@@ -87,6 +89,8 @@ def values_of(schema: JsonObject) -> list[object]:
 
 def _typed(text: str, types: set[str]) -> object:
     bare = text.strip()
+    if types & _NUMBERS == {"integer"} and (whole := _WHOLE.fullmatch(bare)):
+        bare = whole[1]
     if "null" in types and bare in ("null", "None"):
         return None
     if "boolean" in types and bare.lower() in ("true", "false"):

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from diskprefix.chat.output.call_values import OfferedTools, braces, elements, python_calls, value_of
 from diskprefix.chat.output.families import FAMILIES
+from diskprefix.json_values import written
 from diskprefix.model.gguf.known_families import NAMES as ARCHITECTURES
 from tests.chat.output.replies import NAMES, REPLIES, Reply, format_named, joined, read, tool, tool_of
 
@@ -203,6 +204,14 @@ OFFERED = OfferedTools([tool("f", a={}, b={}), tool("x.call")])
     ("text", "schema", "value"),
     [
         ("7", {"type": "integer"}, 7),
+        ("5.0", {"type": "integer"}, 5),
+        (" -12345678901234567890.00\n", {"type": ["integer", "null"]}, -12345678901234567890),
+        ("5.5", {"type": "integer"}, 5.5),
+        ("5.0", {"type": "string"}, "5.0"),
+        ("02134", {"type": "integer"}, "02134"),
+        ("02134", {"type": "string"}, "02134"),
+        ("True", {"type": "boolean"}, True),
+        ("['a', \"b's\"]", {"type": "array"}, ["a", "b's"]),
         ("true", {"type": "integer"}, "true"),
         ("true", {"type": ["boolean", "string"]}, True),
         ("null", {"type": "string"}, "null"),
@@ -220,7 +229,14 @@ OFFERED = OfferedTools([tool("f", a={}, b={}), tool("x.call")])
     ],
 )
 def test_a_text_becomes_a_value_only_of_an_allowed_type(text: str, schema: Any, value: object) -> None:
-    assert value_of(text, schema) == value
+    read = value_of(text, schema)
+    assert read == value
+    assert isinstance(read, int) or not isinstance(value, int)
+
+
+def test_a_number_of_an_integer_or_of_any_number_keeps_its_digits() -> None:
+    assert [written(value_of("5.0", {"type": kind})) for kind in ("integer", "number")] == ["5", "5.0"]
+    assert written(value_of("-0.0", {"type": "integer"})) == "-0"
 
 
 def test_a_tool_whose_schema_lists_no_properties_has_none() -> None:
