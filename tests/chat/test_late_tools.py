@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from functools import cache
+
 import pytest
 from msgspec.structs import replace
 
 from diskprefix.chat.late_tools import TextOfTools
 from diskprefix.chat.messages import Conversation, Ending, Message, TextPart, ToolCall
-from diskprefix.chat.template_input import TemplateInput
+from diskprefix.chat.renderer import PromptRenderer
+from diskprefix.chat.replay import Turn
+from diskprefix.chat.splice import readings
+from diskprefix.chat.template_input import TemplateInput, common_chars
 from diskprefix.tokens import common_prefix_length
 from tests.chat.families.conversations import text_of
-from tests.chat.families.families import FAMILIES, Family, renderer_of
+from tests.chat.families.families import FAMILIES, POSITIONS, Family, renderer_of, tokenizer_of
 
 FIRST, LATE = (
     {
@@ -26,6 +32,14 @@ FIRST, LATE = (
 families = pytest.mark.parametrize(
     "family", [family for family in FAMILIES if family.takes_tools], ids=lambda family: family.name
 )
+
+
+@cache
+def warm_renderer_of(family: Family) -> PromptRenderer:
+    tokenizer = tokenizer_of(family)
+    renderer = PromptRenderer(tokenizer, vocab_size=len(tokenizer), max_positions=POSITIONS)
+    renderer.warm_up()
+    return renderer
 
 
 def said(role: str, text: str, **fields: object) -> Message:
@@ -79,3 +93,27 @@ def test_a_late_tool_leaves_the_prompt_before_it(family: Family) -> None:
     assert "Found: garden" in text_of(family, before, same)
     written = renderer.text_of(asked)
     assert written.index("Looks at a garden.") > written.index("Found: garden.")
+
+
+@families
+@pytest.mark.parametrize("value", ["Green", 'It\'s "deep",\nand wide: {1}'], ids=["word", "quotes"])
+def test_a_call_of_a_late_tool_has_the_familys_form_and_is_read(family: Family, value: str) -> None:
+    renderer = warm_renderer_of(family)
+    template, tools = renderer._template, [FIRST, LATE]
+    searched = Message(role="assistant", tool_calls=(ToolCall("abcdefgh1", "window", {"street": "x"}),), path="x")
+    result = said("tool", "Found: garden.", tool_call_id="abcdefgh1", new_tools=("garden",))
+    called = Message(role="assistant", tool_calls=(ToolCall("abcdefgh2", "garden", {"valley": value}),), path="x")
+    before, wanted = (
+        [said("user", "Look!"), searched, result],
+        Turn("", "", (("garden", json.dumps({"valley": value})),)),
+    )
+    written = set()
+    for late in (frozenset({"garden"}), frozenset[str]()):
+        asked = Conversation(messages=before, tools=tools, late=late)
+        prompt = renderer.text_of(asked)
+        text = renderer.text_of(replace(asked, messages=[*before, called], ending="none"))
+        begin = common_chars(prompt, text)
+        turns = readings(renderer.output_format, tools, template.special, text, begin, len(text))
+        assert wanted.canonical()[2] in [turn.canonical()[2] for turn in turns], text[begin:]
+        written.add(text[begin:])
+    assert len(written) == 1, "late or not"
