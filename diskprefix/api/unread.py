@@ -78,7 +78,7 @@ class Unread(Struct, frozen=True):
         if self.kind in _MEDIA:
             return OtherPart(kind, path)
         said = text if isinstance(text, str) else None
-        return OtherPart(kind, path, self.refusal(path), said, call_ids=self.call_ids)
+        return OtherPart(kind, path, self.problem, self.at, said, call_ids=self.call_ids)
 
     def message(self, path: str) -> Message | None:
         """Returns a message that cannot be read, with its text alone; None for what is no message or has no text."""

@@ -28,11 +28,6 @@ _MAX_IMAGES = 256
 _WORDS = {"video_url": "videos", "file": "files"}
 
 
-def refusal_of(part: ContentPart) -> InvalidRequest | None:
-    """Returns the error of a part that cannot be read, None for other parts."""
-    return part.refusal if isinstance(part, OtherPart) else None
-
-
 def note_unread(processor: PictureProcessor | None, draft: PromptDraft) -> PromptDraft:
     """Replaces each part that is not supported or cannot be read, except in the user's newest message, where
     `read_pictures` refuses it. Clients send the older messages again in each request, so an error would never end.
@@ -55,7 +50,8 @@ def note_unread(processor: PictureProcessor | None, draft: PromptDraft) -> Promp
             yield TextPart(text, part.path)
             return
         left_out.append((kind, part.path))
-        if refusal_of(part) is None or not (message.is_system or message.role == "assistant"):
+        is_read = not isinstance(part, OtherPart) or part.problem is None
+        if is_read or not (message.is_system or message.role == "assistant"):
             word = "picture" if isinstance(part, ImagePart) else kind.removesuffix("_url")
             yield TextPart(f"[{word} left out: this model reads {what}]", part.path)
 
@@ -69,7 +65,8 @@ def note_unread(processor: PictureProcessor | None, draft: PromptDraft) -> Promp
         if content or not message.content or message.tool_calls or message.reasoning:
             noted.append(replace(message, content=tuple(content)))
     if conversation.messages and not noted:
-        raise next(filter(None, (refusal_of(part) for message in conversation.messages for part in message.content)))
+        others = (part for message in conversation.messages for part in message.content if isinstance(part, OtherPart))
+        raise next(filter(None, (part.refusal for part in others)))
     conversation = replace(conversation, messages=noted, left_out=())
     rewriting = replace(draft.prompt.rewriting, left_out=left_out_of(left_out))
     return replace(draft, conversation=conversation).with_prompt(rewriting=rewriting)
@@ -236,7 +233,7 @@ class PicturePlaces:
 
 def _refusal(part: ImagePart | OtherPart, processor: PictureProcessor | None) -> InvalidRequest:
     """Returns the error for content of a kind that the model does not accept."""
-    if (refusal := refusal_of(part)) is not None:
+    if isinstance(part, OtherPart) and (refusal := part.refusal) is not None:
         return refusal
     got = "image" if isinstance(part, ImagePart) else part.kind
     if processor is None:

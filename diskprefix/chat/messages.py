@@ -48,14 +48,23 @@ class ImagePart(Struct, frozen=True):
 
 class OtherPart(Struct, frozen=True):
     """A content part of a kind that no model here accepts, or that cannot be read. `kind` is the client's word for it.
-    `refusal` is the error of one that cannot be read, `text` the text in it, `call_ids` are those of calls in it."""
+    `problem` is what is wrong with the field `at` of one that cannot be read, `text` the text in it, `call_ids` are
+    those of calls in it."""
 
     kind: str
     path: str
-    refusal: InvalidRequest | None = None
+    problem: str | None = None
+    at: str = ""
     text: str | None = None
     in_history: bool = False
     call_ids: frozenset[str] = frozenset()
+
+    @property
+    def refusal(self) -> InvalidRequest | None:
+        """The error of a part that cannot be read. A history may have thousands, of which none is raised."""
+        if self.problem is None:
+            return None
+        return InvalidRequest.at(f"{self.path}.{self.at}" if self.at else self.path, self.problem)
 
 
 ContentPart: TypeAlias = TextPart | ImagePart | OtherPart

@@ -13,6 +13,14 @@ import httpx
 import pytest
 
 from diskprefix.api import parsed_request
+from diskprefix.api.anthropic import Messages
+from diskprefix.api.openai_chat import Chat
+from diskprefix.api.responses import Responses
+from diskprefix.chat.content import note_unread
+from diskprefix.chat.draft import PromptDraft
+from diskprefix.errors import InvalidRequest
+from diskprefix.extras.ollama.ollama_dialect import Ollama, OllamaChatRequest
+from diskprefix.server.body import parse_json
 from diskprefix.values import MAX_TYPES_LEFT_OUT, LeftOut, left_out_of
 from tests.server.scripted import AppServer, ScriptedEngine, scripted_app
 from tests.server.test_bad_requests import ROUTES, USER
@@ -142,6 +150,19 @@ def test_new_types_in_earlier_turns_are_left_out_and_named(
     prompt = prompt_of(client, engine, path, body_of(path, [USER, *history]))
     assert prompt == f"{ASKED}{SAID}So.<|im_end|>\n{ASKED}{SAID}"
     assert left_out(engine) == named
+
+
+@pytest.mark.parametrize("path", APIS)
+def test_the_errors_of_a_history_are_made_when_one_is_raised(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[str]()
+    monkeypatch.setattr(InvalidRequest, "__init__", lambda _, message, **__: made.append(message))
+    parts = [NEW, {"type": TEXT[path], "text": 5}] * 100
+    body = body_of(path, [turn("assistant", *parts), turn("user", *parts), NEW])
+    dialect: Any = {CHAT: Chat(), MESSAGES: Messages(), RESPONSES: Responses(), OLLAMA: Ollama(OllamaChatRequest)}[path]
+    parsed = dialect.read(parse_json(json.dumps(body).encode(), dialect.body), 100, lambda: None)
+    noted = note_unread(None, PromptDraft(conversation=parsed.prompt)).prompt.rewriting.left_out
+    assert sum(each.count for each in noted) == 401
+    assert made == []
 
 
 @pytest.mark.parametrize("path", APIS)
