@@ -52,12 +52,14 @@ class DeltaEvent(Struct, frozen=True):
 
 
 class EndEvent(Struct, frozen=True):
-    """The end of a choice. `stop` is the stop string that ended it, `reasoning_tokens` the length of its thought."""
+    """The end of a choice. `stop` is the stop string that ended it, `reasoning_tokens` the length of its thought,
+    `token_ids` are its sampled tokens."""
 
     choice: int
     reason: EndReason
     stop: str | None = None
     reasoning_tokens: int = 0
+    token_ids: Sequence[int] = ()
 
 
 ReplyEvent: TypeAlias = ProgressEvent | DeltaEvent | EndEvent | DoneEvent
@@ -138,8 +140,9 @@ class ReplyReader:
         """The choices that called a tool."""
         self._thoughts: defaultdict[int, ThoughtWatch] = defaultdict(ThoughtWatch)
         self._reasoning_tokens: defaultdict[int, int] = defaultdict(int)
-        self._to_remember: defaultdict[int, tuple[list[ReplyDelta], list[int]]] = defaultdict(lambda: ([], []))
-        """The deltas and the tokens of each choice so far, if there is a memory."""
+        self._token_ids: defaultdict[int, list[int]] = defaultdict(list)
+        self._to_remember: defaultdict[int, list[ReplyDelta]] = defaultdict(list)
+        """The deltas of each choice so far, if there is a memory."""
 
     def read(self, event: Event) -> list[ReplyEvent]:
         """Returns the events of the reply that follow from an event of the engine."""
@@ -159,8 +162,7 @@ class ReplyReader:
         # If an event ends in reasoning, all of its tokens count as reasoning, otherwise none.
         if self._thoughts[event.choice].see(deltas, parser):
             self._reasoning_tokens[event.choice] += len(event.token_ids)
-        if self._memory is not None:
-            self._to_remember[event.choice][1].extend(event.token_ids)
+        self._token_ids[event.choice] += event.token_ids
         return [DeltaEvent(event.choice, deltas, event.logprobs)] if deltas or event.logprobs or is_first else []
 
     def _finish(self, event: FinishEvent) -> list[ReplyEvent]:
@@ -170,12 +172,13 @@ class ReplyReader:
         reason: EndReason = event.finish_reason
         if reason == "stop" and event.choice in self._called:
             reason = "tool_calls"
+        token_ids = self._token_ids[event.choice]
         if self._memory is not None and event.stop is None and event.choice not in self._shortened:
-            all_deltas, token_ids = self._to_remember[event.choice]
+            all_deltas = self._to_remember[event.choice]
             call_ids = [delta.id for delta in all_deltas if isinstance(delta, CallBegin)]
             self._memory.remember(Turn.of_deltas(all_deltas), call_ids, token_ids)
         held: list[ReplyEvent] = [DeltaEvent(event.choice, deltas)] if deltas else []
-        return [*held, EndEvent(event.choice, reason, event.stop, self._reasoning_tokens[event.choice])]
+        return [*held, EndEvent(event.choice, reason, event.stop, self._reasoning_tokens[event.choice], token_ids)]
 
     def _deltas(self, choice: int, deltas: list[OutputDelta]) -> tuple[ReplyDelta, ...]:
         named: list[ReplyDelta] = []
@@ -188,7 +191,7 @@ class ReplyReader:
             else:
                 named.append(delta)
         if self._memory is not None:
-            self._to_remember[choice][0].extend(named)
+            self._to_remember[choice] += named
         return tuple(named)
 
 

@@ -12,7 +12,12 @@ from diskprefix.chat.messages import Conversation, Message, TextPart
 def encode_opening(asked: Conversation) -> tuple[str, bytes] | None:
     """Returns an id and the content of an opening; None for a request that continues a conversation, and for one with
     pictures or late tools. Openings with the same system message, tools and variables have the same id."""
-    if asked.has_pictures or asked.late or any(message.role == "assistant" for message in asked.messages):
+    if (
+        asked.has_pictures
+        or asked.late
+        or asked.before
+        or any(message.role == "assistant" for message in asked.messages)
+    ):
         return None
     systems = [_fields(message) for message in asked.messages if message.is_system]
     shared: dict[str, Any] = {

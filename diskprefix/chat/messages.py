@@ -143,7 +143,8 @@ class Conversation(Struct, frozen=True):
     tools that came with a message, which are the last of `tools`. `reasoning_effort`
     and `thinking` are variables of some templates. The client's `template_variables` override others. With
     `special_tokens_in_text`, the text of a control token becomes that token, whoever wrote it. `left_out` has the parts
-    of the client's body that are not part of the prompt.
+    of the client's body that are not part of the prompt. `before` are the tokens of an earlier prompt and its reply,
+    which the messages continue.
     """
 
     messages: Sequence[Message]
@@ -158,6 +159,7 @@ class Conversation(Struct, frozen=True):
     path: str = "messages"
     left_out: Sequence[OtherPart] = ()
     late: frozenset[str] = frozenset()
+    before: Sequence[int] = ()
 
     @property
     def first_tools(self) -> list[JsonObject] | None:

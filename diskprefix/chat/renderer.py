@@ -10,6 +10,7 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from msgspec.structs import replace
 
 from diskprefix.chat.alternation import alternate, alternation_of
@@ -24,7 +25,7 @@ from diskprefix.chat.fill_in import FillIn, fill_in_tags
 from diskprefix.chat.known_parts import KnownParts, OwnedParts
 from diskprefix.chat.late_tools import place_tools
 from diskprefix.chat.marks import mark
-from diskprefix.chat.messages import Conversation, JsonObject, Message, TextPart
+from diskprefix.chat.messages import Conversation, JsonObject, Message, Role, TextPart
 from diskprefix.chat.output.choose_format import OutputFormat, PlainText, choose_format
 from diskprefix.chat.replay import Origin, RecordStore, Replayed
 from diskprefix.chat.splice import splice
@@ -33,7 +34,7 @@ from diskprefix.chat.template_date import TemplateClock, set_date, written_dates
 from diskprefix.chat.template_input import PART_SEPARATOR, MessageForm, TemplateInput, require_few_arguments
 from diskprefix.errors import InvalidRequest
 from diskprefix.printable import printable_only
-from diskprefix.tokens import as_token_ids, common_prefix_length
+from diskprefix.tokens import as_token_ids, common_prefix_length, raw_boundaries
 from diskprefix.values import NO_ASKER, Asker, Picture, Prompt, SourceText
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ _END_TOKENS = 32
 """Enough to see whether the template opened or closed a thought."""
 _PREVIEW_CHARS = 100
 _SCANNED_CHARS = 10_000
+_BEFORE_CONTINUED: tuple[tuple[Role, str], ...] = (("user", "x"), ("assistant", "x"), ("assistant", "y"))
+"""A question, and two replies that differ: what follows both is equal from the end of the reply on."""
 _COUNTED_TOKENS = 1 << 20
 """The longest prompt whose tokens are counted. Encoding it takes two seconds and 200 MB."""
 
@@ -151,6 +154,8 @@ class PromptRenderer:
         encoded again. Raises `ContextTooLong`, `InvalidRequest` if the template or the model refuses the conversation,
         and `RecordsUnread`."""
         require_few_arguments(conversation)
+        if conversation.before:
+            return Replayed(self._continued(conversation, known, asker))
         draft = PromptDraft(conversation=conversation, replies=replies, known=known, asker=asker)
         draft = run_steps(self._steps(), draft)
         origin = None
@@ -158,6 +163,40 @@ class PromptRenderer:
             tools = new_tools(draft.conversation, draft.known_tools)
             origin = Origin.of(draft.conversation_hash, draft.rendering.text, draft.began, tools)
         return Replayed(draft.prompt, origin, draft.tool_order)
+
+    def _continued(self, conversation: Conversation, known: OwnedParts | None, asker: Asker) -> Prompt:
+        """Returns the tokens that the conversation continues, and what the template writes of the messages after a
+        reply. Raises the errors of `replay`, and `InvalidRequest` for an unknown token id."""
+        before, path = [*conversation.before], "context"
+        self._encoder.check_positions(len(before), param=path)
+        self._encoder.check_vocabulary(before, param=path)
+        # The template writes the end of the reply.
+        while before and before[-1] in self.end_ids:
+            before.pop()
+        question, *replies = (
+            Message(role=role, content=(TextPart(text, ""),), path="") for role, text in _BEFORE_CONTINUED
+        )
+        rests = (replace(conversation, messages=[question, reply, *conversation.messages]) for reply in replies)
+        drafts = (PromptDraft(conversation=rest, known=known, asker=asker) for rest in rests)
+        made, other = (run_steps(self._steps(), draft).prompt for draft in drafts)
+        num_equal = common_prefix_length(made.token_ids[::-1], other.token_ids[::-1])
+        begin = len(made.token_ids) - num_equal
+        shift = len(before) - begin
+        token_ids = np.concatenate([as_token_ids(before), made.token_ids[begin:]])
+        self._encoder.check_positions(len(token_ids), param=path)
+        markers = {*self._template.markers_of(conversation.first_tools).values()}
+        return replace(
+            made,
+            token_ids=token_ids,
+            boundaries=(
+                *raw_boundaries(before, markers),
+                *(position + shift for position in made.boundaries if position > begin),
+            ),
+            system_end=0,
+            question_end=made.question_end + shift if made.question_end > begin else 0,
+            marks=tuple(mark._replace(position=mark.position + shift) for mark in made.marks if mark.position > begin),
+            source=None,
+        )
 
     def ahead(
         self, conversation: Conversation, reply: Message, replies: RecordStore | None, known: OwnedParts | None = None
@@ -204,11 +243,11 @@ class PromptRenderer:
         compresses = self._compress is not None and not conversation.has_pictures
         steps = self._writing_steps() if compresses else self._rendering_steps()
         draft = PromptDraft(conversation=conversation)
-        rewriting = [partial(canonicalise, self._canonicalisers), *self._rewriting_steps()]
+        rewriting: list[DraftStep] = [partial(canonicalise, self._canonicalisers), *self._rewriting_steps()]
         return run_steps([*rewriting, partial(alternate, self._template), *steps], draft).rendering.text
 
     def _steps(self) -> list[DraftStep]:
-        arranging = [
+        arranging: list[DraftStep] = [
             *self._rewriting_steps(),
             partial(read_pictures, self._processor),
             partial(place_pictures, self._template, self._processor),

@@ -79,7 +79,7 @@ def collected(events: Iterable[ReplyEvent]) -> list[WholeChoice]:
     ],
 )
 def test_only_a_complete_choice_with_calls_ends_with_tool_calls(texts: list[str], reason: Any, said: str) -> None:
-    assert read(texts, reason)[-2] == EndEvent(0, said)  # type: ignore[arg-type]
+    assert read(texts, reason)[-2] == EndEvent(0, said, token_ids=[1])  # type: ignore[arg-type]
 
 
 def test_held_back_tokens_count_as_reasoning() -> None:
@@ -90,7 +90,7 @@ def test_held_back_tokens_count_as_reasoning() -> None:
 
 def test_held_back_text_is_sent_before_the_end() -> None:
     events = read(["so"], rest=[ContentDelta("<tool_")])
-    assert events[-3:-1] == [DeltaEvent(0, (ContentDelta("<tool_"),)), EndEvent(0, "stop")]
+    assert events[-3:-1] == [DeltaEvent(0, (ContentDelta("<tool_"),)), EndEvent(0, "stop", token_ids=[1])]
 
 
 def test_a_choice_begins_even_if_its_first_text_is_held_back() -> None:

@@ -57,6 +57,7 @@ from diskprefix.errors import DiskPrefixError, InvalidRequest
 from diskprefix.extras.embedding.embeddings import EmbeddingsRequest
 from diskprefix.extras.ollama.ollama_models import keep_alive_seconds, utc
 from diskprefix.store.notes import TenantNotes
+from diskprefix.tokens import TokenIds
 
 _MOST = fields.MAX_COUNT
 Images: TypeAlias = Annotated[list[str], Field(max_length=fields.MAX_PARTS)]
@@ -193,7 +194,9 @@ class OllamaGenerateRequest(OllamaBody):
     images: Images | None = Field(default=None, description="In base64.")
     raw: bool | None = Field(default=None, description="Continue `prompt` as it is, without the chat template.")
     template: NotServed = Field(default=None, description="Not supported: see `serve --chat-template`.")
-    context: NotServed = Field(default=None, description="Not supported: send the earlier messages to `/api/chat`.")
+    context: Annotated[list[int], empty_as([])] = Field(
+        default=[], description="The `context` of an earlier reply, which this request continues."
+    )
 
     @property
     def source(self) -> Conversation | str | FillIn:
@@ -202,8 +205,9 @@ class OllamaGenerateRequest(OllamaBody):
             content: list[ContentPart] = [*_pictures(self.images, "images"), TextPart(self.prompt, "prompt")]
             system = Message(role="system", content=(TextPart(self.system, "system"),), path="system")
             user = Message(role="user", content=content, path="prompt")
-            return self.conversation([system, user] if self.system else [user], path="prompt")
-        for name in ("system", "images", *(("suffix",) if self.raw else ())):
+            conversation = self.conversation([system, user] if self.system else [user], path="prompt")
+            return replace(conversation, before=self.context)
+        for name in ("system", "images", "context", *(("suffix",) if self.raw else ())):
             if getattr(self, name):
                 raise InvalidRequest.at(name, f"is not allowed beside {'raw' if self.raw else 'suffix'}")
         if self.raw:
@@ -263,7 +267,10 @@ class Ollama:
         return line | {"done": True, "done_reason": "unload" if is_unloaded else "load"}
 
     def writer(self, body: OllamaBody, head: Head) -> OllamaWriter:
-        return OllamaWriter(head, body.options.num_ctx or 0, is_chat=isinstance(body, OllamaChatRequest))
+        may_go_on = isinstance(body, OllamaGenerateRequest) and not (body.raw or body.suffix)
+        # The tokens of images stand for pixels, which a client cannot send back.
+        prompt = head.prompt if may_go_on and head.prompt is not None and (head.prompt >= 0).all() else None
+        return OllamaWriter(head, body.options.num_ctx or 0, prompt, is_chat=isinstance(body, OllamaChatRequest))
 
 
 def _line(model: str, part: WholeChoice | None = None, *, is_chat: bool) -> Json:
@@ -283,10 +290,11 @@ def _line(model: str, part: WholeChoice | None = None, *, is_chat: bool) -> Json
 
 
 class OllamaWriter:
-    """Writes lines of JSON. Calls are complete, in one line at the end of the reply."""
+    """Writes lines of JSON. Calls are complete, in one line at the end of the reply. The last line has the `context` to
+    continue, the tokens of `prompt` and reply, unless `prompt` is None."""
 
-    def __init__(self, head: Head, num_ctx: int, *, is_chat: bool) -> None:
-        self._head, self._num_ctx = head, num_ctx
+    def __init__(self, head: Head, num_ctx: int, prompt: TokenIds | None = None, *, is_chat: bool) -> None:
+        self._head, self._num_ctx, self._prompt = head, num_ctx, prompt
         self._line = partial(_line, head.model, is_chat=is_chat)
         self._calls: list[DeltaEvent] = []
         self._end: EndEvent
@@ -325,9 +333,11 @@ class OllamaWriter:
         times_ms = (self._head.waited_ms + timings.queue_ms, timings.ttft_ms - timings.queue_ms, timings.decode_ms)
         # Clients divide by these times.
         load, prompt, reply = (max(1, round(1e6 * time_ms)) for time_ms in times_ms)
+        context = {} if self._prompt is None else {"context": [*self._prompt.tolist(), *end.token_ids]}
         return {
             "done": True,
             "done_reason": "length" if end.reason == "length" else "stop",
+            **context,
             "total_duration": load + prompt + reply,
             "load_duration": load,
             "prompt_eval_count": usage.prompt_tokens,

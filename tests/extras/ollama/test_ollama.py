@@ -81,6 +81,40 @@ def test_a_text_is_one_message_and_raw_text_is_continued_as_it_is(real: Client, 
     assert real.generate(MODEL, prompt, raw=True, options=OPTIONS).response == generated.response
 
 
+def test_a_context_continues_the_tokens_of_an_earlier_reply(real: Client, daemon: DaemonProcess) -> None:
+    system, user = (message["content"] for message in RIVERS)
+    first = real.generate(MODEL, user, system=system, options=OPTIONS)
+    assert first.context is not None
+    assert len(first.context) == (first.prompt_eval_count or 0) + 12
+    sent = {"model": MODEL, "prompt": "And three cities?", "context": [*first.context], "options": OPTIONS}
+    second = httpx.post(f"{daemon.url}/api/generate", json=sent | {"stream": False}).json()
+    # As a chat, whose reply is replayed.
+    history = [*RIVERS, {"role": "assistant", "content": first.response}, {"role": "user", "content": sent["prompt"]}]
+    chat = real.chat(MODEL, history, options=OPTIONS)
+    assert (second["response"], second["prompt_eval_count"]) == (chat.message.content, chat.prompt_eval_count)
+    # The last sampled token has no state.
+    assert second["prefix_cache"]["restored"] >= len(first.context) - 1
+    with httpx.stream("POST", f"{daemon.url}/api/generate", json=sent) as stream:
+        lines = [json.loads(line) for line in stream.iter_lines() if line.strip()]
+    assert [line.get("context") for line in lines] == [None] * (len(lines) - 1) + [second["context"]]
+    third = real.generate(MODEL, "And then?", context=second["context"], options=OPTIONS)
+    assert third.context is not None
+    assert [*third.context[: len(second["context"])]] == second["context"]
+    assert real.generate(MODEL, user, raw=True, options=OPTIONS).context is None
+
+
+def test_a_context_may_end_with_the_end_of_a_reply_or_without(real: Client) -> None:
+    ended = real.generate(MODEL, "hello", options={"temperature": 0, "num_predict": 5, "logit_bias": {"2": 100}})
+    assert ended.done_reason == "stop"
+    assert ended.context is not None
+    [*context, end] = ended.context
+    assert end == 2
+    counts = {
+        real.generate(MODEL, "x", context=each, options=OPTIONS).prompt_eval_count for each in ([*context, 2], context)
+    }
+    assert len(counts) == 1
+
+
 def test_log_probabilities_and_a_format_are_those_of_openais_api(real: Client) -> None:
     whole = real.chat(MODEL, RIVERS, options=OPTIONS, logprobs=True, top_logprobs=2)
     assert whole.logprobs is not None
@@ -195,7 +229,13 @@ def test_images_go_before_the_text_and_empty_fields_of_ollamas_own_client_ask_fo
         ("chat", {"prefix_cache": {"scope": "none"}}, "prefix_cache.scope: ", 400),
         ("chat", {"model": "other"}, "model 'other' is not served here", 404),
         ("generate", {"template": "{{ .Prompt }}"}, "template: is not supported", 400),
-        ("generate", {"context": [1, 2]}, "context: is not supported", 400),
+        ("generate", {"context": [1, 512]}, "context.1: 512 is not a token id of this model", 400),
+        ("generate", {"context": [1, -1]}, "context.1: -1 is not a token id of this model", 400),
+        ("generate", {"context": [1, 10**30]}, "context.1: ", 400),
+        ("generate", {"context": [True]}, "context.0: must be", 400),
+        ("generate", {"context": [5] * POSITIONS}, "context: the prompt is too long: ", 400),
+        ("generate", {"context": [5] * (POSITIONS - 2)}, "context: the prompt is too long: ", 400),
+        ("generate", {"context": [5], "raw": True}, "context: is not allowed beside raw", 400),
         ("generate", {"raw": True, "system": "x"}, "system: is not allowed beside raw", 400),
         ("generate", {"suffix": "x"}, "suffix: ", 400),
         ("embed", {"input": [[]]}, "input.0: ", 400),
