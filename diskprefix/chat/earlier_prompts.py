@@ -1,4 +1,5 @@
-"""What the recorded replies of a conversation show of the prompts that they answered: which tools these had.
+"""What the recorded replies of a conversation show of the prompts that they answered: which tools these had, and that
+their pictures could be decoded.
 
 A client says nothing of it: it sends all of a conversation again, with the tools of today.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain, dropwhile
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -16,17 +18,21 @@ from diskprefix.chat.replay import NewTools, SampledTurn
 from diskprefix.chat.splice import recall
 from diskprefix.chat.tool_order import digests_of
 
+if TYPE_CHECKING:
+    from diskprefix.model.load.picture_processor import PictureProcessor
 
-def heed_records(arrange: Sequence[DraftStep], draft: PromptDraft) -> PromptDraft:
+
+def heed_records(processor: PictureProcessor | None, arrange: Sequence[DraftStep], draft: PromptDraft) -> PromptDraft:
     """Runs the steps that `arrange` the messages, and finds the recorded replies. If these show that tools came in the
-    middle of the conversation, runs the steps again with these tools in their places."""
+    middle of the conversation, or if a picture of the history that none of them saw cannot be decoded, runs the steps
+    again: with these tools in their places, and with the picture known as unreadable."""
     numbered = [replace(message, number=number) for number, message in enumerate(draft.conversation.messages)]
     draft = replace(draft, conversation=replace(draft.conversation, messages=numbered))
     recalled = recall(run_steps(arrange, draft))
     messages = recalled.conversation.messages
     had = _tools_of(((messages[index].number, sampled) for index, sampled in recalled.remembered.items()))
     conversation = with_late_tools(draft.conversation, had)
-    if conversation is not draft.conversation:
+    if conversation is not draft.conversation or not all(_decode_unseen(processor, recalled)):
         recalled = recall(run_steps(arrange, replace(draft, conversation=conversation)))
     return replace(recalled, known_tools={*chain(*had.values())} if had else None)
 
@@ -42,6 +48,21 @@ def new_tools(conversation: Conversation, known: Collection[str] | None) -> NewT
     """Returns the tools that a conversation offers beside the `known` ones of its earlier prompts."""
     digests = digests_of(conversation.tool_names)
     return NewTools(tuple(digest for digest in digests if digest not in (known or ())), are_all=known is None)
+
+
+def _decode_unseen(processor: PictureProcessor | None, recalled: PromptDraft) -> list[bool]:
+    """Decodes the pictures of the history that no recorded reply follows. Returns for each whether it can be decoded.
+
+    The others were decoded for these replies. Without this, each later request of the client would fail.
+    """
+    last, left = max(recalled.remembered, default=-1), iter(recalled.pictures)
+    unseen = [
+        picture
+        for index, message in enumerate(recalled.conversation.messages)
+        for part, picture in zip(message.pictures, left, strict=False)
+        if index > last and part.in_history
+    ]
+    return [] if processor is None else [processor.can_decode(picture, recalled.asker) for picture in unseen]
 
 
 def with_late_tools(conversation: Conversation, had: Mapping[int | None, Sequence[str]]) -> Conversation:

@@ -255,7 +255,7 @@ class PromptRenderer:
         ]
         return [
             partial(canonicalise, self._canonicalisers),
-            partial(heed_records, arranging),
+            partial(heed_records, self._processor, arranging),
             *self._writing_steps(),
             partial(bound, self._template, self._finds_question),
             partial(mark, self._template),

@@ -200,6 +200,7 @@ def test_a_trigger_of_an_earlier_turn_is_left_out(client: httpx.Client, engine: 
     assert left_out(engine) == {"compaction_trigger": 1}
 
 
+PDF = {"type": "base64", "media_type": "application/pdf"}
 FILES: list[tuple[str, Any, str]] = [
     (CHAT, {"type": "file", "file": {"file_id": "f"}}, "file"),
     (CHAT, {"type": "image_url", "image_url": {"file_id": "f"}}, "image_url"),
@@ -211,6 +212,15 @@ FILES: list[tuple[str, Any, str]] = [
     (RESPONSES, {"type": "input_image", "file_id": "f"}, "image"),
     (RESPONSES, {"type": "input_file", "file_id": "f"}, "file"),
     (RESPONSES, {"type": "input_video", "video": {}}, "video"),
+    # Whose data are cut off or damaged.
+    (CHAT, {"type": "input_audio", "input_audio": {"data": "%%%", "format": "mp3"}}, "audio"),
+    (CHAT, {"type": "input_audio", "input_audio": 5}, "audio"),
+    (CHAT, {"type": "file", "file": {"filename": "a.pdf", "file_data": "data:application/pdf;base64,JVB"}}, "file"),
+    (MESSAGES, {"type": "document", "source": PDF | {"data": "JVB"}}, "document"),
+    (MESSAGES, {"type": "document", "source": PDF | {"data": 5}}, "document"),
+    (MESSAGES, {"type": "document", "source": {"type": "content", "content": [{"type": "text"}]}}, "text"),
+    (RESPONSES, {"type": "input_audio", "input_audio": {"data": "%%%", "format": "mp3"}}, "audio"),
+    (RESPONSES, {"type": "input_file", "filename": "a.pdf", "file_data": "data:application/pdf;base64,JVB"}, "file"),
 ]
 
 

@@ -10,10 +10,12 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from copy import deepcopy
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -448,10 +450,25 @@ def test_the_number_of_images_and_their_pixels_together_are_limited(
 
 
 STRIP = image_part(image_bytes(size=(1, 300)))
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+
+
+def truncated(kind: str, seed: int = 3) -> bytes:
+    """Pixels that no format makes small, so that the cut is not in the header."""
+    content, pixels = io.BytesIO(), np.random.default_rng(seed).integers(0, 256, (40, 60, 3), np.uint8)
+    Image.fromarray(pixels).save(content, kind)
+    return content.getvalue()[: len(content.getvalue()) * 2 // 3]
 
 
 @pytest.mark.parametrize(
-    "bad", [url_part("https://example.org/cat.png"), url_part("data:image/png;base64,a*b="), STRIP]
+    "bad",
+    [
+        url_part("https://example.org/cat.png"),
+        url_part("data:image/png;base64,a*b="),
+        STRIP,
+        *(pytest.param(image_part(truncated(kind)), id=f"truncated {kind}") for kind in FORMATS),
+        pytest.param(image_part(image_bytes().replace(b"IDAT", b"JDAT")), id="no pixels"),
+    ],
 )
 def test_an_image_of_an_earlier_turn_that_cannot_be_read_becomes_a_note(llava: AppServer, bad: Any) -> None:
     messages = goes_on([said(SEE, bad)], IMAGE, text_part("And this?"))
@@ -496,6 +513,30 @@ RESULTS: list[tuple[str, dict[str, Any], list[Any]]] = [
         ],
     ),
 ]
+RESULTS.append((*RESULTS[1][:2], [*RESULTS[1][2][:2], deepcopy(RESULTS[1][2][2])]))
+RESULTS[2][2][2]["output"]["image_url"] = "data:image/png;base64," + base64.b64encode(truncated("PNG")).decode()
+
+
+def test_a_picture_of_a_history_is_decoded_for_its_first_prompt_only(
+    llava: AppServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded, decode = list[bytes](), picture_reader._decode
+
+    def counted(content: bytes, *others: Any) -> Any:
+        decoded.append(content)
+        return decode(content, *others)
+
+    monkeypatch.setattr(picture_reader, "_decode", counted)
+    bad, good, other = truncated("PNG", 5), image_bytes((9, 8, 7)), image_bytes((7, 8, 9))
+    history = [said(SEE, image_part(bad), image_part(good))]
+    for count in (1, 0, 0):
+        messages = goes_on(history, image_part(other), text_part(f"{count}?"))
+        named = ask(llava, turn(messages, max_tokens=1))["prefix_cache"]["left_out"]
+        assert [each["count"] for each in named] == [1]
+        assert decoded.count(bad) == count
+        # The engine decodes it, too.
+        assert decoded.count(good) <= 2 * count
+        decoded.clear()
 
 
 @pytest.mark.parametrize(("path", "body", "history"), RESULTS)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from diskprefix.engine.constraints import constrained_reply
 from diskprefix.engine.constraints.constrained_reply import ConstraintCompiler
 from diskprefix.engine.constraints.trial import TokenizerText, Trials
 from diskprefix.engine.request import Constraint
+from diskprefix.extras.pictures import picture_reader
 from diskprefix.extras.pictures.picture_reader import PictureReader
-from diskprefix.values import Asker, Tenant
+from diskprefix.values import Asker, Picture, Tenant
 from tests.server.scripted import AppServer, ScriptedEngine, say_hello, scripted_app
 from tests.server.test_auth import ALICE, BOB, bearer
 
@@ -97,6 +99,20 @@ def forms(_: pytest.MonkeyPatch) -> tuple[Use, Counted]:
     return lambda asker: reader._form((40, 30), "image", asker), slow
 
 
+def decoded_pictures(patch: pytest.MonkeyPatch) -> tuple[Use, Counted]:
+    reader, slow, name = PictureReader(), Counted(), b"n" * 16
+    reader._process = Counted({})  # type: ignore[method-assign]
+    patch.setattr(picture_reader, "_decode", slow)
+    # Too few for three hundred salts.
+    reader._problems.most = 100
+
+    def use(asker: Asker) -> None:
+        prepare = partial(reader._prepare, b"", (), "image", name, asker)
+        assert reader.can_decode(Picture(name, "", 1, {}, "1x1", 1, "image", prepare), asker)
+
+    return use, slow
+
+
 class ListOfOne:
     def __eq__(self, _: object) -> Any:
         return self
@@ -114,7 +130,7 @@ def keyed(chat_model: Path, keys_file: Path, engine: ScriptedEngine) -> Iterator
 
 
 Memory = Callable[[pytest.MonkeyPatch], tuple[Use, Counted]]
-MEMORIES = pytest.mark.parametrize("memory", [trials, grammars, parsers, beginnings, forms])
+MEMORIES = pytest.mark.parametrize("memory", [trials, grammars, parsers, beginnings, forms, decoded_pictures])
 OF_ALICE, OF_BOB = (Asker(Tenant.of_key(name), f"key {name}") for name in ("alice", "bob"))
 
 

@@ -53,7 +53,7 @@ _WORKER = Path(__file__).with_name("picture_worker.py")
 _PLAIN_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _TEXT_FIELDS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
 _POSITION_FIELDS = ("image_grid_thw",)
-_KNOWN_SIZES = 256
+_KNOWN_SIZES, _KNOWN_PICTURES = 256, 4096
 _known = Memo("picture_processors", version=1, max_records=64)
 
 
@@ -80,6 +80,8 @@ class PictureReader:
         self._make = make
         self._busy = threading.Lock()
         self._forms = FairCache[tuple[Tenant, tuple[int, int]], _Form](_KNOWN_SIZES)
+        self._problems = FairCache[tuple[Tenant, bytes], str](_KNOWN_PICTURES)
+        """Why a picture cannot be decoded, "" if it can, by its name."""
         self.problem, self.mark, self.token_id = problem, mark, token_id
         self.placeholders = frozenset(placeholders)
         self.computed_by: Callable[[], str] = lambda: ""
@@ -135,7 +137,8 @@ class PictureReader:
         self, content: bytes, *, detail: Detail, param: str, beside: Sequence[Picture] = (), asker: Asker = NO_ASKER
     ) -> Picture:
         """Returns the first frame of a file, turned upright. Reads only the header. Raises `InvalidRequest` if the file
-        is no picture, if its sides differ too much, or if it has too many pixels, alone or with those `beside` it."""
+        is no picture, if its sides differ too much, if it has too many pixels, alone or with those `beside` it, or if
+        it could not be decoded before."""
         from PIL import Image, UnidentifiedImageError
 
         try:
@@ -167,7 +170,9 @@ class PictureReader:
         with self._busy:
             form_text = self.computed_by() + json.dumps(target_size)
         name = hashlib.blake2b(self._settings + form_text.encode() + content, digest_size=16).digest()
-        prepare = partial(self._prepare, content, (kind, turn, size, target_size), param)
+        if earlier := self._problems.get((asker.tenant, name)):
+            raise InvalidRequest.at(param, earlier)
+        prepare = partial(self._prepare, content, (kind, turn, size, target_size), param, name, asker)
         return Picture(name, *form, f"{width}x{height}", len(content), param, prepare)
 
     def _form(self, size: tuple[int, int], param: str, asker: Asker = NO_ASKER) -> _Form:
@@ -200,8 +205,26 @@ class PictureReader:
             problem = f"{param}: the model's processor refuses it: {first_line(error)}"
             raise InvalidRequest(problem, param=param, code="unsupported_content") from error
 
-    def _prepare(self, content: bytes, arguments: tuple[Any, ...], param: str) -> dict[str, Any]:
-        made = self._process(_decode(content, arguments, param), param)
+    def can_decode(self, picture: Picture, asker: Asker) -> bool:
+        """Returns whether a picture can be decoded. Decodes it, unless that was done for this tenant before."""
+        if (problem := self._problems.get((asker.tenant, picture.name))) is not None:
+            return not problem
+        try:
+            picture.prepare()
+        except InvalidRequest:
+            return False
+        return True
+
+    def _prepare(
+        self, content: bytes, arguments: tuple[Any, ...], param: str, name: bytes, asker: Asker
+    ) -> dict[str, Any]:
+        key, share = (asker.tenant, name), asker.share
+        try:
+            made = self._process(_decode(content, arguments, param), param)
+        except InvalidRequest as error:
+            self._problems.put(key, error.message.removeprefix(f"{param}: "), share)
+            raise
+        self._problems.put(key, "", share)
         return {name: tensor for name, tensor in made.items() if name not in _TEXT_FIELDS}
 
 

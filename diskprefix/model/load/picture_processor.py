@@ -47,4 +47,8 @@ class PictureProcessor(Protocol):
         self, content: bytes, *, detail: Detail, param: str, beside: Sequence[Picture] = (), asker: Asker = NO_ASKER
     ) -> Picture:
         """Returns a picture after reading only its header. `param` is the path of its content in the request. Raises
-        `InvalidRequest` if it is not a picture, or too large together with the pictures `beside`."""
+        `InvalidRequest` if it is not a picture, too large together with the pictures `beside`, or if it could not be
+        decoded for this tenant before."""
+
+    def can_decode(self, picture: Picture, asker: Asker) -> bool:
+        """Returns whether a picture can be decoded. Decodes it, unless that was done for this tenant before."""
