@@ -335,6 +335,35 @@ def test_turns_of_a_changing_client_hit_with_its_canonicaliser(
     assert same_every_time > 0.7
 
 
+def test_report_names_the_keys_of_many_small_schemas(render: Callable[[Conversation, str], Prompt]) -> None:
+    """No run of 32 tokens of them is what it was."""
+
+    def backwards(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: backwards(value[key]) for key in reversed(value)}
+        return [backwards(item) for item in value] if isinstance(value, list) else value
+
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": f"tool_{number}",
+                "description": words(number, 4),
+                "parameters": {"type": "object", "properties": {words(90 + number, 1): {"type": "string"}}},
+            },
+        }
+        for number in range(12)
+    ]
+    earlier, prompt = (
+        render(asked([SYSTEM], "hello", tools=sent), "report") for sent in (tools, [backwards(tool) for tool in tools])
+    )
+    prefix_break = find_break(prompt.token_ids, [earlier.token_ids], known=0)
+    assert prefix_break is not None
+    assert prompt.source is not None
+    broken = prompt.source.line_at(prefix_break.at)
+    assert "schema-keys" in helpful_canonicalisers(broken, prompt.rewriting)
+
+
 @pytest.mark.parametrize(
     ("name", "line"),
     [

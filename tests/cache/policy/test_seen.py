@@ -246,6 +246,7 @@ def text(num_tokens: int) -> TokenIds:
 
 
 HEAD, REST, OTHER, FIRST, SECOND, REPEATING = text(20), text(2000), text(2000), text(800), text(800), [*text(32)] * 30
+PIECES = [text(10) for _ in range(200)]
 BEFORE = joined(HEAD, text(10), REST)
 OWN = joined(HEAD, text(10), REST, text(50))
 
@@ -258,8 +259,14 @@ OWN = joined(HEAD, text(10), REST, text(50))
         # Of several earlier prompts the one that shows the greatest loss.
         (BEFORE, [text(500), joined(HEAD, text(10), REST[:600]), joined(HEAD[:15], text(10), REST)], 20, 15, 1900),
         (joined(OWN, text(300)), [BEFORE], 20, 20, 1900),
+        (joined(HEAD, *PIECES[::-1]), [joined(HEAD, *PIECES)], 20, 20, 1500),
+        (joined(HEAD, *(joined(piece[:9], text(1)) for piece in PIECES)), [joined(HEAD, *PIECES)], 20, 29, 1500),
+        (joined(HEAD, *PIECES[::-1], text(9000)), [joined(HEAD, *PIECES)], 20, 20, 1500),
     ],
-    ids=["a line changed", "texts moved", "several", "another agent"],
+    ids=[
+        *("a line changed", "texts moved", "several", "another agent", "small pieces moved", "a change in each piece"),
+        "small pieces moved in a longer prompt",
+    ],
 )
 def test_a_change_before_text_that_is_the_same_is_a_break(
     now: TokenIds, recent: list[TokenIds], known: int, at: int, least: int
@@ -279,6 +286,7 @@ def test_a_change_before_text_that_is_the_same_is_a_break(
         (joined(REST, text(20), OTHER[:400], text(1600)), [joined(REST, HEAD, OTHER)], 20),
         (joined(HEAD, REST), [joined(HEAD, REST)], 20),
         (joined(HEAD, text(10), REPEATING, text(500)), [joined(HEAD, text(10), REPEATING)], 20),
+        (joined(HEAD, *PIECES[:120:-1], text(1200)), [joined(HEAD, *PIECES)], 20),
         # A sub-agent's prompt that shares the tools with another agent's breaks once, not in each of its turns.
         (joined(OWN, text(300)), [OWN, BEFORE], len(OWN)),
         (joined(OWN, text(300)), [BEFORE], len(OWN)),
@@ -288,7 +296,13 @@ def test_a_change_before_text_that_is_the_same_is_a_break(
     ],
     ids=[
         *("it continues", "another text", "a short text", "a smaller part is the same", "the same prompt"),
-        *("a text that repeats itself", "its own turn", "found anyway", "found anyway of a longer one"),
+        *(
+            "a text that repeats itself",
+            "some small pieces moved",
+            "its own turn",
+            "found anyway",
+            "found anyway of a longer one",
+        ),
         *("no earlier prompt", "no token"),
     ],
 )
