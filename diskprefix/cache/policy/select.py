@@ -208,7 +208,9 @@ def _choose_boundary(scope: Scope, prompt: Prompt, rules: Rules, window: _Window
     if prompt.rewriting.is_shortened and not scope.keeps_all:
         return _Choice(0, "left_out")
     if scope.kind == "full":
-        return _Choice(num_tokens, "full", goes_on=True)
+        has_states = rules.state in AT_CHECKPOINTS
+        anchors = _anchors(_leaving(prompt, window, rules.grid).of_others, rules, min_tokens) if has_states else ()
+        return _Choice(num_tokens, "full", goes_on=True, anchors=anchors)
     if scope.kind != "auto":
         return _Choice(min(scope.value, num_tokens), "tokens", goes_on=scope.value > num_tokens)
     if rules.state in AT_CHECKPOINTS:
@@ -226,7 +228,7 @@ def _checkpoints_of_scope(scope: Scope, prompt: Prompt, rules: Rules, choice: _C
         # Other conversations share the first ones, the next turn has the last ones.
         num_tokens = len(prompt.token_ids)
         cold, last = prompt.last_safe(min(rules.cold_max, num_tokens)), prompt.last_safe(num_tokens)
-        positions += (prompt.system_end, prompt.question_end, cold, last)
+        positions += (prompt.system_end, prompt.question_end, cold, last, *choice.anchors)
     return {floor_to_grid(at, rules.grid) for at in positions}
 
 
@@ -252,22 +254,7 @@ def _by_sighting(prompt: Prompt, window: _Window) -> _Choice:
 def _by_support(prompt: Prompt, window: _Window, rules: Rules, min_tokens: int, restored: int) -> _Choice:
     """Returns the checkpoints after `restored` that are expected to save most tokens. Each must save its price."""
     grid, price = rules.grid, rules.price
-    leaving: Counter[int] = Counter()
-    far: set[int] = set()
-    for earlier in window.recent:
-        # An earlier prompt that this one continues has lost nothing.
-        if earlier.lost:
-            at = prompt.last_safe(earlier.common)
-            leaving[at] += 1
-            if earlier.lost * _SHORT_END > earlier.lost + earlier.common:
-                far.add(at)
-    votes: Counter[int] = Counter()
-    of_others: Counter[int] = Counter()
-    for at, number in leaving.items():
-        votes[floor_to_grid(at, grid)] += number
-        # The turns of one conversation differ near their ends, each at another place.
-        if at in far or number > 1:
-            of_others[floor_to_grid(at, grid)] += number
+    votes, of_others = _leaving(prompt, window, grid)
     if window.seen > window.common:
         votes[floor_to_grid(prompt.last_safe(window.seen), grid)] += 1
     reasons: dict[int, Reason] = {}
@@ -286,7 +273,7 @@ def _by_support(prompt: Prompt, window: _Window, rules: Rules, min_tokens: int, 
         # The last question may be where the next one leaves: a template drops the thoughts after it.
         votes[at] += 1
     goes_on = expected is not None and expected.goes_on
-    anchors = tuple(_best_positions({at: n for at, n in of_others.items() if at >= min_tokens}, 0, price))
+    anchors = _anchors(of_others, rules, min_tokens)
     ahead = {at: n for at, n in votes.items() if at > restored and at >= min_tokens}
     support = _best_positions(ahead, restored, price, prices)
     if support:
@@ -298,6 +285,39 @@ def _by_support(prompt: Prompt, window: _Window, rules: Rules, min_tokens: int, 
     if max(votes, default=0) >= min_tokens:
         return _Choice(0, "already_saved", {}, goes_on=goes_on, anchors=anchors)
     return _Choice(0, _why_short(prompt, min_tokens) if any(votes) else _why_nothing(window), {})
+
+
+class _Leaving(NamedTuple):
+    """How many prompts of the window leave a prompt at each position: all, and those of other conversations."""
+
+    votes: Counter[int]
+    of_others: Counter[int]
+
+
+def _leaving(prompt: Prompt, window: _Window, grid: int) -> _Leaving:
+    """Returns the last safe boundaries, on the grid, that earlier prompts share with this one. An earlier prompt that
+    this one continues leaves nowhere."""
+    leaving: Counter[int] = Counter()
+    far: set[int] = set()
+    for earlier in window.recent:
+        if earlier.lost:
+            at = prompt.last_safe(earlier.common)
+            leaving[at] += 1
+            if earlier.lost * _SHORT_END > earlier.lost + earlier.common:
+                far.add(at)
+    votes: Counter[int] = Counter()
+    of_others: Counter[int] = Counter()
+    for at, number in leaving.items():
+        votes[floor_to_grid(at, grid)] += number
+        # The turns of one conversation differ near their ends, each at another place.
+        if at in far or number > 1:
+            of_others[floor_to_grid(at, grid)] += number
+    return _Leaving(votes, of_others)
+
+
+def _anchors(of_others: Counter[int], rules: Rules, min_tokens: int) -> tuple[int, ...]:
+    """Returns the positions, stored already or not, after which other conversations are expected to differ."""
+    return tuple(_best_positions({at: n for at, n in of_others.items() if at >= min_tokens}, 0, rules.price))
 
 
 def _expected(prompt: Prompt, window: _Window, otherwise: Reason) -> _Choice:

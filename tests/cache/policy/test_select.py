@@ -278,9 +278,10 @@ CUT = Prompt(ids(4123), (1, 1432, 4100))
 @pytest.mark.parametrize(
     ("scope", "prompt", "changes", "checkpoints"),
     [
-        (FULL, LONG, {}, (4096,)),
+        # One of the earlier prompts leaves at 1,500.
+        (FULL, LONG, {}, (1280, 4096)),
         (FULL, CUT, {"cold_max": 1432}, (1280, 4096)),
-        (FULL, CUT, {"cold_max": 1431}, (4096,)),
+        (FULL, CUT, {"cold_max": 1431}, (1280, 4096)),
         (FULL, Prompt(ids(4123), (1, 4100)), {"cold_max": 0}, (4096,)),
         (FULL, Prompt(ids(4123), (1, 300, 4100)), {"cold_max": 1000}, (4096,)),
         (FULL, Prompt(ids(4123), (1, 4100)), {"interval": 1000}, (768, 1792, 2816, 3840, 4096)),
@@ -430,6 +431,27 @@ def test_what_other_prompts_share_is_an_anchor_and_the_own_earlier_turns_are_not
 ) -> None:
     found = pick_checkpoints(prompt, *recent, state=state, sighting=CONTINUES, restored=2803)
     assert found.anchors == anchors
+
+
+@pytest.mark.parametrize(
+    ("prompt", "recent", "state", "learned"),
+    [
+        (DOCUMENT, [leaving(DOCUMENT, 2600)], "token_checkpoints", {2517}),
+        (DOCUMENT, [leaving(DOCUMENT, 2600)], "checkpoints", {2500}),
+        (DOCUMENT, [leaving(DOCUMENT, 2600)], "token", set()),
+        # One turn of a conversation rewrote its end.
+        (DOCUMENT, QUESTIONS[:1], "token_checkpoints", set()),
+        (DOCUMENT, QUESTIONS, "token_checkpoints", {2517}),
+    ],
+    ids=str,
+)
+def test_full_has_checkpoints_where_other_conversations_leave_as_auto_has(
+    prompt: Prompt, recent: list[TokenIds], state: str, learned: set[int]
+) -> None:
+    rules = COARSE | {"interval": 10_240, "state": state}
+    alone, beside = (select(FULL, prompt, others, **rules) for others in ([], recent))
+    assert set(beside.checkpoints) - set(alone.checkpoints) == learned
+    assert learned <= set(beside.anchors)
 
 
 def test_all_checkpoints_of_full_are_anchors() -> None:
