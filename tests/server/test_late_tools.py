@@ -261,14 +261,16 @@ def test_the_first_tools_of_a_chat_may_come_late(agent_daemon: AppServer) -> Non
     assert "<tool_call>" in second.removeprefix(first), "how to call them"
 
 
-def test_a_mark_on_a_tool_that_came_late_stays_on_the_last_one_before_it(agent_daemon: AppServer) -> None:
+def test_marks_on_tools_stay_and_one_on_a_late_tool_is_on_the_first_one_before_it(agent_daemon: AppServer) -> None:
     chat, mark = Chat(agent_daemon, MESSAGES), {"cache_control": {"type": "ephemeral"}}
-    chat.ask("read", text="Marks?")
-    chat.ask(tools=[tool(MESSAGES, "read") | mark])
+    bash, read, write = (tool(MESSAGES, name) for name in ("bash", "read", "write"))
+    chat.ask("read", "write", text="Marks?")
+    chat.ask(tools=[read | mark, write])
     before = chat.prompt.marks
     assert len(before) == 1
-    chat.ask(tools=[tool(MESSAGES, "read"), tool(MESSAGES, "bash") | mark])
-    assert chat.prompt.marks == before
+    for tools in ([bash, read | mark, write], [read, bash | mark, write]):
+        chat.ask(tools=tools)
+        assert chat.prompt.marks == before
 
 
 def test_a_chat_whose_tools_grow_is_restored_also_after_a_restart(agent_model: Path, tmp_path: Path) -> None:
