@@ -22,7 +22,7 @@ BELOW: dict[str, frozenset[str]] = {}
 """For each package, those that it may import: all in the rows before its own, but not its neighbours."""
 for _row in (
     "control_groups errors fair_cache identity json_values printable progress thread_pool version",
-    "thread_work units",
+    "origins thread_work units",
     "private_file settings tenant_ids tokens",
     "values",
     "namespace_key memo native user_key",
