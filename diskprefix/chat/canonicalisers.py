@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from diskprefix.chat.canonicaliser_rules import read_canonicalisers
 from diskprefix.chat.messages import Conversation
-from diskprefix.chat.tool_order import ToolOrder
+from diskprefix.chat.tool_order import RECORD_ID, ToolOrder
 from diskprefix.errors import SettingsError
 from diskprefix.settings import policies_folder
 from diskprefix.values import Change, Rewriting
@@ -83,7 +83,8 @@ def canonicalise(canonicalisers: Canonicalisers, draft: PromptDraft) -> PromptDr
     """Undoes or reports the changes that clients make in every request. Raises `RecordsUnread`."""
     order = ToolOrder()
     if draft.replies is not None and draft.conversation.tools and canonicalisers.sorts_tools:
-        order = ToolOrder.read(draft.replies)
+        order = ToolOrder.decode(draft.replies.get(RECORD_ID))
+        draft.replies.require_read()
     conversation, rewriting = canonicalisers.apply(draft.conversation, order)
     if canonicalisers.sorts_tools and (after := order.after(conversation.tool_names)) is not order:
         draft = replace(draft, tool_order=after)

@@ -1,4 +1,4 @@
-"""What the recorded replies of a conversation show of the prompts that they answered: which tools these had, and that
+"""Reads from the recorded replies of a conversation what the earlier prompts were like: which tools these had, and that
 their pictures could be decoded.
 
 A client says nothing of it: it sends all of a conversation again, with the tools of today.

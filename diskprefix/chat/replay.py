@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -20,11 +20,9 @@ from msgspec.structs import replace
 from diskprefix.chat.messages import Message, TextPart, ToolCall
 from diskprefix.chat.output.format import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin, ToolCallDelta
 from diskprefix.chat.template_input import PART_SEPARATOR
+from diskprefix.chat.tool_order import ToolOrder
 from diskprefix.json_values import whole_characters
 from diskprefix.values import Picture, Prompt
-
-if TYPE_CHECKING:
-    from diskprefix.chat.tool_order import ToolOrder
 
 _ID_BYTES = 32
 

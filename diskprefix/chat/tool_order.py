@@ -13,12 +13,10 @@ from contextlib import suppress
 
 from msgspec import Struct
 
-from diskprefix.chat.replay import RecordStore
-
-_RECORD = "tool order"
+RECORD_ID = "tool order"
 """The id of the record. Those of replies are digests."""
 _MAX_TOOLS = 4096
-"""The most tools that are known. Further ones go behind them, by name."""
+"""The most tools that are known. Further ones follow, by name."""
 
 
 class ToolOrder(Struct, frozen=True):
@@ -27,13 +25,14 @@ class ToolOrder(Struct, frozen=True):
     known: tuple[str, ...] = ()
 
     @classmethod
-    def read(cls, records: RecordStore) -> ToolOrder:
-        """Returns the order that a tenant's records have. Raises `RecordsUnread`."""
-        record = records.get(_RECORD)
-        records.require_read()
+    def decode(cls, record: bytes | None) -> ToolOrder:
+        """Returns the order of a record; without one, or if it is damaged, that of a tenant without tools."""
         with suppress(ValueError, TypeError):
             return cls() if record is None else cls(tuple(map(str, json.loads(record))))
         return cls()
+
+    def encode(self) -> bytes:
+        return json.dumps(self.known).encode()
 
     def indices(self, names: Sequence[str]) -> list[int]:
         """Returns the indices of `names` in their order: known ones as they came, then new ones by name."""
@@ -45,10 +44,6 @@ class ToolOrder(Struct, frozen=True):
         """Returns the order once `names`, which are in their order, are known too; `self` if they are."""
         known = tuple(dict.fromkeys([*self.known, *digests_of(names)]))[: max(_MAX_TOOLS, len(self.known))]
         return self if known == self.known else ToolOrder(known)
-
-    def keep(self, records: RecordStore) -> None:
-        """Puts the order into a tenant's records."""
-        records.put(_RECORD, json.dumps(self.known).encode())
 
 
 def digests_of(names: Iterable[str]) -> list[str]:

@@ -8,8 +8,11 @@ import random
 import pytest
 
 from diskprefix.chat import tool_order
+from diskprefix.chat.canonicalisers import Canonicalisers, canonicalise
+from diskprefix.chat.draft import PromptDraft
 from diskprefix.chat.replay import RecordsUnread
 from diskprefix.chat.tool_order import ToolOrder
+from tests.agent_bodies import TOOLS, asked
 from tests.chat.turns import Turns
 
 
@@ -30,16 +33,12 @@ def test_known_tools_stay_in_front_of_new_ones_however_they_are_sent() -> None:
 
 
 def test_an_order_is_found_again_and_a_damaged_one_is_by_name() -> None:
-    records = Turns()
-    ToolOrder().after(["z", "a"]).keep(records)
-    assert in_order(ToolOrder.read(records), "a", "b", "z") == ["z", "a", "b"]
-    [(id_, kept)] = records.items()
+    kept = ToolOrder().after(["z", "a"]).encode()
+    assert in_order(ToolOrder.decode(kept), "a", "b", "z") == ["z", "a", "b"]
     assert b'"z"' not in kept, "names are not kept, so they need not be deleted with a prompt"
-    for damaged in (b"", b"{", b"7", b"null", b"\xff"):
-        records.put(id_, damaged)
-        assert ToolOrder.read(records) == ToolOrder()
-    records.put(id_, json.dumps([1, None]).encode())
-    assert in_order(ToolOrder.read(records), "b", "a") == ["a", "b"]
+    for damaged in (None, b"", b"{", b"7", b"null", b"\xff"):
+        assert ToolOrder.decode(damaged) == ToolOrder()
+    assert in_order(ToolOrder.decode(json.dumps([1, None]).encode()), "b", "a") == ["a", "b"]
 
 
 def test_an_order_that_is_not_in_memory_is_read_first() -> None:
@@ -47,8 +46,10 @@ def test_an_order_that_is_not_in_memory_is_read_first() -> None:
         def require_read(self) -> None:
             raise RecordsUnread
 
+    draft = PromptDraft(conversation=asked(["Be brief."], "hello", tools=TOOLS), replies=Unread())
     with pytest.raises(RecordsUnread):
-        ToolOrder.read(Unread())
+        canonicalise(Canonicalisers.parse("tool-order=on", param="x"), draft)
+    assert canonicalise(Canonicalisers.parse("report", param="x"), draft).tool_order is None
 
 
 def test_an_order_has_a_most_of_tools_and_forgets_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,7 +179,7 @@ def in_form(path: str, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", SHORT)
-def test_tools_that_a_client_adds_in_the_middle_are_written_where_they_came(agent_daemon: AppServer, path: str) -> None:
+def test_tools_that_a_client_adds_later_are_written_where_they_came(agent_daemon: AppServer, path: str) -> None:
     chat = Chat(agent_daemon, path)
     first = chat.ask("read", "write")
     second = chat.ask("read", "write")
@@ -199,7 +199,7 @@ def test_tools_that_a_client_adds_in_the_middle_are_written_where_they_came(agen
     assert with_all.startswith(fourth)
 
 
-def test_the_tools_of_a_chat_are_known_to_its_tenant_and_to_requests_that_replay(agent_daemon: AppServer) -> None:
+def test_the_tools_of_a_chat_are_known_to_its_tenant_if_it_replays(agent_daemon: AppServer) -> None:
     chat = Chat(agent_daemon, CHAT)
     chat.ask("read", text="What is known?")
     chat.ask("read")
@@ -233,7 +233,7 @@ def test_tools_are_at_the_beginning_of_a_chat_that_has_none_of_our_replies(agent
     assert chat.ask("bash", "read").startswith(first)
 
 
-def test_tools_that_come_while_responses_are_stored_are_written_where_they_came(agent_daemon: AppServer) -> None:
+def test_tools_come_late_while_responses_are_stored(agent_daemon: AppServer) -> None:
     chat, before = Chat(agent_daemon, RESPONSES), ""
     for names in (["read"], ["read"], ["bash", "read"], ["bash", "grep", "read"], ["bash", "grep", "read"]):
         continued = {"previous_response_id": chat.history[-1]["response"]} if chat.history else {}
@@ -261,7 +261,7 @@ def test_the_first_tools_of_a_chat_may_come_late(agent_daemon: AppServer) -> Non
     assert "<tool_call>" in second.removeprefix(first), "how to call them"
 
 
-def test_marks_on_tools_stay_and_one_on_a_late_tool_is_on_the_first_one_before_it(agent_daemon: AppServer) -> None:
+def test_marks_on_tools_stay_and_one_on_a_late_tool_moves_before_it(agent_daemon: AppServer) -> None:
     chat, mark = Chat(agent_daemon, MESSAGES), {"cache_control": {"type": "ephemeral"}}
     bash, read, write = (tool(MESSAGES, name) for name in ("bash", "read", "write"))
     chat.ask("read", "write", text="Marks?")

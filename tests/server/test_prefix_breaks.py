@@ -129,9 +129,7 @@ def with_tools(server: AppServer, *names: str, **fields: Any) -> tuple[int, int]
     return reply["usage"]["prompt_tokens"], reply["prefix_cache"]["restored"]
 
 
-def test_a_new_tool_goes_behind_the_known_ones_for_its_tenant_also_after_a_restart(
-    chat_model: Path, tmp_path: Path
-) -> None:
+def test_a_new_tool_follows_those_of_its_tenant_after_a_restart_too(chat_model: Path, tmp_path: Path) -> None:
     with real_app(chat_model, tmp_path / "kv", canonicalise="tool-order=on") as server:
         least, _ = with_tools(server, "Write", "Read")
         # The messages follow the tools.

@@ -288,7 +288,7 @@ def _by_support(prompt: Prompt, window: _Window, rules: Rules, min_tokens: int, 
 
 
 class _Leaving(NamedTuple):
-    """How many prompts of the window leave a prompt at each position: all, and those of other conversations."""
+    """The numbers of prompts of the window that leave a prompt at each position: of all, and of other conversations."""
 
     votes: Counter[int]
     of_others: Counter[int]
