@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from typing import Annotated, ClassVar, Literal, TypeAlias
+from collections.abc import Callable
+from typing import Annotated, Literal, TypeAlias
 
 from msgspec.structs import replace
 from pydantic import ConfigDict, Field, field_validator
 
-from diskprefix.api.anthropic_content import AnthropicMessageBody, TextBlock, neutral_messages
+from diskprefix.api.anthropic_content import AnthropicMessageBody, TextBlock, defined_tools, neutral_messages
+from diskprefix.api.anthropic_tools import SEARCHES, AnthropicTool, AnthropicToolChoice, CustomTool, served_tools
 from diskprefix.api.anthropic_writer import MessageWriter
 from diskprefix.api.dialect import Head
 from diskprefix.api.fields import (
@@ -22,88 +23,19 @@ from diskprefix.api.fields import (
     Effort,
     LimitOrNothing,
     MarkableStrictly,
-    NamedTool,
     NotServed,
     OneOf,
     RequestBody,
     StopString,
-    Typed,
     optional,
     sampling_params,
 )
 from diskprefix.api.offered_tools import OfferedTool, tool_fields
 from diskprefix.api.parsed_request import ParsedRequest, TextFormat, ToolChoice
 from diskprefix.api.unread import OrUnread, Unread
-from diskprefix.chat.messages import Conversation, JsonObject, OtherPart
+from diskprefix.chat.messages import Conversation, JsonObject
 from diskprefix.errors import InvalidRequest
-from diskprefix.printable import shown
 from diskprefix.store.notes import TenantNotes
-
-_SEARCHES = "tool_search_tool_"
-"""The prefix of the types of tools with which Anthropic's servers search for deferred tools."""
-_RUN_BY_ANTHROPIC = ("web_search_", "web_fetch_", "code_execution_", "tool_search_tool_", "advisor_", "mcp_toolset")
-"""Prefixes of the types of tools that Anthropic's servers run."""
-
-
-class CustomTool(NamedTool):
-    """A tool that the client runs."""
-
-    type: Literal["custom"] | None = optional("`custom`, or absent.")
-    input_schema: JsonObject = Field(description="JSON schema of its arguments.")
-    defer_loading: bool | None = optional("`true`: offered where a `tool_reference` names it.")
-
-    @property
-    def for_template(self) -> JsonObject:
-        """The tool in the form that chat templates expect."""
-        described = {} if self.description is None else {"description": self.description}
-        return {"type": "function", "function": {"name": self.name, **described, "parameters": self.input_schema}}
-
-
-class AnthropicDefinedTool(Body):
-    """A tool that Anthropic defines."""
-
-    type: str
-
-
-AnthropicTool: TypeAlias = Annotated[
-    CustomTool | AnthropicDefinedTool, OneOf("a tool", AnthropicDefinedTool, lambda _value: "custom")
-]
-
-
-def served_tools(
-    tools: Sequence[CustomTool | AnthropicDefinedTool],
-) -> tuple[list[tuple[int, CustomTool]], list[OtherPart]]:
-    """Returns the tools that the client runs, each with its index, and those that are left out.
-
-    Tools that Anthropic's servers run are left out, because agents send them with every request. Raises
-    `InvalidRequest` if no tool remains, and for other tools that Anthropic defines, whose arguments are not known.
-    """
-    served = [(index, tool) for index, tool in enumerate(tools) if isinstance(tool, CustomTool)]
-    others = [(index, tool.type) for index, tool in enumerate(tools) if isinstance(tool, AnthropicDefinedTool)]
-    for index, kind in others:
-        problem = "" if served else "is run by Anthropic's servers, and no other tool is offered"
-        if not kind.startswith(_RUN_BY_ANTHROPIC):
-            problem = "is not known here; define the tool by name, description and input_schema"
-        if problem:
-            raise InvalidRequest.at(f"tools.{index}.type", f"{shown(kind)!r} {problem}")
-    return served, [OtherPart(shown(kind), f"tools.{index}") for index, kind in others]
-
-
-class AnthropicToolChoice(Typed):
-    """The choice of tools."""
-
-    needs: ClassVar = {"tool": ("name",)}
-    type: Literal["auto", "any", "tool", "none"] = Field(description="`any`: some tool; `tool`: the tool `name`.")
-    name: str | None = optional("With the type `tool`: its name.", min_length=1)
-    disable_parallel_tool_use: bool | None = optional("`true`: at most one call in a reply.")
-
-    @property
-    def neutral(self) -> ToolChoice:
-        if self.type == "tool" and self.name is not None:
-            return ToolChoice("required", frozenset({self.name}), many=False)
-        many = not self.disable_parallel_tool_use
-        return ToolChoice("required" if self.type == "any" else "none" if self.type == "none" else "auto", many=many)
-
 
 System: TypeAlias = Annotated[
     str | Annotated[list[TextBlock], Field(max_length=MAX_PARTS)], OneOf("a string or a list of text blocks")
@@ -165,8 +97,9 @@ class CountTokensRequest(RequestBody, MarkableStrictly):
     def conversation(self) -> Conversation:
         """Returns the conversation for the chat template. If no tool of the client could find the deferred tools, they
         are offered at once."""
-        offered, tools_left_out = served_tools(self.tools or ())
-        searches_there = any(tool.type and tool.type.startswith(_SEARCHES) for tool in self.tools or ())
+        defined = [*defined_tools(self.messages)]
+        offered, tools_left_out = served_tools(self.tools or (), more_come=bool(defined))
+        searches_there = any(tool.type and tool.type.startswith(SEARCHES) for tool in self.tools or ())
         searches_here = not searches_there and not all(tool.defer_loading for _, tool in offered)
         messages, left_out = neutral_messages(self.system, self.messages, self.mark)
         return Conversation(
@@ -181,7 +114,8 @@ class CountTokensRequest(RequestBody, MarkableStrictly):
                         deferred=bool(tool.defer_loading) and searches_here,
                     )
                     for index, tool in offered
-                ],
+                ]
+                + [OfferedTool(tool.for_template, path, deferred=True) for tool, path in defined],
                 messages,
             ),
             reasoning_effort=None if self.output_config is None else self.output_config.effort,
@@ -199,6 +133,7 @@ class CountTokensRequest(RequestBody, MarkableStrictly):
     def choice(self) -> ToolChoice:
         choice = ToolChoice() if self.tool_choice is None else self.tool_choice.neutral
         tools = [tool for tool in self.tools or () if isinstance(tool, CustomTool)]
+        tools += [tool for tool, _ in defined_tools(self.messages)]
         return replace(choice, strict=frozenset(tool.name for tool in tools if tool.strict))
 
 
@@ -247,7 +182,8 @@ class Messages:
     call_id_prefix = "toolu_"
 
     def read(self, body: MessagesRequest, vocab_size: int, _notes: Callable[[], TenantNotes]) -> ParsedRequest:
-        conversation, choice = body.conversation, body.choice
+        conversation = body.conversation
+        choice = body.choice.without(conversation.withdrawn, conversation.tool_names)
         choice.check(conversation.tools or ())
         body.check_max_tokens_zero()
         sampling = sampling_params(body, vocab_size, max_tokens=body.max_tokens, stop=body.stop_sequences or ())

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal, TypeAlias
 
 from msgspec.structs import replace
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, ValidationInfo
 
+from diskprefix.api.anthropic_tools import CustomTool
 from diskprefix.api.fields import (
     MAX_PARTS,
     Body,
@@ -188,11 +189,51 @@ class RedactedThinkingBlock(Body):
     type: Literal["redacted_thinking"] = Field(description="`redacted_thinking`.")
 
 
+class NamedChange(Body):
+    """The name of a tool in `tools`, or of one that was defined earlier."""
+
+    type: Literal["tool_reference"] = Field(description="`tool_reference`.")
+    name: str
+
+
+class DefinedChange(Body):
+    """A tool that is defined where it comes."""
+
+    type: Literal["tool_definition"] = Field(description="`tool_definition`.")
+    definition: CustomTool
+
+    @property
+    def name(self) -> str:
+        return self.definition.name
+
+
+class AdditionBlock(Markable):
+    """A tool that may be called from here on."""
+
+    type: Literal["tool_addition"] = Field(description="`tool_addition`.")
+    tool: Annotated[NamedChange | DefinedChange, OneOf("an object of type tool_reference or tool_definition")]
+
+
+class RemovalBlock(Markable):
+    """A tool that may no longer be called from here on."""
+
+    type: Literal["tool_removal"] = Field(description="`tool_removal`.")
+    tool: NamedChange
+
+
+ChangeBlock: TypeAlias = AdditionBlock | RemovalBlock
+
+
 class CompactionBlock(Markable):
     """A summary of the conversation before it."""
 
     type: Literal["compaction"] = Field(description="`compaction`.")
-    content: Annotated[str, empty_as("")] = Field(description="The summary.")
+    content: Annotated[str, empty_as("")] = Field(default="", description="The summary.")
+    tool_changes: Annotated[
+        list[Annotated[ChangeBlock | Unread, OneOf("a change of the tools", or_unread=True)]],
+        Field(max_length=MAX_PARTS),
+        empty_as([]),
+    ] = Field(default=[], description="The tools that came before it, or may no longer be called.")
 
     def parts(self, path: str) -> Iterator[ContentPart]:
         yield TextPart(self.content, f"{path}.content")
@@ -204,7 +245,7 @@ _ALLOWED = {
     "assistant": frozenset(
         {"text", "tool_use", "thinking", "redacted_thinking", "compaction", "tool_search_tool_result"}
     ),
-    "system": frozenset({"text"}),
+    "system": frozenset({"text", "tool_addition", "tool_removal"}),
 }
 
 
@@ -213,7 +254,7 @@ PartBlock: TypeAlias = (
 )
 """A block that has content."""
 Block: TypeAlias = Annotated[
-    PartBlock | ToolUseBlock | FoundToolsBlock | ThinkingBlock | RedactedThinkingBlock | Unread,
+    PartBlock | ToolUseBlock | FoundToolsBlock | ChangeBlock | ThinkingBlock | RedactedThinkingBlock | Unread,
     OneOf("a content block with a type", or_unread=True),
 ]
 _TEXT_OR_BLOCKS = OneOf("a string or a list of content blocks")
@@ -249,11 +290,16 @@ def parts_of(block: Block, path: str) -> Iterator[ContentPart]:
         yield block.neutral(path)
 
 
+def _require_content(content: TextOrBlocks | None, info: ValidationInfo) -> TextOrBlocks | None:
+    # A system message may set the effort of a turn, and say nothing.
+    return content if info.data.get("role") == "system" else require_content(content, info)
+
+
 class AnthropicMessageBody(Body):
     """One message of the conversation. A `system` message may stand anywhere, and stays there."""
 
     role: Literal["user", "assistant", "system"] = Field(description="Who speaks.")
-    content: Annotated[TextOrBlocks | None, AfterValidator(require_content)] = optional(
+    content: Annotated[TextOrBlocks | None, AfterValidator(_require_content)] = optional(
         "Text, or a list of content blocks. An assistant may have none.", validate_default=True
     )
 
@@ -273,24 +319,21 @@ class AnthropicMessageBody(Body):
                 yield self._message(said, path)
                 said = []
             yield _result(block, block_path)
-        if said or not self.content:
+        if said or not (self.content or self.role == "system"):
             yield self._message(said, path)
 
     def _message(self, said: Sequence[tuple[Block, str]], path: str) -> Message:
         blocks = [block for block, _ in said]
         thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock) and block.thinking]
         calls = (block for block in blocks if isinstance(block, ToolUseBlock))
+        changes = [change for block in blocks for change in _changes(block)]
         return Message(
             role=self.role,
             content=tuple(part for block, block_path in said for part in parts_of(block, block_path)),
             tool_calls=tuple(ToolCall(call.id, call.name, call.input) for call in calls),
             reasoning="\n".join(thoughts) or None,
-            new_tools=[
-                tool.tool_name
-                for block in blocks
-                if isinstance(block, FoundToolsBlock)
-                for tool in block.content.tool_references
-            ],
+            new_tools=[name for name, is_new in changes if is_new],
+            withdrawn=[name for name, is_new in dict(changes).items() if not is_new],
             mark=mark_beside_text(blocks),
             path=path,
         )
@@ -318,6 +361,32 @@ def _result(block: ToolResultBlock, path: str) -> Message:
         new_tools=[part.tool_name for part in content if isinstance(part, ToolReferenceBlock)],
         path=path,
     )
+
+
+def _changes(block: Block) -> Iterator[tuple[str, bool]]:
+    """Returns the names of the tools that a block adds (True) or takes back (False)."""
+    if isinstance(block, FoundToolsBlock):
+        yield from ((tool.tool_name, True) for tool in block.content.tool_references)
+    elif isinstance(block, ChangeBlock):
+        yield block.tool.name, isinstance(block, AdditionBlock)
+    elif isinstance(block, CompactionBlock):
+        for change in block.tool_changes:
+            yield from () if isinstance(change, Unread) else _changes(change)
+
+
+def defined_tools(messages: Sequence[AnthropicMessageBody | Unread]) -> Iterator[tuple[CustomTool, str]]:
+    """Returns the tools that messages define, each with the path of the schema of its arguments."""
+    for index, message in enumerate(messages):
+        blocks = message.content if isinstance(message, AnthropicMessageBody) and message.role != "user" else ()
+        for place, block in enumerate(() if isinstance(blocks, str | None) else blocks):
+            path = f"messages.{index}.content.{place}"
+            if isinstance(block, CompactionBlock):
+                changes = [(change, f"{path}.tool_changes.{at}") for at, change in enumerate(block.tool_changes)]
+            else:
+                changes = [(block, path)]
+            for change, at in changes:
+                if isinstance(change, AdditionBlock) and isinstance(change.tool, DefinedChange):
+                    yield change.tool.definition, f"{at}.tool.definition.input_schema"
 
 
 def neutral_messages(

@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from diskprefix.chat.messages import CacheMark, JsonObject, Message
+from diskprefix.chat.messages import CacheMark, JsonObject, Message, withdrawn_by
 
 
 class OfferedTool(Struct, frozen=True):
@@ -26,7 +26,8 @@ class OfferedTool(Struct, frozen=True):
 
 def tool_fields(tools: Iterable[OfferedTool], messages: Sequence[Message]) -> dict[str, Any]:
     """Returns the fields of a `Conversation` about its tools: first those that are offered from the beginning, then
-    those that `messages` name. Deferred tools that none names are not offered."""
+    those that `messages` name. Deferred tools that none names are not offered. Those that `messages` take back stay in
+    the prompt."""
     first = [tool for tool in tools if not tool.deferred]
     deferred: dict[str, OfferedTool] = {}
     names = {tool.name for tool in first}
@@ -45,4 +46,5 @@ def tool_fields(tools: Iterable[OfferedTool], messages: Sequence[Message]) -> di
         "tool_marks": tuple((index, tool.mark) for index, tool in enumerate(first) if tool.mark is not None),
         "tool_paths": [tool.path for tool in offered],
         "late": frozenset(tool.name for tool in late),
+        "withdrawn": frozenset(withdrawn_by(messages)),
     }

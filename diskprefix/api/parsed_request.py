@@ -87,6 +87,12 @@ class ToolChoice(Struct, frozen=True):
             return []
         return [tool for tool in tools if self.names is None or tool["function"]["name"] in self.names]
 
+    def without(self, withdrawn: frozenset[str], offered: Iterable[str]) -> ToolChoice:
+        """Returns the choice without the tools `withdrawn`; `offered` are the names of all tools."""
+        if not withdrawn:
+            return self
+        return replace(self, names=(frozenset(offered) if self.names is None else self.names) - withdrawn)
+
     def check(self, tools: Sequence[JsonObject]) -> None:
         """Raises `InvalidRequest` if `names` has a tool that is not offered, or a call is required without tools."""
         offered = {tool["function"]["name"] for tool in tools}

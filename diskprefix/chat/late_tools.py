@@ -19,6 +19,8 @@ from diskprefix.chat.template import SOME_USER, ChatTemplate
 from diskprefix.chat.template_input import TemplateInput, common_chars
 
 _ANNOUNCED = "You may call these functions, too:\n"
+_WITHDRAWN = "You may no longer call these functions: "
+_AGAIN = "You may call these functions again: "
 _OTHER: JsonObject = {
     "type": "function",
     "function": {
@@ -34,28 +36,31 @@ _AROUND = " \t\r\n,;"
 
 
 def place_tools(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
-    """Writes the tools that came late into the messages that they came with."""
+    """Writes the tools that came late into the messages that they came with, and says which may no longer be called."""
     conversation = draft.conversation
-    if not any(message.new_tools for message in conversation.messages):
+    if not any(message.new_tools or message.withdrawn for message in conversation.messages):
         return draft
     late = {tool["function"]["name"]: tool for tool in conversation.tools or () if _name(tool) in conversation.late}
     are_first = not conversation.first_tools
     text_of_tools = TextOfTools(template)
+    known, withdrawn = {*conversation.tool_names}, set[str]()
     messages: list[Message] = []
     for message in conversation.messages:
         new = [late.pop(name) for name in dict.fromkeys(message.new_tools) if name in late]
-        if not new:
-            # One that brought nothing but tools which the template writes.
-            messages += [message] if message.content or message.role != "system" else []
-            continue
-        part = TextPart(text_of_tools(new, are_first=are_first), message.path, offers_tools=True)
-        are_first = False
-        if message.role == "assistant":
-            # A search that another server ran.
-            messages += [Message(role="system", content=(part,), path=message.path), message]
-        else:
+        texts = [text_of_tools(new, are_first=are_first)] if new else []
+        are_first = are_first and not new
+        again = [name for name in dict.fromkeys(message.new_tools) if name in withdrawn]
+        gone = [name for name in message.withdrawn if name in known]
+        withdrawn.difference_update(again)
+        withdrawn.update(gone)
+        texts += [said + ", ".join(names) for said, names in ((_AGAIN, again), (_WITHDRAWN, gone)) if names]
+        parts = tuple(TextPart(text, message.path, offers_tools=True) for text in texts)
+        if parts and message.role == "assistant":
+            # A search that another server ran, or its summary.
+            messages += [Message(role="system", content=parts, path=message.path), message]
+        elif parts or message.content or message.role != "system":
             # What a tool returns is followed by tools; a question is at the end.
-            content = (part, *message.content) if message.role == "user" else (*message.content, part)
+            content = (*parts, *message.content) if message.role == "user" else (*message.content, *parts)
             messages.append(replace(message, content=content))
     return replace(draft, conversation=replace(conversation, messages=messages))
 

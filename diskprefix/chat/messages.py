@@ -80,7 +80,8 @@ class ToolCall(Struct, frozen=True):
 
 class Message(Struct, frozen=True, kw_only=True):
     """One message. `reasoning` has the assistant's thoughts before `content`, `new_tools` the names of tools that came
-    with the message, `number` its place in the client's conversation, if that was counted."""
+    with the message, `withdrawn` those that may no longer be called, `number` its place in the client's conversation,
+    if that was counted."""
 
     role: Role
     content: Sequence[ContentPart] = ()
@@ -90,6 +91,7 @@ class Message(Struct, frozen=True, kw_only=True):
     reasoning: str | None = None
     mark: CacheMark | None = None
     new_tools: Sequence[str] = ()
+    withdrawn: Sequence[str] = ()
     number: int | None = None
     path: str
 
@@ -117,9 +119,20 @@ def joined(messages: Sequence[Message]) -> Message:
         content=tuple(part for message in messages for part in message.content),
         tool_calls=tuple(call for message in messages for call in message.tool_calls),
         new_tools=tuple(name for message in messages for name in message.new_tools),
+        withdrawn=tuple(withdrawn_by(messages)),
         reasoning="\n".join(message.reasoning for message in messages if message.reasoning) or None,
         mark=marks[-1] if marks else None,
     )
+
+
+def withdrawn_by(messages: Iterable[Message]) -> list[str]:
+    """Returns the names of the tools that messages take back, and do not offer again."""
+    names: dict[str, None] = {}
+    for message in messages:
+        for name in message.new_tools:
+            names.pop(name, None)
+        names |= dict.fromkeys(message.withdrawn)
+    return [*names]
 
 
 def join_neighbours(messages: Iterable[tuple[Message, bool]]) -> list[Message]:
@@ -140,11 +153,11 @@ class Conversation(Struct, frozen=True):
 
     `tools` have the form of OpenAI's chat API, which chat templates expect, without marks. `tool_marks` has the marks,
     each with the index of its tool, `tool_paths` the paths of the schemas of the tools' arguments, `late` the names of
-    tools that came with a message, which are the last of `tools`. `reasoning_effort`
-    and `thinking` are variables of some templates. The client's `template_variables` override others. With
-    `special_tokens_in_text`, the text of a control token becomes that token, whoever wrote it. `left_out` has the parts
-    of the client's body that are not part of the prompt. `before` are the tokens of an earlier prompt and its reply,
-    which the messages continue.
+    tools that came with a message, which are the last of `tools`, `withdrawn` those that may no longer be called.
+    `reasoning_effort` and `thinking` are variables of some templates. The client's `template_variables` override
+    others. With `special_tokens_in_text`, the text of a control token becomes that token, whoever wrote it. `left_out`
+    has the parts of the client's body that are not part of the prompt. `before` are the tokens of an earlier prompt and
+    its reply, which the messages continue.
     """
 
     messages: Sequence[Message]
@@ -159,6 +172,7 @@ class Conversation(Struct, frozen=True):
     path: str = "messages"
     left_out: Sequence[OtherPart] = ()
     late: frozenset[str] = frozenset()
+    withdrawn: frozenset[str] = frozenset()
     before: Sequence[int] = ()
 
     @property

@@ -370,3 +370,84 @@ def test_a_stored_response_goes_on_with_its_tools(client: httpx.Client, engine: 
     stored = prompt_of(client, engine, RESPONSES, input=[USER], previous_response_id=answer["id"])
     assert stored == prompt_of(client, engine, RESPONSES, input=[item, USER, *answer["output"], USER])
     assert '"name": "grep"' in engine.last_prompt
+
+
+def change(kind: str, name: str, **definition: Any) -> dict[str, Any]:
+    """A block of a system message of Anthropic's API: a tool comes, or may no longer be called."""
+    of_value = {"type": "tool_definition", "definition": tool(MESSAGES, name, **definition)}
+    return {"type": kind, "tool": of_value if definition else {"type": "tool_reference", "name": name}}
+
+
+HM = {"role": "assistant", "content": "Hm."}
+
+
+def changed(*blocks: dict[str, Any]) -> list[dict[str, Any]]:
+    """A history in which a system message changes the tools."""
+    return [USER, HM, USER, {"role": "system", "content": [*blocks]}, HM, USER]
+
+
+@pytest.mark.parametrize("by_value", [False, True])
+def test_a_system_message_adds_a_tool_where_it_stands(
+    client: httpx.Client, engine: ScriptedEngine, by_value: bool
+) -> None:
+    tools = [tool(MESSAGES, "read"), SEARCH[MESSAGES]]
+    prompt_of(client, engine, MESSAGES, messages=[USER, HM, USER], tools=tools)
+    before = engine.last_prompt.removesuffix(SAID)
+    if not by_value:
+        tools.insert(1, tool(MESSAGES, "grep", defer_loading=True))
+    addition = change("tool_addition", "grep", **({"strict": False} if by_value else {}))
+    asked = {"messages": changed(addition, {"type": "text", "text": "A server has connected."}), "tools": tools}
+    prompt_of(client, engine, MESSAGES, **asked)
+    assert engine.last_prompt.startswith(before)
+    *_, there, _, _ = engine.last_prompt.split(SAID)
+    assert '"name": "grep"' in there
+    assert "A server has connected." in there
+    assert engine.requests[-1].prompt.rewriting.left_out == ()
+    choice = {"type": "tool", "name": "grep"}
+    assert client.post(MESSAGES, json=ROUTES[MESSAGES] | asked | {"tool_choice": choice}).status_code == 200
+
+
+def test_a_summary_brings_the_tools_that_came_before_it(client: httpx.Client, engine: ScriptedEngine) -> None:
+    summary = {"type": "compaction", "content": "We did it.", "tool_changes": [change("tool_addition", "tool_7")]}
+    history = [USER, {"role": "assistant", "content": [summary]}, USER]
+    prompt_of(client, engine, MESSAGES, messages=history, tools=offered(MESSAGES))
+    assert '"name": "tool_7"' in engine.last_prompt
+
+
+def test_a_tool_that_a_system_message_takes_back_may_not_be_called_until_it_is_added_again(
+    client: httpx.Client, engine: ScriptedEngine
+) -> None:
+    tools = [tool(MESSAGES, name) for name in ("read", "grep")]
+    prompt_of(client, engine, MESSAGES, messages=[USER, HM, USER], tools=tools)
+    before = engine.last_prompt.removesuffix(SAID)
+    removal, addition = (change(kind, "grep") for kind in ("tool_removal", "tool_addition"))
+    forced = ROUTES[MESSAGES] | {"tools": tools, "tool_choice": {"type": "tool", "name": "grep"}}
+    for blocks, status in ([removal], 400), ([removal, addition], 200), ([addition, removal], 400):
+        prompt_of(client, engine, MESSAGES, messages=changed(*blocks), tools=tools)
+        assert engine.last_prompt.startswith(before), "the tools of the beginning stay in the prompt"
+        assert ("no longer" in engine.last_prompt) == (status == 400)
+        answer = client.post(MESSAGES, json=forced | {"messages": changed(*blocks)})
+        assert answer.status_code == status, answer.text
+    later = [*changed(removal), {"role": "system", "content": [addition]}]
+    prompt_of(client, engine, MESSAGES, messages=later, tools=tools)
+    assert engine.last_prompt.index("no longer") < engine.last_prompt.index("again")
+    assert client.post(MESSAGES, json=forced | {"messages": later}).status_code == 200
+
+
+def test_changes_of_tools_that_are_not_known_are_left_out(client: httpx.Client, engine: ScriptedEngine) -> None:
+    toolset = {"type": "tool_addition", "tool": {"type": "mcp_toolset_reference", "server_name": "towns"}}
+    hosted = {"type": "tool_definition", "definition": {"type": "web_search_20260209", "name": "web_search"}}
+    blocks = [toolset, {"type": "tool_addition", "tool": hosted}]
+    known = [change(kind, "nowhere") for kind in ("tool_addition", "tool_removal")]
+    without = prompt_of(client, engine, MESSAGES, messages=[USER, HM, USER, HM, USER])
+    assert prompt_of(client, engine, MESSAGES, messages=changed(*blocks, *known)) == without
+    [left_out] = engine.requests[-1].prompt.rewriting.left_out
+    assert (left_out.type, left_out.count) == ("tool_addition", 2)
+
+
+def test_a_system_message_without_content_is_no_message(client: httpx.Client, engine: ScriptedEngine) -> None:
+    """It sets the effort of a turn."""
+    without = prompt_of(client, engine, MESSAGES, messages=[USER, HM, USER])
+    for empty in ({}, {"content": []}, {"content": None}):
+        effort = {"role": "system", "output_config": {"effort": "low"}} | empty
+        assert prompt_of(client, engine, MESSAGES, messages=[USER, HM, effort, USER]) == without
