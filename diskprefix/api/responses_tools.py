@@ -16,10 +16,13 @@ from diskprefix.printable import shown
 SEARCH = "tool_search"
 """The type of the tool with which a client searches for deferred tools, and the name of its function for the model."""
 
+_DEFAULT_NAMESPACE = "functions"
+"""The namespace of functions without one. Codex names it for its own tools."""
+
 
 def full_name(name: str, namespace: str | None) -> str:
     """Returns the name that the model gets for a function."""
-    return name if namespace is None else f"{namespace}__{name}"
+    return name if namespace in (None, _DEFAULT_NAMESPACE) else f"{namespace}__{name}"
 
 
 class FunctionTool(NamedTool):

@@ -337,6 +337,22 @@ def test_tools_that_come_as_items_are_offered_where_they_stand(client: httpx.Cli
     assert '"name": "mcp__list"' in engine.last_prompt.split("Hm.")[1]
 
 
+def test_the_namespace_functions_is_that_of_functions_without_one(
+    client: httpx.Client, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codex sends its own tools so."""
+    grep = tool(RESPONSES, "grep")
+    item = {"type": "additional_tools", "tools": [{"type": "namespace", "name": "functions", "tools": [grep]}]}
+    plain = prompt_of(client, engine, RESPONSES, input=[USER], tools=[grep])
+    assert prompt_of(client, engine, RESPONSES, input=[item, USER]) == plain
+    monkeypatch.setattr(engine, "script", saying(call("grep", path="x")))
+    [called] = client.post(RESPONSES, json={"input": [item, USER]}).json()["output"]
+    assert called == called | {"type": "function_call", "name": "grep", "namespace": "functions"}
+    output = {"type": "function_call_output", "call_id": called["call_id"], "output": "x"}
+    prompt_of(client, engine, RESPONSES, input=[item, USER, called, output])
+    assert f'{SAID}<tool_call>\n{{"name": "grep", "arguments": {{"path": "x"}}}}' in engine.last_prompt
+
+
 @pytest.mark.parametrize("tools", [[], [{"type": "web_search"}]])
 def test_an_item_whose_tools_are_not_served_changes_no_prompt(
     client: httpx.Client, engine: ScriptedEngine, tools: list[Any]
