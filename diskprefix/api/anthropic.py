@@ -103,7 +103,6 @@ class CountTokensRequest(RequestBody, MarkableStrictly):
         searches_here = not searches_there and not all(tool.defer_loading for _, tool in offered)
         messages, left_out = neutral_messages(self.system, self.messages, self.mark)
         return Conversation(
-            messages=messages,
             left_out=[*tools_left_out, *left_out],
             **tool_fields(
                 [
@@ -115,7 +114,7 @@ class CountTokensRequest(RequestBody, MarkableStrictly):
                     )
                     for index, tool in offered
                 ]
-                + [OfferedTool(tool.for_template, path, deferred=True) for tool, path in defined],
+                + [OfferedTool(tool.for_template, path, comes_with_message=True) for tool, path in defined],
                 messages,
             ),
             reasoning_effort=None if self.output_config is None else self.output_config.effort,

@@ -172,7 +172,7 @@ class ParsedRequest(Struct, frozen=True, kw_only=True):
     @property
     def tools(self) -> list[JsonObject]:
         """The tools that may be called."""
-        return self.tool_choice.allowed(self.prompt.tools or ()) if isinstance(self.prompt, Conversation) else []
+        return self.tool_choice.allowed(self.prompt.newest_tools) if isinstance(self.prompt, Conversation) else []
 
     @property
     def is_constrained(self) -> bool:
@@ -199,7 +199,7 @@ def constraint_of(
     if not isinstance(request.prompt, Conversation):
         return None if request.text_format is None else _checked_text(request.text_format, None, check)
     conversation, choice, text = request.prompt, request.tool_choice, request.text_format
-    tools = choice.allowed(conversation.tools or ())
+    tools = choice.allowed(conversation.newest_tools)
     thought = _thought_before(output_format, prompt_end)
     may_call = choice.mode == "auto" and text is None and bool(tools)
     if (choice.mode == "required" or may_call) and thought is not None and thought.begin is None:
@@ -319,7 +319,7 @@ def _begun_calls(
     check: ConstraintCheck,
 ) -> Constraint | None:
     """Returns the constraint of calls, which begins with a call. It is checked now if a tool is strict."""
-    tools = choice.allowed(conversation.tools or ())
+    tools = choice.allowed(conversation.newest_tools)
     begins = output_format.beginning_of_calls(tools)
     if begins is None:
         return None
@@ -354,7 +354,7 @@ def _checked_calls(
 
     Raises `InvalidRequest`, with the path of the schema if the schema of one tool's arguments is at fault.
     """
-    offered = zip(conversation.tool_paths, conversation.tools or (), strict=False)
+    offered = zip(conversation.tool_paths, conversation.newest_tools, strict=False)
     tools = {path: tool for path, tool in offered if choice.allowed([tool])}
     strict = [path for path, tool in tools.items() if _name(tool) in choice.strict]
     while True:

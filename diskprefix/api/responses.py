@@ -297,8 +297,7 @@ class Responses:
             text = TextPart(body.instructions, "instructions")
             messages.insert(0, Message(role="system", content=(text,), path="instructions"))
         return Conversation(
-            messages=[*messages, _ASK_FOR_SUMMARY] if self.compacts else messages,
-            **tool_fields(self._offered.tools, messages),
+            **tool_fields(self._offered.tools, [*messages, _ASK_FOR_SUMMARY] if self.compacts else messages),
             reasoning_effort=body.effort,
             special_tokens_in_text=body.special_tokens_in_text or False,
             path="input",

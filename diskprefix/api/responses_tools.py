@@ -109,7 +109,8 @@ class OfferedFunctions:
                     {"type": "function", "function": _function(tool)},
                     f"{place}.{'format' if tool['type'] == 'custom' else 'parameters'}",
                     None if given is None else CacheControl.model_validate(given).mark,
-                    deferred=are_later or (self.searches and bool(tool.get("defer_loading"))),
+                    deferred=self.searches and bool(tool.get("defer_loading")),
+                    comes_with_message=are_later,
                 )
             )
         self.strict |= {tool["name"] for _, tool, _ in named if tool["type"] == "function" and tool.get("strict")}

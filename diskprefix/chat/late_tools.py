@@ -38,7 +38,7 @@ _AROUND = " \t\r\n,;"
 def place_tools(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
     """Writes the tools that came late into the messages that they came with, and says which may no longer be called."""
     conversation = draft.conversation
-    if not any(message.new_tools or message.withdrawn for message in conversation.messages):
+    if not any(message.new_tools or message.withdrawn or message.redefined for message in conversation.messages):
         return draft
     late = {tool["function"]["name"]: tool for tool in conversation.tools or () if _name(tool) in conversation.late}
     are_first = not conversation.first_tools
@@ -47,6 +47,7 @@ def place_tools(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
     messages: list[Message] = []
     for message in conversation.messages:
         new = [late.pop(name) for name in dict.fromkeys(message.new_tools) if name in late]
+        new += message.redefined
         texts = [text_of_tools(new, are_first=are_first)] if new else []
         are_first = are_first and not new
         again = [name for name in dict.fromkeys(message.new_tools) if name in withdrawn]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -80,8 +80,8 @@ class ToolCall(Struct, frozen=True):
 
 class Message(Struct, frozen=True, kw_only=True):
     """One message. `reasoning` has the assistant's thoughts before `content`, `new_tools` the names of tools that came
-    with the message, `withdrawn` those that may no longer be called, `number` its place in the client's conversation,
-    if that was counted."""
+    with the message, `withdrawn` those that may no longer be called, `redefined` the tools that it defines anew,
+    `number` its place in the client's conversation, if that was counted."""
 
     role: Role
     content: Sequence[ContentPart] = ()
@@ -92,6 +92,7 @@ class Message(Struct, frozen=True, kw_only=True):
     mark: CacheMark | None = None
     new_tools: Sequence[str] = ()
     withdrawn: Sequence[str] = ()
+    redefined: Sequence[JsonObject] = ()
     number: int | None = None
     path: str
 
@@ -120,6 +121,7 @@ def joined(messages: Sequence[Message]) -> Message:
         tool_calls=tuple(call for message in messages for call in message.tool_calls),
         new_tools=tuple(name for message in messages for name in message.new_tools),
         withdrawn=tuple(withdrawn_by(messages)),
+        redefined=tuple(tool for message in messages for tool in message.redefined),
         reasoning="\n".join(message.reasoning for message in messages if message.reasoning) or None,
         mark=marks[-1] if marks else None,
     )
@@ -153,7 +155,8 @@ class Conversation(Struct, frozen=True):
 
     `tools` have the form of OpenAI's chat API, which chat templates expect, without marks. `tool_marks` has the marks,
     each with the index of its tool, `tool_paths` the paths of the schemas of the tools' arguments, `late` the names of
-    tools that came with a message, which are the last of `tools`, `withdrawn` those that may no longer be called.
+    tools that came with a message, which are the last of `tools`, `withdrawn` those that may no longer be called,
+    `redefined` the newest definition of each tool that a message defines anew.
     `reasoning_effort` and `thinking` are variables of some templates. The client's `template_variables` override
     others. With `special_tokens_in_text`, the text of a control token becomes that token, whoever wrote it. `left_out`
     has the parts of the client's body that are not part of the prompt. `before` are the tokens of an earlier prompt and
@@ -173,12 +176,18 @@ class Conversation(Struct, frozen=True):
     left_out: Sequence[OtherPart] = ()
     late: frozenset[str] = frozenset()
     withdrawn: frozenset[str] = frozenset()
+    redefined: Mapping[str, JsonObject] = field(default_factory=dict)
     before: Sequence[int] = ()
 
     @property
     def first_tools(self) -> list[JsonObject] | None:
         """The tools that the template writes."""
         return [tool for tool in self.tools or () if tool["function"]["name"] not in self.late] or None
+
+    @property
+    def newest_tools(self) -> list[JsonObject]:
+        """The tools as they are defined last."""
+        return [self.redefined.get(tool["function"]["name"], tool) for tool in self.tools or ()]
 
     @property
     def has_pictures(self) -> bool:

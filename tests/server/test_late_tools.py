@@ -461,6 +461,33 @@ def test_changes_of_tools_that_are_not_known_are_left_out(client: httpx.Client, 
     assert (left_out.type, left_out.count) == ("tool_addition", 2)
 
 
+@pytest.mark.parametrize("path", FIELD)
+def test_a_tool_that_is_defined_anew_is_written_where_it_stands_and_called_so(
+    client: httpx.Client, engine: ScriptedEngine, path: str
+) -> None:
+    """As Codex says of its later items: the newest definition counts."""
+    schema = {"type": "object", "properties": {"depth": {"type": "integer"}}, "required": ["depth"]}
+    anew = tool(path, "grep") | {"input_schema" if path == MESSAGES else "parameters": schema}
+    history: list[Any] = [USER, HM, USER]
+    prompt_of(client, engine, path, **{FIELD[path]: history}, tools=[tool(path, "grep")])
+    before = engine.last_prompt.removesuffix(SAID)
+    for definition in (tool(path, "grep"), anew, anew):
+        of_value = {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": definition}}
+        item = {"type": "additional_tools", "tools": [definition]}
+        history += [{"role": "system", "content": [of_value]} if path == MESSAGES else item, HM, USER]
+    asked = {FIELD[path]: history, "tools": [tool(path, "grep")]}
+    prompt_of(client, engine, path, **asked)
+    assert engine.last_prompt.startswith(before)
+    assert engine.last_prompt.count('"name": "grep"') == 2, "a definition is written once"
+    choice = {"type": "tool", "name": "grep"} if path == MESSAGES else {"type": "function", "name": "grep"}
+    prompt_of(client, engine, path, **asked, tool_choice=choice)
+    constraint = engine.requests[-1].constraint
+    assert constraint is not None
+    assert constraint.source is not None
+    assert "depth" in constraint.source
+    assert "path" not in constraint.source
+
+
 def test_a_system_message_without_content_is_no_message(client: httpx.Client, engine: ScriptedEngine) -> None:
     """It sets the effort of a turn."""
     without = prompt_of(client, engine, MESSAGES, messages=[USER, HM, USER])
