@@ -48,9 +48,9 @@ class Agent:
 
 
 _RUN = f"python3 {FILE}"
-_CLAUDE = ("--permission-mode", "acceptEdits", "--allowedTools", "Bash")
+CLAUDE = ("--permission-mode", "acceptEdits", "--allowedTools", "Bash")
 # It runs commands without a sandbox of its own, which needs rights that containers do not give.
-_CODEX = (
+CODEX = (
     *("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"),
     *("-c", "check_for_update_on_startup=false", "-c", "analytics.enabled=false"),
 )
@@ -73,8 +73,8 @@ AGENTS = {
             name="claude-code",
             package="@anthropic-ai/claude-code",
             version="2.1.332",
-            arguments=("-p", *_CLAUDE, "--", TASK),
-            later=("-p", "--continue", *_CLAUDE, "--", LATER),
+            arguments=("-p", *CLAUDE, "--", TASK),
+            later=("-p", "--continue", *CLAUDE, "--", LATER),
             calls=(
                 ("Read", {"file_path": "{file}"}),
                 ("Edit", {"file_path": "{file}", "old_string": BROKEN, "new_string": MENDED}),
@@ -87,8 +87,8 @@ AGENTS = {
             name="codex",
             package="@openai/codex",
             version="0.171.0",
-            arguments=("exec", *_CODEX, TASK),
-            later=("exec", "resume", "--last", *_CODEX, LATER),
+            arguments=("exec", *CODEX, TASK),
+            later=("exec", "resume", "--last", *CODEX, LATER),
             calls=(
                 ("exec_command", {"cmd": f"cat {FILE}"}),
                 ("exec_command", {"cmd": f"sed -i 's/{BROKEN}/{MENDED}/' {FILE}"}),

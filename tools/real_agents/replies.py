@@ -81,5 +81,6 @@ def _take_messages(reply: Reply, event: dict[str, Any]) -> None:
 def _take_responses(reply: Reply, event: dict[str, Any]) -> None:
     if event.get("type") == "response.output_item.added":
         reply.has_token = True
-    elif event.get("type") == "response.output_item.done" and event["item"]["type"] == "function_call":
-        reply.calls.append(event["item"]["name"])
+    elif event.get("type") == "response.output_item.done" and event["item"]["type"].endswith("_call"):
+        # A search for tools has a type of its own.
+        reply.calls.append(event["item"].get("name") or event["item"]["type"].removesuffix("_call"))

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,11 @@ from tools.measuring.live_server import LiveServer, log_tail, step
 from tools.measuring.options import JSON
 from tools.measuring.report import machine, new_table, print_report, say, show_machine
 from tools.models import real
-from tools.real_agents import hour, hour_report
+from tools.real_agents import hour, hour_report, session_report
 from tools.real_agents.agents import AGENTS, FILE, LAST_REPLY, MENDED, PRINTED, TASK, Agent
 from tools.real_agents.install import installed, newest
 from tools.real_agents.scratch import Scratch, scratch
+from tools.real_agents.sessions import SESSIONS, Session, run_session
 from tools.real_agents.tap import Tap
 from tools.real_agents.templates import TEMPLATES, with_template
 from tools.real_agents.tiny_model import write_tiny
@@ -227,6 +228,23 @@ def _hour(workspace: Path, is_real: bool, bodies: Path | None, console: Console,
     return 0 if all(each["holds"] for each in report["verdicts"]) else 1
 
 
+def _sessions(run: Run, sessions: Sequence[Session], as_json: bool) -> int:
+    """Runs and prints the sessions. Returns the exit code."""
+    holds = True
+    for session in sessions:
+        try:
+            report = run_session(run.workspace, run.model, session, run.is_real, run.bodies, run.console)
+        except (NotInstalled, LiveServerError, subprocess.CalledProcessError) as error:
+            log = run.workspace / session.name / "server.log"
+            run.console.print(f"error: {session.name}: {error}\n{log_tail(log)}", markup=False)
+            holds = False
+            continue
+        title = "ten questions in a conversation that began elsewhere"
+        print_report({"title": title, "machine": machine(), **report}, as_json, session_report.show)
+        holds = holds and all(each["holds"] for each in report["verdicts"])
+    return 0 if holds else 1
+
+
 def _outcome(agent: Agent, tap: Tap, is_done: bool, work: Work) -> Outcome:
     turns, later = tap.turns, tap.turns[1:]
     tokens, restored = [each.reply.prompt_tokens for each in turns], [each.reply.restored for each in turns]
@@ -312,6 +330,12 @@ def _table_of_turns(outcomes: Sequence[Outcome]) -> Table:
 @click.option(
     "--hour", "is_hour", is_flag=True, help="An hour of OpenCode instead: 50 questions, kills, a full disk, midnight."
 )
+@click.option(
+    "--session",
+    "is_session",
+    is_flag=True,
+    help="Ten questions to Claude Code and Codex, whose tools come late.",
+)
 @click.option("--newest", "is_newest", is_flag=True, help="The newest version of each agent, not the one in the table.")
 @click.option("--limit", "limit_s", default=600, show_default=True, help="Seconds after which an agent is ended.")
 @click.option(
@@ -325,6 +349,7 @@ def main(
     is_real: bool,
     template: str | None,
     is_hour: bool,
+    is_session: bool,
     is_newest: bool,
     limit_s: int,
     bodies: Path | None,
@@ -348,6 +373,9 @@ def main(
     Claude Code, Codex and OpenCode are then started again, and go on with a question in the same conversation. An agent
     that fails does not keep the others from running.
 
+    With --session, Claude Code and Codex are asked ten questions in one conversation, with a search for tools and
+    without. tools/AGENTS.md says what happens meanwhile.
+
     With --hour, OpenCode works for fifty questions: tools/AGENTS.md says what happens to the daemon meanwhile.
 
     Exit codes: 0 all is well; 1 a request was refused, repeated or cut off, a task is not done, files are
@@ -361,9 +389,11 @@ def main(
     with tempfile.TemporaryDirectory(prefix="diskprefix-agents-") as name:
         workspace = Path(name)
         if is_hour:
-            if names or template or is_newest:
+            if names or template or is_newest or is_session:
                 raise click.UsageError("--hour goes with --real, --bodies and --json only")
             sys.exit(_hour(workspace, is_real, bodies, console, as_json))
+        if is_session and not {*names} <= {each.agent.name for each in SESSIONS}:
+            raise click.UsageError("--session is for claude-code and codex only")
         try:
             chosen = [newest(each) if is_newest else each for each in chosen]
             model = _model(workspace, template, is_real, line)
@@ -371,6 +401,11 @@ def main(
             line(f"error: {error}")
             sys.exit(1)
         run = Run(workspace=workspace, model=model, console=console, bodies=bodies, is_real=is_real)
+        if is_session:
+            agents = {each.name: each for each in chosen}
+            sessions = [each for each in SESSIONS if each.agent.name in agents]
+            sessions = [replace(each, agent=agents[each.agent.name]) for each in sessions]
+            sys.exit(_sessions(run, sessions, as_json))
         outcomes = run.all(chosen, limit_s)
     computing = "Qwen2.5-Coder-0.5B" if is_real else "a random model with Qwen2.5-Coder's tokenizer"
     computing += f" and the template {template}" if template else ""
