@@ -380,10 +380,9 @@ def defined_tools(messages: Sequence[AnthropicMessageBody | Unread]) -> Iterator
         blocks = message.content if isinstance(message, AnthropicMessageBody) and message.role != "user" else ()
         for place, block in enumerate(() if isinstance(blocks, str | None) else blocks):
             path = f"messages.{index}.content.{place}"
+            changes: list[tuple[Block, str]] = [(block, path)]
             if isinstance(block, CompactionBlock):
                 changes = [(change, f"{path}.tool_changes.{at}") for at, change in enumerate(block.tool_changes)]
-            else:
-                changes = [(block, path)]
             for change, at in changes:
                 if isinstance(change, AdditionBlock) and isinstance(change.tool, DefinedChange):
                     yield change.tool.definition, f"{at}.tool.definition.input_schema"

@@ -430,9 +430,7 @@ def test_a_summary_brings_the_tools_that_came_before_it(client: httpx.Client, en
     assert '"name": "tool_7"' in engine.last_prompt
 
 
-def test_a_tool_that_a_system_message_takes_back_may_not_be_called_until_it_is_added_again(
-    client: httpx.Client, engine: ScriptedEngine
-) -> None:
+def test_a_tool_that_is_taken_back_may_not_be_called(client: httpx.Client, engine: ScriptedEngine) -> None:
     tools = [tool(MESSAGES, name) for name in ("read", "grep")]
     prompt_of(client, engine, MESSAGES, messages=[USER, HM, USER], tools=tools)
     before = engine.last_prompt.removesuffix(SAID)
@@ -462,7 +460,7 @@ def test_changes_of_tools_that_are_not_known_are_left_out(client: httpx.Client, 
 
 
 @pytest.mark.parametrize("path", FIELD)
-def test_a_tool_that_is_defined_anew_is_written_where_it_stands_and_called_so(
+def test_the_newest_definition_of_a_tool_is_written_and_counts(
     client: httpx.Client, engine: ScriptedEngine, path: str
 ) -> None:
     """As Codex says of its later items: the newest definition counts."""
@@ -491,6 +489,7 @@ def test_a_tool_that_is_defined_anew_is_written_where_it_stands_and_called_so(
 def test_a_system_message_without_content_is_no_message(client: httpx.Client, engine: ScriptedEngine) -> None:
     """It sets the effort of a turn."""
     without = prompt_of(client, engine, MESSAGES, messages=[USER, HM, USER])
-    for empty in ({}, {"content": []}, {"content": None}):
+    forms: list[dict[str, Any]] = [{}, {"content": []}, {"content": None}]
+    for empty in forms:
         effort = {"role": "system", "output_config": {"effort": "low"}} | empty
         assert prompt_of(client, engine, MESSAGES, messages=[USER, HM, effort, USER]) == without

@@ -21,7 +21,7 @@ sessions = pytest.mark.parametrize("session", SESSIONS, ids=lambda session: sess
 
 
 def test_the_server_of_tools_lists_thirty_and_answers_calls() -> None:
-    asked = [
+    asked: list[dict[str, Any]] = [
         {"id": 1, "method": "initialize", "params": {"protocolVersion": "2025-06-18"}},
         {"method": "notifications/initialized"},
         {"id": 2, "method": "tools/list"},

@@ -31,7 +31,7 @@ from tools.real_agents import hour, hour_report, session_report
 from tools.real_agents.agents import AGENTS, FILE, LAST_REPLY, MENDED, PRINTED, TASK, Agent
 from tools.real_agents.install import installed, newest
 from tools.real_agents.scratch import Scratch, scratch
-from tools.real_agents.sessions import SESSIONS, Session, run_session
+from tools.real_agents.sessions import SESSIONS, run_session
 from tools.real_agents.tap import Tap
 from tools.real_agents.templates import TEMPLATES, with_template
 from tools.real_agents.tiny_model import write_tiny
@@ -228,10 +228,16 @@ def _hour(workspace: Path, is_real: bool, bodies: Path | None, console: Console,
     return 0 if all(each["holds"] for each in report["verdicts"]) else 1
 
 
-def _sessions(run: Run, sessions: Sequence[Session], as_json: bool) -> int:
-    """Runs and prints the sessions. Returns the exit code."""
+def _sessions(run: Run, agents: Sequence[Agent], as_json: bool) -> int:
+    """Runs and prints the sessions of `agents`; those that have none are left out. Returns the exit code. Raises
+    `UsageError` if none has one."""
+    by_name = {agent.name: agent for agent in agents}
+    sessions = [each for each in SESSIONS if each.agent.name in by_name]
+    if not sessions:
+        raise click.UsageError("--session is for claude-code and codex")
     holds = True
     for session in sessions:
+        session = replace(session, agent=by_name[session.agent.name])
         try:
             report = run_session(run.workspace, run.model, session, run.is_real, run.bodies, run.console)
         except (NotInstalled, LiveServerError, subprocess.CalledProcessError) as error:
@@ -275,6 +281,13 @@ def _outcome(agent: Agent, tap: Tap, is_done: bool, work: Work) -> Outcome:
 def _median_ms(times_s: Sequence[float | None]) -> float | None:
     known = [time_s * 1e3 for time_s in times_s if time_s is not None]
     return round(statistics.median(known), 1) if known else None
+
+
+def _report(outcomes: Sequence[Outcome], template: str | None, is_real: bool) -> dict[str, Any]:
+    computing = "Qwen2.5-Coder-0.5B" if is_real else "a random model with Qwen2.5-Coder's tokenizer"
+    computing += f" and the template {template}" if template else ""
+    title = f"Prepared replies over {computing}"
+    return {"title": title, "machine": machine(), "agents": [asdict(each) for each in outcomes]}
 
 
 def show(report: Mapping[str, Any], console: Console) -> None:
@@ -373,10 +386,8 @@ def main(
     Claude Code, Codex and OpenCode are then started again, and go on with a question in the same conversation. An agent
     that fails does not keep the others from running.
 
-    With --session, Claude Code and Codex are asked ten questions in one conversation, with a search for tools and
-    without. tools/AGENTS.md says what happens meanwhile.
-
-    With --hour, OpenCode works for fifty questions: tools/AGENTS.md says what happens to the daemon meanwhile.
+    With --session, Claude Code and Codex work for ten questions, with --hour OpenCode for fifty: tools/AGENTS.md says
+    what happens to the daemon meanwhile.
 
     Exit codes: 0 all is well; 1 a request was refused, repeated or cut off, a task is not done, files are
     other than before, or less than 90 % of the prompts after the first were restored; 2 wrong usage.
@@ -392,8 +403,6 @@ def main(
             if names or template or is_newest or is_session:
                 raise click.UsageError("--hour goes with --real, --bodies and --json only")
             sys.exit(_hour(workspace, is_real, bodies, console, as_json))
-        if is_session and not {*names} <= {each.agent.name for each in SESSIONS}:
-            raise click.UsageError("--session is for claude-code and codex only")
         try:
             chosen = [newest(each) if is_newest else each for each in chosen]
             model = _model(workspace, template, is_real, line)
@@ -402,15 +411,9 @@ def main(
             sys.exit(1)
         run = Run(workspace=workspace, model=model, console=console, bodies=bodies, is_real=is_real)
         if is_session:
-            agents = {each.name: each for each in chosen}
-            sessions = [each for each in SESSIONS if each.agent.name in agents]
-            sessions = [replace(each, agent=agents[each.agent.name]) for each in sessions]
-            sys.exit(_sessions(run, sessions, as_json))
+            sys.exit(_sessions(run, chosen, as_json))
         outcomes = run.all(chosen, limit_s)
-    computing = "Qwen2.5-Coder-0.5B" if is_real else "a random model with Qwen2.5-Coder's tokenizer"
-    computing += f" and the template {template}" if template else ""
-    report = {"title": f"Prepared replies over {computing}", "machine": machine()}
-    print_report(report | {"agents": [asdict(each) for each in outcomes]}, as_json, show)
+    print_report(_report(outcomes, template, is_real), as_json, show)
     sys.exit(0 if len(outcomes) == len(chosen) and all(each.is_good for each in outcomes) else 1)
 
 

@@ -97,10 +97,10 @@ OF_OPENAI: tuple[Mapping[str, Any], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """What a conversation of one agent needs: the `search` for a tool by its name, None if all tools are there at once,
-    the `read` of the file, arguments for the first question, for the later ones and for servers of tools, and a
-    function that adds what another server has written to the files of the conversation in the home folder. `added` are
-    these values."""
+    """The needs of a conversation of one agent: the `search` for a tool by its name, None if all are there at once, the
+    `read` of the file, arguments for the first question, for the later ones and for servers of tools, and a function
+    that adds what another server has written to the files of the conversation in the home folder. `added` are these
+    values."""
 
     agent: Agent
     search: Callable[[str], Call] | None
@@ -207,19 +207,19 @@ def tasks(session: Session, file: Path) -> list[Task]:
     name, arguments = session.read
     read: Call = (name, {key: value.replace("{file}", str(file)) for key, value in arguments.items()})
 
-    def found(call: Call) -> tuple[Call, ...]:
+    def searched(call: Call) -> tuple[Call, ...]:
         return (call,) if session.search is None else (session.search(call[0]), call)
 
     porto, graz = _looks(TOWNS, "bridges", "Porto"), _looks(TOWNS, "rivers", "Graz")
     turku, camogli = _looks(TOWNS, "bridges", "Turku"), _looks(VILLAGES, "harbours", "Camogli")
     asked: list[tuple[str, tuple[Call, ...]]] = [
         (f"what does {FILE} print?", (read,)),
-        ("how many bridges does Porto have?", found(porto)),
+        ("how many bridges does Porto have?", searched(porto)),
         ("what did I ask first?", ()),
-        ("which rivers flow through Graz?", found(graz)),
+        ("which rivers flow through Graz?", searched(graz)),
         ("and how many bridges does Turku have?", (turku,)),
         (f"read {FILE} once more: is it right?", (read,)),
-        ("which harbours does Camogli have?", found(camogli)),
+        ("which harbours does Camogli have?", searched(camogli)),
         ("which towns did I ask for?", ()),
         ("how many bridges does Lucca have?", (_looks(TOWNS, "bridges", "Lucca"),)),
         ("and which harbours does Nafplio have?", (_looks(VILLAGES, "harbours", "Nafplio"),)),
@@ -246,15 +246,15 @@ def run_session(
     folder = workspace / session.name
     folder.mkdir()
     asked = tasks(session, folder / "repository" / FILE)
-    flags = ("--policy", "agent", "--served-model-name", "coder")
     # The random model computes faster than the disk reads, and the rule that weighs the two would not restore.
-    flags = flags if is_real else (*flags, "--kv-cache-gate", "off")
+    gate = () if is_real else ("--kv-cache-gate", "off")
+    flags = ("--policy", "agent", "--served-model-name", "coder", *gate)
     unanswered: list[str] = []
     with Script(folder, [model], asked).daemon("server", folder / "kv", flags, {}) as server:
         server.start()
         with Tap(server.port, _is_turn, server.restart) as tap:
             place = scratch(folder, agent, commands, tap.url)
-            place = replace(place, environment=place.environment | session.environment)
+            place = replace(place, environment={**place.environment, **session.environment})
             for task in asked:
                 with step(console, f"{session.name}: {task.question}"):
                     said = _ask(session, place, tap, task)
