@@ -448,6 +448,14 @@ def test_a_tool_that_is_taken_back_may_not_be_called(client: httpx.Client, engin
     assert client.post(MESSAGES, json=forced | {"messages": later}).status_code == 200
 
 
+def test_the_only_tool_that_runs_here_may_come_late(client: httpx.Client, engine: ScriptedEngine) -> None:
+    hosted = [{"type": "web_search_20260209", "name": "web_search"}]
+    assert client.post(MESSAGES, json=ROUTES[MESSAGES] | {"tools": hosted}).status_code == 400
+    history = changed(change("tool_addition", "grep", strict=False))
+    prompt_of(client, engine, MESSAGES, messages=history, tools=hosted)
+    assert "You may call these functions inside <tool_call>" in engine.last_prompt.split(SAID)[1]
+
+
 def test_changes_of_tools_that_are_not_known_are_left_out(client: httpx.Client, engine: ScriptedEngine) -> None:
     toolset = {"type": "tool_addition", "tool": {"type": "mcp_toolset_reference", "server_name": "towns"}}
     hosted = {"type": "tool_definition", "definition": {"type": "web_search_20260209", "name": "web_search"}}
