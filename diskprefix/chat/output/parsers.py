@@ -207,20 +207,23 @@ class FamilyParser(StreamParser):
                 self.reader.at = match.end()
                 yield from self._after_tag()
                 return
-            yield from self._try_draft(match)
+            yield from self._try_draft(match, end)
         if self._draft and not self.reader.is_whole:
             # The thought was cut off: what would have come next might have rejected the calls.
             self.emit(ReasoningDelta(""))
 
-    def _try_draft(self, match: regex.Match[str]) -> Parsing[None]:
-        """Reads calls in a thought. They count if nothing but the end of the thought follows them."""
+    def _try_draft(self, match: regex.Match[str], end: str) -> Parsing[None]:
+        """Reads calls in a thought, whose tag `end` ends them too. They count if nothing but the end of the thought
+        follows them."""
         if not self._drafted:
             self._made.count = 0
         num_drafted, self._calls.in_thought = len(self._drafted), True
         space, self.space = self.space, []
         refused: list[str] = []
         self.reader.begin_copy()
+        self.reader.begin_bound(end)
         yield from self._try_calls(match, refused.append)
+        self.reader.end_bound()
         text, self._calls.in_thought = self.reader.end_copy(), False
         if len(self._drafted) > num_drafted:
             self._draft += [*space, text]

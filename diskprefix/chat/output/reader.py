@@ -35,15 +35,18 @@ class Reader:
         self.text = "\n"
         """Begins with the character before the unread text: a newline at the beginning of a reply."""
         self.at = 1
-        self.ended = False
-        self.is_whole = False
-        """True once the model has ended the reply."""
+        self._has_ended = False
+        self._is_whole = False
         self._coming: list[str] = []
         self._num_coming = 0
         self._num_read = 0
         self._num_in_vain = 0
         self._furthest = 1
         self._copied: list[str] | None = None
+        self._bound, self._beyond = "", ""
+        """The text that ends what is read, "" for none, and the text from there on."""
+        self._is_bound = False
+        """True while the text ends at the bound."""
 
     @property
     def begins_line(self) -> bool:
@@ -64,7 +67,27 @@ class Reader:
         return True
 
     def end(self, *, is_whole: bool) -> None:
-        self.ended, self.is_whole = True, is_whole
+        self._has_ended, self._is_whole = True, is_whole
+        self._join()
+
+    @property
+    def ended(self) -> bool:
+        """True once no more text comes."""
+        return self._has_ended or self._is_bound
+
+    @property
+    def is_whole(self) -> bool:
+        """True once the model has ended the reply."""
+        return self._is_whole or self._is_bound
+
+    def begin_bound(self, tag: str) -> None:
+        """From here on, reads as if the model had ended the reply before `tag`."""
+        self._bound = tag
+        self._join()
+
+    def end_bound(self) -> None:
+        """Reads beyond the tag again."""
+        self._bound, self._is_bound = "", False
         self._join()
 
     @property
@@ -74,9 +97,25 @@ class Reader:
 
     def _join(self) -> None:
         self._num_read += self._num_coming
-        self.text = "".join([self.text, *self._coming])
+        self._beyond = "".join([self._beyond, *self._coming])
         self._coming.clear()
         self._num_coming = 0
+        if self._is_bound:
+            return
+        text = self.text + self._beyond
+        end = self._end_of(text)
+        self.text, self._beyond = text[:end], text[end:]
+
+    def _end_of(self, text: str) -> int:
+        """Returns where the text that may be read ends: before the bound, or what may be its beginning."""
+        if not self._bound:
+            return len(text)
+        at = text.find(self._bound, self.at)
+        self._is_bound = at >= 0
+        if self._is_bound:
+            return at
+        begun = range(0 if self._has_ended else len(self._bound) - 1, 0, -1)
+        return len(text) - next((length for length in begun if text.endswith(self._bound[:length], self.at)), 0)
 
     def forget(self, *, at_line_start: bool = False) -> None:
         """Drops the text that was read. `at_line_start`: the unread text counts as the beginning of a line."""

@@ -74,6 +74,21 @@ def test_of_several_calls_in_a_thought_those_that_end_it_are_calls(family: Famil
         assert (reply.reasoning, reply.content, reply.parsed_calls) == (thought, "", [OTHER])
 
 
+@pytest.mark.cases(10)
+@pytest.mark.parametrize("family", TAGGED, ids=lambda family: family.name)
+@pytest.mark.parametrize("after", ["Done", "call"])
+def test_a_draft_that_lacks_its_end_ends_with_its_thought(family: Family, after: str) -> None:
+    draft = drafted(family, CALL)
+    answer, calls = (call_text(family, [OTHER]), [OTHER]) if after == "call" else (after, [])
+    for at in range(1, len(draft)):
+        thought = f"I could write{draft[:at]}"
+        rest = f"nk>\n\n{answer}"
+        for pieces in ([f"{thought}\n</thi{rest}"], [f"{thought}\n</thi", rest], [f"{thought}\n", "</thi", rest]):
+            reply = read(format_named(family.name), pieces, TOOLS, "<think>\n")
+            assert reply.reasoning == thought.rstrip()
+            assert (reply.content.strip(), reply.parsed_calls) == ("" if calls else "Done", calls)
+
+
 @pytest.mark.parametrize("family", TAGGED, ids=lambda family: family.name)
 def test_a_thought_that_was_cut_off_has_no_calls(family: Family) -> None:
     thought = f"Perhaps{drafted(family, CALL)}"
