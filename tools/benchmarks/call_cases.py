@@ -206,13 +206,29 @@ def _no_end(family: Family, text: str, _: Any) -> str | None:
 def _stray_end_of_value(family: Family, text: str, _: Any) -> str | None:
     end = family.argument.partition("VALUE")[2].strip()
     first = family.argument.partition("KEY")[0]
-    return text.replace(first, end + first, 1) if family.body == "parameters" and end and not family.channels else None
+    return text.replace(first, end + first, 1) if family.body == "parameters" and end else None
+
+
+def _no_list(family: Family, text: str, _: Any) -> str | None:
+    before, after = family.before, family.after
+    if not family.begins or not before.endswith("[") or not after.startswith("]"):
+        return None
+    return before[:-1] + text.removeprefix(before).removesuffix(after) + after[1:]
+
+
+def _end_of_message(family: Family, text: str, _: Any) -> str | None:
+    if family.channels is None:
+        return None
+    ends = (*family.channels.tags, ">>>all\n")
+    return text + next(tag for tag in ends if re.match(family.channels.end, tag))
 
 
 EDITS: dict[str, Edit] = {
     "as written": lambda _family, text, _value: text,
     "with text around": lambda family, text, _value: None if family.channels else f"I write.\n{text}",
     "no closing tag": _no_end,
+    "no list": _no_list,
+    "the end of its message": _end_of_message,
     "a stray end of a value": _stray_end_of_value,
     "indented JSON": _json_edit(lambda arguments: json.dumps(arguments, indent=2)),
     "a last comma": _json_edit(lambda arguments: as_json(arguments)[:-1] + ",}"),
@@ -234,6 +250,9 @@ EDITS: dict[str, Edit] = {
     "None for null": _null_as_none,
 }
 
+WORD_OF_PYTHON, TWO_CALLS = "a key that is a word of Python", "two calls"
+DEVIATIONS = (*[name for name in EDITS if name != "as written"], *REWRITES, WORD_OF_PYTHON, TWO_CALLS)
+
 
 def cases_of(family: Family, value_name: str) -> Iterator[Case]:
     """Yields the calls of a family with a value: in each way that concerns it."""
@@ -248,11 +267,11 @@ def cases_of(family: Family, value_name: str) -> Iterator[Case]:
             yield Case(family, value_name, name, edited, [call])
     for name, (bodies, rewrite) in REWRITES.items():
         written = rewrite(family)
-        if family.body in bodies and written != family and not family.channels:
+        if family.body in bodies and written != family:
             yield Case(family, value_name, name, call_text(written, [call]), [call])
     if family.body == "python":
         named = (OTHER, {"from": FIRST})
-        yield Case(family, value_name, "a key that is a word of Python", call_text(family, [named]), [named])
+        yield Case(family, value_name, WORD_OF_PYTHON, call_text(family, [named]), [named])
     if not family.only_one:
         other = (OTHER, {"from": LAST})
-        yield Case(family, value_name, "two calls", call_text(family, [call, other]), [call, other])
+        yield Case(family, value_name, TWO_CALLS, call_text(family, [call, other]), [call, other])

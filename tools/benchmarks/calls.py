@@ -27,7 +27,7 @@ _WORDS = (FIRST, LAST)
 
 
 class Read(NamedTuple):
-    """The parts of a reply. `calls` are those that a client can execute: their arguments are an object."""
+    """The parts of a reply. `calls` are those that a client can execute: of a tool that it has, with an object."""
 
     calls: list[tuple[str, dict[str, Any]]]
     executed: str
@@ -41,13 +41,14 @@ def read(family: Family, pieces: Iterable[str], tools: list[dict[str, Any]], *, 
     parser = OutputFormat(family, THOUGHTS).parser(tools, "")
     deltas: list[OutputDelta] = [delta for piece in pieces for delta in parser.feed(piece)]
     deltas += parser.finish(is_whole=is_whole)
+    names = {tool["function"]["name"] for tool in tools}
     calls, executed, other = [], "", "".join(delta.text for delta in deltas if isinstance(delta, ContentDelta))
     for name, text in Turn.of_deltas(deltas).calls:
         try:
             arguments = json.loads(text)
         except ValueError:
             arguments = None
-        if isinstance(arguments, dict):
+        if name in names and isinstance(arguments, dict):
             calls.append((name, arguments))
             executed += text
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 import regex
 
@@ -32,6 +33,11 @@ def compiled_for(asker: Asker, pattern: str) -> regex.Pattern[str]:
     return COMPILED.get_or_make(key, asker.share, lambda: regex.compile(pattern, cache_pattern=False))
 
 
+NAME_KEYS = {"name", "tool_name", "function", "function_name", "tool"}
+ARGUMENT_KEYS = {"arguments", "parameters", "args", "params", "input"}
+OTHER_KEYS = {"id", "type", "tool_call_id", "call_id", "index"}
+KNOWN_KEYS = NAME_KEYS | ARGUMENT_KEYS | OTHER_KEYS
+"""The members of an object that is a call."""
 _PARTS = regex.compile(
     r' (?P<attribute>\w+)="(?P<value>INDEX|TYPE|IS_TEXT)"|(?P<placeholder>NAME|KEY|INDEX)|(?P<closing></[^<>]+>)'
     r"|(?P<blanks>\s+|(?<=>)(?=<))|(?P<text>.)"
@@ -74,6 +80,27 @@ def _string(quote: str) -> str:
     return rf"{quote}(?:[^{quote}\\]|\\.)*+(?:{quote}|\\?\Z)"
 
 
+def _begun_object(family: Family) -> str:
+    """Returns the regular expression of the beginning of an object that is a call."""
+    key = r"[^\"\s]++" if family.call.startswith("{NAME") else "|".join(sorted(KNOWN_KEYS))
+    return rf"\{{\s*[\"'](?:{key})[\"']\s*:"
+
+
+def _next_call(family: Family, head: str) -> str:
+    """Returns the regular expression of the beginning of another call: a text may have its tag too."""
+    named = head.replace("?P<name>", "?:") or r"(?!)"
+    if family.body == "objects":
+        return rf"(?:{alternatives(family.begins)})\s*+(?:(?:\[\s*+)?{_begun_object(family)}|{named})"
+    alone = named if family.call.partition("NAME")[0].strip() else r"(?!)"
+    return rf"(?:{alternatives(family.begins)})\s*+(?:{named})|{alone}"
+
+
+@lru_cache(100)
+def patterns_of(family: Family) -> CallPatterns:
+    """Returns the patterns of a family. Making them takes longer than reading most replies."""
+    return CallPatterns(family)
+
+
 class CallPatterns:
     """The regular expressions that read the calls of a family."""
 
@@ -81,22 +108,11 @@ class CallPatterns:
         head, tail = (part.strip() for part in family.call.split("ARGUMENTS"))
         key, _, value_end = family.argument.partition("VALUE")
         self.ends = any_of(family.ends)
-        self.ends_or_strings = None
+        strings = strings_of(family.quotes).pattern
+        self.ends_or_strings = regex.compile(f"(?P<string>{strings})|{self.ends.pattern}", regex.DOTALL)
         """`ends`, or a string as the group `string`: a tag in a string does not end a call."""
-        if family.body in ("braces", "python"):
-            strings = strings_of(family.quotes).pattern
-            self.ends_or_strings = regex.compile(f"(?P<string>{strings})|{self.ends.pattern}", regex.DOTALL)
         written_tail = family.tail or regex.escape(tail) or r"(?!)"
         self.tail = regex.compile(written_tail)
-        # A call is over before its end, the end of all calls, or the next call.
-        first = "" if family.body == "objects" else family.call.partition("NAME")[0].strip()
-        nexts = alternatives(filter(None, (*family.begins, first)))
-        over = rf"{r'(?!)' if family.body == 'objects' else written_tail}|{self.ends.pattern}|{nexts}"
-        self.over = regex.compile(over)
-        self.closed = regex.compile(rf"{written_tail}|{self.ends.pattern}")
-        self.after_arguments = regex.compile(rf"\]|```|{over}")
-        self.after_object = regex.compile(rf"[,;]?\s*\{{|\]|```|{written_tail}|{over}")
-        self.has_end = bool(family.ends or family.tail or (tail and family.body != "objects"))
         pattern = family.head
         if not pattern and family.body not in ("objects", "python"):
             pattern = _read_as(head)
@@ -105,6 +121,20 @@ class CallPatterns:
                 tags = key.partition("KEY")[0], family.end, value_end.strip()
                 pattern += rf"\s*(?={alternatives(['{'] if family.body == 'braces' else filter(None, tags))})"
         self.head = regex.compile(pattern) if pattern else None
+        nexts = _next_call(family, pattern)
+        # A call is over before its end, the end of all calls or of the message, or the next call.
+        over = rf"{r'(?!)' if family.body == 'objects' else written_tail}|{self.ends.pattern}|{nexts}"
+        if family.channels and family.body != "json":
+            over += f"|{family.channels.end}"
+        self.over = regex.compile(over)
+        self.over_or_strings = regex.compile(f"(?P<string>{strings})|{over}", regex.DOTALL)
+        self.closed = regex.compile(rf"{written_tail}|{self.ends.pattern}")
+        next_object = rf"[,;]?\s*{_begun_object(family)}" if family.body == "objects" else r"(?!)"
+        self.after_object = regex.compile(rf"{next_object}|{family.tail or r'(?!)'}|{over}")
+        """What follows a call whose braces are closed."""
+        written_end = family.tail or (tail if family.body != "objects" else "")
+        self.has_end = bool(written_end) or any(end != "```" for end in family.ends)
+        """A fence is no end: a text may have it too."""
         argument = family.argument_head or _read_as(key)
         # One line end before a value is not part of it.
         self.argument = regex.compile(argument + (r"(?:\n|(?=[^\n]))" if key.endswith("\n") else ""))

@@ -10,7 +10,7 @@ from typing import Any
 import regex
 
 from diskprefix.chat.messages import JsonObject
-from diskprefix.chat.output.call_patterns import CallPatterns
+from diskprefix.chat.output.call_patterns import ARGUMENT_KEYS, KNOWN_KEYS, NAME_KEYS, OTHER_KEYS, patterns_of
 from diskprefix.chat.output.call_values import OfferedTools, ParsedCall, braces, elements, python_calls, value_of
 from diskprefix.chat.output.families import Family
 from diskprefix.chat.output.format import OutputDelta, ToolCallBegin, ToolCallDelta
@@ -18,13 +18,12 @@ from diskprefix.chat.output.loose_values import LooseText
 from diskprefix.chat.output.reader import Parsing, Reader, Take
 from diskprefix.json_values import written
 
-_NAME_KEYS = {"name", "tool_name", "function", "function_name", "tool"}
-_ARGUMENT_KEYS = {"arguments", "parameters", "args", "params", "input"}
-_OTHER_KEYS = {"id", "type", "tool_call_id", "call_id", "index"}
-_KNOWN_KEYS = _NAME_KEYS | _ARGUMENT_KEYS | _OTHER_KEYS
-_NAME = regex.compile(r"[^\s\"'{}]+")
-_GOES_ON = regex.compile(r",\s*[\"']|[\"':]")
-"""What follows an object that was closed too early."""
+_NAME = regex.compile(r"[^\s\"'{}\\]+")
+_FENCE = regex.compile(r"```")
+_GOES_ON = regex.compile(r"(?:,\s*)?(?:[\"'\]}\\]|(?:\[\s*)?(?=\{))|:")
+"""What follows an object that was closed too early, or another object."""
+_MEMBER = regex.compile(r'(?:,\s*)?(?:\[\s*)?\{\s*(?:\}|"[^"\\\n]*"\s*:)')
+"""The beginning of an object."""
 _OBJECT = regex.compile(r'\{\s*["}]')
 
 
@@ -64,9 +63,11 @@ class CallReader:
         self._family = family
         self._tools = tools
         self._calls = calls
-        self._patterns = CallPatterns(family)
+        self._patterns = patterns_of(family)
         self.in_thought = False
         """True in a thought, where any text ends a call: a call counts only if nothing follows it."""
+        self._in_array = False
+        """True after the bracket of a list of objects."""
         self._is_open = False
         """True while the arguments, an object, lack their closing brace: its members may still come."""
         self._last = ""
@@ -124,11 +125,11 @@ class CallReader:
             self._calls.begin(name)
             reader.forget()
             if (yield from reader.json(self._calls.arguments, forgets=True, closes=False)):
-                yield from self._stray_braces()
+                yield from self.stray_braces()
                 yield from self._end_arguments()
             done = True
         elif (yield from reader.peek()) == "{":
-            value = yield from self._loose(self._patterns.over)
+            value = yield from self._loose(self._patterns.over, self._patterns.over_or_strings)
             done = isinstance(value, dict) and self._all([ParsedCall(name, value)])
         elif not (reader.is_over or (yield from reader.looks_at(self._patterns.closed))):
             return False
@@ -145,23 +146,29 @@ class CallReader:
         yield from self._reader.space()
         return self._reader.is_over or (yield from self._reader.looks_at(self._patterns.over))
 
-    def _stray_braces(self) -> Parsing[None]:
+    def stray_braces(self) -> Parsing[None]:
         """Skips braces that close nothing."""
         while (yield from self._reader.peek()) == "}":
             self._reader.at += 1
 
     def _ends_here(self, *, is_closed: bool = True, known_only: bool = False) -> Parsing[bool]:
-        """Returns whether the object of a call is over. `is_closed`: its brace was read. Then, without a tag at the
-        end, text may follow on another line, and without any tag any text but a member."""
-        yield from self._reader.space()
-        if self._reader.is_over or self.in_thought:
-            return True
-        if is_closed and known_only:
-            return not (yield from self._reader.looks_at(_GOES_ON))
-        if is_closed and not self._patterns.has_end and self._reader.begins_line:
-            return True
-        pattern = self._patterns.after_object if is_closed else self._patterns.after_arguments
-        return (yield from self._reader.looks_at(pattern))
+        """Returns whether the object of a call is over. `is_closed`: its brace was read. Then text may follow that does
+        not go on as JSON: without a tag at the end behind the list or on another line, and without any tag anywhere."""
+        reader = self._reader
+        start = reader.at
+        yield from reader.space()
+        if ends_list := self._in_array and (yield from reader.peek()) == "]":
+            reader.at += 1
+            yield from reader.space()
+        yield from reader.match(_FENCE)
+        yield from reader.space()
+        after = self._patterns.after_object if is_closed else self._patterns.over
+        ends = reader.is_over or self.in_thought or (yield from reader.looks_at(after))
+        may_go_on = known_only or (not self._patterns.has_end and (ends_list or reader.begins_line))
+        if not ends and is_closed and may_go_on:
+            ends = not (yield from reader.looks_at(_GOES_ON)) or (yield from reader.looks_at(_MEMBER))
+        reader.at = start
+        return ends
 
     def _end_arguments(self, *, is_closed: bool = True, known_only: bool = False) -> Parsing[None]:
         """Closes the arguments, if their call is over. Otherwise the text up to its end is added to them, so that no
@@ -175,7 +182,8 @@ class CallReader:
         """Reads calls that are JSON objects, in a row or in an array. Returns whether there was a call. With
         `known_only`, an object is a call only if it has arguments and the name of a tool of the request."""
         reader, has_call = self._reader, False
-        if in_array := (yield from reader.peek()) == "[":
+        self._in_array = (yield from reader.peek()) == "["
+        if self._in_array:
             reader.at += 1
         while True:
             start = reader.at
@@ -186,17 +194,18 @@ class CallReader:
                 reader.back_to(start)
                 break
             has_call = True
-        if has_call and in_array and (yield from reader.peek()) == "]":
+        if has_call and self._in_array and (yield from reader.peek()) == "]":
             reader.at += 1
-        if has_call or known_only:
+        if has_call or known_only or (yield from reader.peek()) not in {"{", "["}:
             return has_call
-        value = yield from self._loose(self._patterns.ends)
+        value = yield from self._loose(self._patterns.ends, self._patterns.ends_or_strings)
         calls = [self._call_of(each) for each in (value if isinstance(value, list) else [value])]
         return None not in calls and self._all([call for call in calls if call is not None])
 
-    def _loose(self, end: regex.Pattern[str]) -> Parsing[object]:
-        """Returns the value up to a match of `end`, which is not JSON. None if it cannot be read."""
-        text = yield from self._reader.before(end)
+    def _loose(self, end: regex.Pattern[str], end_or_string: regex.Pattern[str]) -> Parsing[object]:
+        """Returns the value up to a match of `end` that is not in a string, which is not JSON. None if it cannot be
+        read."""
+        text = yield from self._reader.before(end, end_or_string)
         if self._reader.is_over or (yield from self._reader.looks_at(end)):
             with suppress(ValueError, RecursionError):
                 return LooseText(text or "").whole()
@@ -207,13 +216,13 @@ class CallReader:
         members: JsonObject = value if isinstance(value, dict) else {}
         if self._family.call.startswith("{NAME"):
             members = {"name": next(iter(members), None), "arguments": next(iter(members.values()), None)}
-        name = next((member for key, member in members.items() if key in _NAME_KEYS), None)
+        name = next((member for key, member in members.items() if key in NAME_KEYS), None)
         if isinstance(name, dict):
             return self._call_of(name)
-        arguments: Any = next((member for key, member in members.items() if key in _ARGUMENT_KEYS), {})
+        arguments: Any = next((member for key, member in members.items() if key in ARGUMENT_KEYS), {})
         if not isinstance(name, str) or not _NAME.fullmatch(name) or not isinstance(arguments, dict):
             return None
-        others = {key: value for key, value in members.items() if key not in _KNOWN_KEYS}
+        others = {key: value for key, value in members.items() if key not in KNOWN_KEYS}
         return ParsedCall(name, arguments | others)
 
     def _object(self, known_only: bool, *, is_inner: bool = False) -> Parsing[bool]:
@@ -240,7 +249,7 @@ class CallReader:
             elif self._family.call.startswith("{NAME"):
                 if not (begun := (yield from self._begin(key))):
                     return False
-            elif key in _NAME_KEYS and not name:
+            elif key in NAME_KEYS and not name:
                 if not is_inner and (yield from reader.peek()) == "{":
                     begun = yield from self._object(known_only, is_inner=True)
                     if not begun:
@@ -251,21 +260,21 @@ class CallReader:
                     return False
                 if early and not (begun := (yield from self._begin(name, early, others))):
                     return False
-            elif key in _ARGUMENT_KEYS and not name and not early:
+            elif key in ARGUMENT_KEYS and not name and not early:
                 pieces: list[str] = []
                 if not (yield from reader.json(pieces.append)):
                     return False
                 early = "".join(pieces)
-            elif key in _ARGUMENT_KEYS and name:
+            elif key in ARGUMENT_KEYS and name:
                 if not (begun := (yield from self._begin(name, "", others))):
                     return False
-            elif known_only and key not in _OTHER_KEYS:
+            elif known_only and key not in OTHER_KEYS:
                 return False
             else:
                 pieces = []
                 if not (yield from reader.json(pieces.append)):
                     return False
-                if key not in _KNOWN_KEYS:
+                if key not in KNOWN_KEYS:
                     others.append(f"{written(key)}: {''.join(pieces)}")
         unbegun = "" if begun else name
         return begun | (yield from self._end_object(unbegun, others, is_inner=is_inner, known_only=known_only))
@@ -277,7 +286,7 @@ class CallReader:
         if is_closed := (yield from reader.peek()) == "}":
             reader.at += 1
             if not is_inner:
-                yield from self._stray_braces()
+                yield from self.stray_braces()
             if name and not known_only and (yield from self._ends_here()):
                 self._calls.begin(name)
                 self._calls.arguments(f"{{{', '.join(others)}}}")
@@ -325,7 +334,7 @@ class CallReader:
 
     def _member(self, key: str) -> Parsing[bool]:
         """Reads the value of a member after the arguments. Returns whether it is complete."""
-        if not self._is_open or key in _KNOWN_KEYS:
+        if not self._is_open or key in KNOWN_KEYS:
             return (yield from self._reader.json(_discard))
         self._take(f"{self._separator}{written(key)}: ")
         self._is_open = yield from self._reader.json(self._take)

@@ -24,9 +24,9 @@ _ESCAPES = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|(\n)|(['\"\\/nr
 _ESCAPED = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f", "0": "\0"}
 _CALL = re.compile(rf"\s*({_KEY})\s*\(")
 _ARGUMENT = re.compile(rf"\s*({_KEY})\s*=\s*")
-_NOTHING = re.compile(rf"{_BEFORE}[\s\])}}]*\Z")
+_NOTHING = re.compile(r"(?<![\s\])}])[\s\])}]*\Z")
 _IN_OBJECT = re.compile(rf"{_BEFORE}(?:,\s*(?:{_QUOTED_KEY}|{_KEY})\s*:|(?:,\s*)?\}})")
-_AFTER_KEY = re.compile(r"\s*:")
+_AFTER_KEY = re.compile(rf"{_BEFORE}:")
 
 
 class LooseText:

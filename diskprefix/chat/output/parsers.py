@@ -296,7 +296,7 @@ class ChannelParser(StreamParser):
         self._made.begin(name)
         first = yield from self.reader.peek()
         if first == "{" and (yield from self.reader.json(self._made.arguments, forgets=True, closes=False)):
-            yield from self.reader.space()
+            yield from self._calls.stray_braces()
             if (yield from self._is_over()):
                 self._made.arguments("}")
         elif first != "{" and (yield from self._is_over()):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import llguidance
 import pytest
 
-from diskprefix.chat.output.families import FAMILIES, Family
-from tests.chat.output.replies import format_named
+from diskprefix.chat.output import families
+from diskprefix.chat.output.families import FAMILIES, NONE, Family
+from tests.chat.output.replies import REPLIES, format_named
 from tests.faults.seeds import seeds_of
-from tools.benchmarks.call_cases import NAME, VALUES, arguments_with, cases_of, tools_for
+from tools.benchmarks.call_cases import DEVIATIONS, NAME, VALUES, arguments_with, cases_of, tools_for
 from tools.benchmarks.call_texts import call_text
-from tools.benchmarks.calls import fault_of, run
+from tools.benchmarks.calls import fault_of, read, run
 
 BY_NAME = {family.name: family for family in FAMILIES}
 TEXT = {
@@ -42,6 +44,23 @@ def test_each_deviation_is_read_or_known_to_stay_text(family: Family, value: str
     shown = {(family.name, deviation) for deviation, fault in read.items() if fault == "shown"}
     assert shown - TEXT <= {("pythonic", "strings in apostrophes, not escaped")}
     assert {fault for fault in read.values() if fault} <= {"shown"}
+
+
+@pytest.mark.parametrize("braces", ["}} {", "}}\n{", "}}] {", "}}\n[{", "}}, {", "}}```{"])
+@pytest.mark.parametrize("family", [*FAMILIES, NONE], ids=lambda family: family.name)
+def test_braces_in_a_string_that_ends_too_early_end_no_call(family: Family, braces: str) -> None:
+    if family.body not in ("objects", "json"):
+        return
+    text = call_text(family, [(NAME, arguments_with(braces))]).replace("\\n", "\n")
+    result = read(family, [text.replace(f'"{braces}', f'""{braces}')], tools_for(braces))
+    assert result.calls == []
+
+
+def test_the_page_counts_what_is_tried() -> None:
+    page = " ".join((Path(families.__file__).parent / "README.md").read_text(encoding="utf-8").split())
+    assert f"with {len(VALUES)} values, as templates write them, in {len(DEVIATIONS)} deviations" in page
+    assert f"holds {len(REPLIES)} replies" in page
+    assert f" {sum('unlike' in reply for reply in REPLIES)} are read otherwise" in page
 
 
 @pytest.mark.parametrize("family", ["qwen3-coder", "seed-oss", "minimax", "deepseek-v3.2", "muse"])
