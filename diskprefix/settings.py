@@ -116,7 +116,7 @@ class Setting(Struct, frozen=True, kw_only=True):
 
 
 MODEL, SERVER, CACHE, SHARED_TIER = "Model", "Server", "Disk cache", "Shared tier"
-_SAMPLING = {
+SAMPLING_BOUNDS: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 2.0),
     "top_p": (0.0, 1.0),
     "top_k": (-1, 2**31 - 1),
@@ -126,6 +126,10 @@ _SAMPLING = {
     "frequency_penalty": (-2.0, 2.0),
 }
 """The bounds of the values of `--sampling`, as in requests."""
+_NEUTRAL = dict.fromkeys(("temperature", "top_p", "repetition_penalty"), 1.0)
+_NEUTRAL |= {"top_k": 0, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""The values that leave the model's probabilities as they are."""
+_SAMPLING_WORDS = ("model", "neutral")
 DEFAULT_DIR = "$XDG_CACHE_HOME/diskprefix/kv"
 """The default of `--kv-cache-dir`, as the help shows it."""
 
@@ -250,12 +254,12 @@ class Settings:
         metavar="ID|PATH",
         unset="none",
     )
-    sampling: str | None = _model(
-        None,
-        "Sampling defaults for requests that do not set them: temperature, top_p, top_k, min_p, repetition_penalty, "
-        "presence_penalty, frequency_penalty.",
-        metavar="NAME=VALUE,…",
-        unset="temperature=1; for the embedded model temperature=0.2,top_p=0.9",
+    sampling: str = _model(
+        "model",
+        "How requests that do not say it are sampled. model: as the model's files say, for the rest temperature=0.8, "
+        "top_p=0.95, top_k=40, min_p=0.05. neutral: by the model's own probabilities. Values go above both: "
+        "temperature, top_p, top_k, min_p, repetition_penalty, presence_penalty, frequency_penalty.",
+        metavar="model|neutral|NAME=VALUE,…",
     )
     host: str = _server(
         "127.0.0.1", "The address to listen on. Without --api-keys, anybody who can reach it is served.", is_common=True
@@ -462,16 +466,25 @@ class Settings:
         return tuple(name.strip() for name in self.model.split(",") if name.strip())
 
     @property
+    def samples_as_model(self) -> bool:
+        """False if nothing that the model's files say of sampling is used."""
+        return "neutral" not in self._sampling_words
+
+    @property
     def sampling_values(self) -> dict[str, float]:
         """The numbers of `sampling` by the names that requests have for them. Raises `SettingsError`."""
-        values: dict[str, float] = {}
-        for part in (self.sampling or "").split(","):
+        words = self._sampling_words
+        if {"model", "neutral"} <= words:
+            raise SettingsError("--sampling: model and neutral exclude each other")
+        values: dict[str, float] = dict(_NEUTRAL) if "neutral" in words else {}
+        for part in self.sampling.split(","):
             name, _, text = map(str.strip, part.partition("="))
-            if not part.strip():
+            if not part.strip() or part.strip() in words:
                 continue
-            if name not in _SAMPLING:
-                raise SettingsError(f"--sampling: {name!r} is not one of {', '.join(_SAMPLING)}")
-            minimum, maximum = _SAMPLING[name]
+            if name not in SAMPLING_BOUNDS:
+                known = ", ".join((*SAMPLING_BOUNDS, *_SAMPLING_WORDS))
+                raise SettingsError(f"--sampling: {name!r} is not one of {known}")
+            minimum, maximum = SAMPLING_BOUNDS[name]
             try:
                 values[name] = type(minimum)(text)
             except ValueError:
@@ -479,6 +492,10 @@ class Settings:
             if not minimum <= values[name] <= maximum:
                 raise SettingsError(f"--sampling: {name}={text} is out of range ({minimum:g} to {maximum:g})")
         return values
+
+    @property
+    def _sampling_words(self) -> set[str]:
+        return {part.strip() for part in self.sampling.split(",")} & set(_SAMPLING_WORDS)
 
     @property
     def template_variables(self) -> dict[str, Any]:

@@ -166,6 +166,8 @@ NO_ASKER = Asker()
 
 MOST_NAME_CHARS = 200
 """The longest name of a model."""
+MAX_STOPS, MAX_STOP_CHARS = 16, 1024
+"""Text that may begin a stop string is held back, so the length of a stop string is bounded."""
 
 
 def require_model_name(name: str) -> None:

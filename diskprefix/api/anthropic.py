@@ -16,7 +16,6 @@ from diskprefix.api.dialect import Head
 from diskprefix.api.fields import (
     MAX_MESSAGES,
     MAX_PARTS,
-    MAX_STOPS,
     MAX_TOOLS,
     Body,
     Count,
@@ -36,6 +35,7 @@ from diskprefix.api.unread import OrUnread, Unread
 from diskprefix.chat.messages import Conversation, JsonObject
 from diskprefix.errors import InvalidRequest
 from diskprefix.store.notes import TenantNotes
+from diskprefix.values import MAX_STOPS
 
 System: TypeAlias = Annotated[
     str | Annotated[list[TextBlock], Field(max_length=MAX_PARTS)], OneOf("a string or a list of text blocks")
@@ -147,7 +147,7 @@ class MessagesRequest(CountTokensRequest):
         description="Most tokens of the reply. -1, or more than fit: as many as fit. 0: the prompt is computed and "
         "saved, and there is no reply."
     )
-    temperature: float | None = optional("Below 0.00001 it is greedy; default 1.", ge=0, le=1)
+    temperature: float | None = optional("Below 0.00001 it is greedy.", ge=0, le=1)
     stop_sequences: list[StopString] | None = optional("Texts that end the reply, without them.", max_length=MAX_STOPS)
 
     @property

@@ -37,7 +37,7 @@ from diskprefix.errors import GOT, InvalidRequest, SettingsError
 from diskprefix.printable import shown
 from diskprefix.tenant_ids import group_of
 from diskprefix.units import parse_duration
-from diskprefix.values import MAX_VALUE, CacheOptions, Scope, Tenant
+from diskprefix.values import MAX_STOP_CHARS, MAX_VALUE, CacheOptions, Scope, Tenant
 
 if TYPE_CHECKING:
     from diskprefix.model.load.picture_processor import Detail
@@ -339,8 +339,6 @@ MAX_COUNT = 2**31 - 1
 """Largest number of tokens in a field; larger than any model's positions or vocabulary."""
 MAX_BIASES = 1024
 """Each biased token costs time at every step."""
-MAX_STOPS, MAX_STOP_CHARS = 16, 1024
-"""Text that may begin a stop string is held back, so the length of a stop string is bounded."""
 MAX_MESSAGES, MAX_PARTS, MAX_TOOLS = 8192, 1024, 1024
 """Most messages or items of a conversation, content parts of a message, and tools. Each takes time to render."""
 MAX_NAME_CHARS = 128
@@ -474,12 +472,12 @@ class CacheFields(Body):
 
 
 class SamplingFields(Body):
-    """Fields about sampling, in every API: OpenAI's and vLLM's."""
+    """Fields about sampling, in every API: OpenAI's and vLLM's. `with_sampling` fills in absent ones."""
 
-    temperature: float | None = optional("Below 0.00001 it is greedy; default 1.", ge=0, le=2)
-    top_p: float | None = optional("Nucleus sampling: smallest set with this mass; 0 is greedy.", ge=0, le=1)
+    temperature: float | None = optional("Below 0.00001 it is greedy.", ge=0, le=2)
+    top_p: float | None = optional("Nucleus sampling: smallest set with this mass; 0 is greedy, 1: all.", ge=0, le=1)
     top_k: int | None = optional("Only the k likeliest; 0 or -1: all.", ge=-1, le=MAX_COUNT)
-    min_p: float | None = optional("Least probability, relative to the likeliest.", ge=0, le=1)
+    min_p: float | None = optional("Least probability, relative to the likeliest; 0: all.", ge=0, le=1)
     seed: int | None = optional("Makes sampling repeatable.", ge=-(2**63), le=2**63 - 1)
     # Logits are multiplied and divided by it: outside of this range float32 may overflow to infinity and NaN.
     repetition_penalty: float | None = optional("Above 1: used tokens become less likely.", ge=0.01, le=100)

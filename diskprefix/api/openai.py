@@ -14,7 +14,6 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from diskprefix.api.dialect import Head, Json, ServerSentEvent
 from diskprefix.api.error_forms import openai_error
 from diskprefix.api.fields import (
-    MAX_STOPS,
     Body,
     Limit,
     LimitOrNothing,
@@ -33,6 +32,7 @@ from diskprefix.chat.output.format import ContentDelta
 from diskprefix.engine.request import DoneEvent, ProgressEvent, SamplingParams, TokenLogprob
 from diskprefix.errors import DiskPrefixError, InvalidRequest
 from diskprefix.store.notes import TenantNotes
+from diskprefix.values import MAX_STOPS
 
 Stop: TypeAlias = Annotated[
     StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)],

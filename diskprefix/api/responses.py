@@ -205,7 +205,8 @@ class ResponseRequest(RequestBody, Unmarkable, json_schema_extra={"example": {"i
 
     @property
     def echo(self) -> dict[str, msgspec.Raw]:
-        """The fields that the response repeats, as JSON text: as objects they may take a hundred times the memory."""
+        """The fields that the response repeats, as JSON text: as objects they may take a hundred times the memory. The
+        sampling is the one that is used: `with_sampling` has filled it in."""
         text: Json = {} if self.text is None else self.text.model_dump(by_alias=True, exclude_none=True)
         if self.text is not None and self.text.format is not None:
             text["format"] = self.text.format.echo
@@ -223,7 +224,7 @@ class ResponseRequest(RequestBody, Unmarkable, json_schema_extra={"example": {"i
             "prompt_cache_retention": self.prompt_cache_retention,
             "reasoning": {"effort": self.effort, "summary": self.summary},
             "safety_identifier": self.safety_identifier,
-            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "temperature": self.temperature,
             "text": {"format": {"type": "text"}, "verbosity": "medium"} | text,
             "tool_choice": choice.model_dump(exclude_none=True)
             if isinstance(choice, ResponseToolChoice)
@@ -233,7 +234,7 @@ class ResponseRequest(RequestBody, Unmarkable, json_schema_extra={"example": {"i
                 for tool in cast("list[JsonObject]", self.tools or [])
             ],
             "top_logprobs": self.top_logprobs or 0,
-            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "top_p": self.top_p,
             "truncation": "disabled",
         }
         return {name: msgspec.Raw(json_text(value)) for name, value in echo.items()}

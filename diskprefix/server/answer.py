@@ -123,7 +123,9 @@ async def answer(request: Request, dialect: Dialect[B]) -> Response:
         preparing = asyncio.create_task(_response(request, dialect, body, held.pop_all()))
     early = None
     if is_stream and isinstance(dialect, EarlyDialect):
-        early = partial(daemon.threads.run, "writing", dialect.early, body, reply_id(dialect, context))
+        asked = with_sampling(body, daemon.sampling.values)
+        early = partial(daemon.threads.run, "writing", dialect.early, asked, reply_id(dialect, context))
+        del asked
     # A body may have megabytes of pictures, and the reply may take minutes.
     del body
     return await respond_or_keep_alive(preparing, is_stream=is_stream, early=early)
@@ -171,7 +173,7 @@ async def arrive(request: Request, dialect: BodyReader[B], body: B) -> Arrival:
         context=context,
         serving=serving,
         dialect=dialect,
-        body=with_sampling(body, daemon.sampling),
+        body=with_sampling(body, daemon.sampling.values),
         cache=cache,
         patience=patience,
         turns=stored_turns(serving, cache, patience),

@@ -10,7 +10,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from diskprefix import hooks
@@ -22,7 +24,9 @@ from diskprefix.chat.template_date import TemplateClock
 from diskprefix.engine.inbox import Inbox
 from diskprefix.errors import DiskPrefixError, NotReady, SettingsError
 from diskprefix.memo import PREFILL_SPEEDS
-from diskprefix.model.load.named_model import default_sampling
+from diskprefix.model.load.gguf_file import forget_headers
+from diskprefix.model.load.named_model import path_of
+from diskprefix.model.load.recommended_sampling import sampling_defaults, sampling_line
 from diskprefix.server.body import Bodies
 from diskprefix.server.import_checks import ImportChecks
 from diskprefix.server.limits import InFlight, Turns
@@ -52,8 +56,9 @@ class Daemon:
 
     def __init__(self, settings: Settings, load_engine: EngineLoader) -> None:
         self.settings = settings
-        self.sampling = default_sampling(settings)
-        """The sampling of a request that does not set its own."""
+        self.sampling = sampling_defaults(settings, None)
+        """The sampling of a request that does not set its own. Until the model's files are read, it is the one of a
+        model whose files say nothing."""
         self.broken_lines = BrokenLines()
         self.recent = RecentRequests()
         self.serving: Serving | None = None
@@ -220,7 +225,14 @@ class Daemon:
         scope = parse_scope(self.settings.disk_prefix_cache, param="--disk-prefix-cache")
         canonicalisers = Canonicalisers.parse(self.settings.canonicalise, param="--canonicalise")
         server_s = self._elapsed_s()
+        path = self._path()
+        self.sampling = sampling_defaults(self.settings, path)
         engine = self._load_engine(self.settings, progress)
+        if engine.origin != path:
+            # It was fetched, or is newer than what was here.
+            self.sampling = sampling_defaults(self.settings, engine.origin)
+            forget_headers()
+        log.info("where a request says nothing: %s", sampling_line(self.sampling.record))
         try:
             compress = hooks.open_compression(self.settings, engine.model_positions, engine.max_positions)
         except SettingsError:
@@ -257,6 +269,12 @@ class Daemon:
             loaded_at=int(time.time()),
             startup_s={name: round(s, 3) for name, s in (seconds | {"total": self._elapsed_s()}).items()},
         )
+
+    def _path(self) -> Path | None:
+        """Returns the model's files, None if they are not here, or if the load will say what is wrong with them."""
+        with suppress(DiskPrefixError, OSError):
+            return path_of(self.settings.model)
+        return None
 
     def _elapsed_s(self) -> float:
         return self.prior_s + time.perf_counter() - self._made_at

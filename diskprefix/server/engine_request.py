@@ -42,7 +42,7 @@ def engine_request(rendered: Rendered) -> tuple[ReplyReader, GenerateRequest]:
     if parsed.num_ctx is not None and parsed.num_ctx <= (num_tokens := len(replayed.prompt.token_ids)):
         problem = f"is {parsed.num_ctx}, and the prompt has {num_tokens} tokens, none of which is left out"
         raise InvalidRequest.at("options.num_ctx", f"{problem}; this model takes {rendered.max_positions} here")
-    sampling = _sampling(parsed, max(rendered.rooms), num_choices)
+    sampling = _sampling(parsed, arrival.daemon.sampling.stop, max(rendered.rooms), num_choices)
     is_scored = parsed.echo and sampling.logprobs is not None
     if is_scored:
         _require_few_scores(rendered)
@@ -69,12 +69,15 @@ def engine_request(rendered: Rendered) -> tuple[ReplyReader, GenerateRequest]:
     return ReplyReader(parsers.pop, arrival.dialect.call_id_prefix, memory, many_calls=choice.many), generate
 
 
-def _sampling(parsed: ParsedRequest, num_room: int, num_choices: int) -> SamplingParams:
-    """Returns the sampling parameters. Log probabilities are held until a reply ends, so they limit its tokens.
+def _sampling(parsed: ParsedRequest, stop: tuple[str, ...], num_room: int, num_choices: int) -> SamplingParams:
+    """Returns the sampling parameters, with the model's own `stop` if the request has none. Log probabilities are held
+    until a reply ends, so they limit its tokens.
 
     Raises `InvalidRequest` if the client's own limit allows for too many log probabilities.
     """
     sampling = parsed.sampling
+    if not sampling.stop:
+        sampling = replace(sampling, stop=stop)
     if parsed.num_ctx is not None and num_room > 0:
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens or num_room, num_room))
     if sampling.logprobs is None:

@@ -83,17 +83,22 @@ class ExtraRoutes:
 
 
 async def _document(request: Request) -> Response:
-    """Returns the OpenAPI document, or the page that shows it. Both are made once."""
+    """Returns the OpenAPI document, or the page that shows it. Both are made once the model is loaded, which decides
+    about sampling."""
     app: Starlette = request.app
+    daemon: Daemon = app.state.daemon
 
     def make() -> dict[str, Response]:
         from diskprefix.server.openapi import PAGE_POLICY, document_of, page_of
 
-        document = document_of(app.routes, with_keys=isinstance(app.state.access, ApiKeys))
+        sampling = daemon.sampling.record["values"]
+        document = document_of(app.routes, sampling, with_keys=isinstance(app.state.access, ApiKeys))
         page = Response(page_of(document), media_type="text/html", headers={"Content-Security-Policy": PAGE_POLICY})
         return {"/openapi.json": JSONResponse(document), "/docs": page}
 
-    if app.state.documents is None:
-        app.state.documents = await app.state.daemon.threads.run("inspecting", make)
-    document: Response = app.state.documents[request.url.path]
-    return document
+    documents: dict[str, Response] | None = app.state.documents
+    if documents is None:
+        is_final = daemon.serving is not None
+        documents = await daemon.threads.run("inspecting", make)
+        app.state.documents = documents if is_final else None
+    return documents[request.url.path]

@@ -17,6 +17,7 @@ from diskprefix.api.fields import Body
 from diskprefix.api.openai_chat import ChatRequest
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.errors import InvalidRequest
+from diskprefix.model.load.recommended_sampling import SamplingDefaults
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.routes import Routes
 from diskprefix.server.serving import Serving
@@ -48,7 +49,7 @@ def _is_anthropic(request: Request) -> bool:
     return "anthropic-version" in request.headers
 
 
-def card(serving: Serving) -> dict[str, Any]:
+def card(serving: Serving, sampling: SamplingDefaults) -> dict[str, Any]:
     """Describes the served model. Several fields repeat one value under the names that different servers use."""
     positions, processor = serving.engine.max_positions, serving.engine.processor
     template = str(serving.engine.tokenizer.chat_template or "")
@@ -83,24 +84,22 @@ def card(serving: Serving) -> dict[str, Any]:
         "architecture": {"input_modalities": ["text", *["image"] * offered["vision"]], "output_modalities": ["text"]},
         "capabilities": capabilities,
         "supported_parameters": [*_PARAMETERS, *of_tools, *of_thoughts],
+        # As at OpenRouter.
+        "default_parameters": sampling.parameters,
         "needs_bytes": serving.engine.fit.needed_bytes,
         "needs": dict(serving.engine.fit.rows()),
     }
 
 
-async def _serving(request: Request) -> Serving:
-    daemon: Daemon = request.app.state.daemon
-    return await daemon.ready()
-
-
 @routes.add("GET /v1/models", "List models")
 async def list_models(request: Request) -> JSONResponse:
     """A list of the served model, as in OpenAI's API; with the header `anthropic-version` as in Anthropic's."""
-    serving = await _serving(request)
+    daemon: Daemon = request.app.state.daemon
+    serving = await daemon.ready()
     if _is_anthropic(request):
         ends = {"first_id": serving.model_name, "last_id": serving.model_name, "has_more": False}
         return JSONResponse({"data": [_anthropic_model(serving)], **ends})
-    return JSONResponse({"object": "list", "data": [card(serving)]})
+    return JSONResponse({"object": "list", "data": [card(serving, daemon.sampling)]})
 
 
 @routes.add("GET /v1/models/{model_name:path}", "Retrieve a model", errors=[404])
@@ -108,9 +107,10 @@ async def retrieve_model(request: Request) -> JSONResponse:
     """The served model by its name, as `/v1/models` lists it."""
     if not request.path_params["model_name"]:
         raise HTTPException(404)
-    serving = await _serving(request)
+    daemon: Daemon = request.app.state.daemon
+    serving = await daemon.ready()
     serving.require_model(request.path_params["model_name"])
-    return JSONResponse(_anthropic_model(serving) if _is_anthropic(request) else card(serving))
+    return JSONResponse(_anthropic_model(serving) if _is_anthropic(request) else card(serving, daemon.sampling))
 
 
 B = TypeVar("B", bound=Body)

@@ -8,7 +8,7 @@ import inspect
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from html import escape
 from http import HTTPStatus
 from typing import Any
@@ -29,8 +29,9 @@ _OF_ALL_ROUTES = (403, 500, 503)
 """Another site's page, a failure, and too many connections or no model yet."""
 
 
-def document_of(routes: Iterable[BaseRoute], *, with_keys: bool) -> dict[str, Any]:
-    """Returns the document. With keys, all paths but `OPEN_PATHS` need one."""
+def document_of(routes: Iterable[BaseRoute], sampling: Mapping[str, Any], *, with_keys: bool) -> dict[str, Any]:
+    """Returns the document. With keys, all paths but `OPEN_PATHS` need one. `sampling` has the values that fields about
+    sampling have if a request leaves them out, as `SamplingDefaults.record` has them."""
     paths: defaultdict[str, dict[str, Any]] = defaultdict(dict)
     bodies = {}
     for route in routes:
@@ -45,6 +46,8 @@ def document_of(routes: Iterable[BaseRoute], *, with_keys: bool) -> dict[str, An
                 bodies[body.__name__] = body
     models = [(body, "validation") for _, body in sorted(bodies.items())]
     _, schemas = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
+    for schema in schemas["$defs"].values():
+        _tell_defaults(schema.get("properties", {}), sampling)
     document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "diskprefix", "description": _DESCRIPTION, "version": __version__},
@@ -55,6 +58,15 @@ def document_of(routes: Iterable[BaseRoute], *, with_keys: bool) -> dict[str, An
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{"key": []}]
     return document
+
+
+def _tell_defaults(properties: dict[str, Any], sampling: Mapping[str, Any]) -> None:
+    """Writes the values that are used into the fields that a body may leave out."""
+    for name, default in sampling.items():
+        if name in properties:
+            field = properties[name]
+            field["default"] = default["value"]
+            field["description"] += f" Absent: {json.dumps(default['value'])} ({default['source']})."
 
 
 def _operation(route: AppRoute, method: str, about: About) -> dict[str, Any]:

@@ -75,9 +75,10 @@ async def props(request: Request) -> Response:
     """The model and the daemon, for its owner.
 
     Returns the model, the cache with its settings and counts, all settings and the start-up times. `lost`: the
-    tokens of the last day that were computed again. `gate`: whether restoring is faster than computing. `running`: the
-    progress of each request that waits or runs. `ahead`: the work ahead of requests. `imports`: the
-    imported prompts that are computed before they are used.
+    tokens of the last day that were computed again. `gate`: whether restoring is faster than computing. `sampling`: the
+    sampling of a request that does not say its own, each value with its source. `running`: the progress of each request
+    that waits or runs. `ahead`: the work ahead of requests. `imports`: the imported prompts that are computed before
+    they are used.
     """
     log_context(request).caller.require_owner()
     daemon = _daemon(request)
@@ -86,6 +87,7 @@ async def props(request: Request) -> Response:
     content = {
         "version": __version__,
         "model": _model_props(serving),
+        "sampling": daemon.sampling.record,
         "full_cache": {"gate": stats["gate"], "state": {name: stats[name] for name in stats if name != "gate"}},
         "queue_depth": serving.inbox.queue_depth,
         "running": [_running(activity, serving.model_name) for activity in serving.inbox.activities()],

@@ -418,4 +418,4 @@ def test_a_response_repeats_what_was_asked_for() -> None:
     assert response["store"] is False
     plain = whole(events_of(HELLO))
     assert plain["text"] == {"format": {"type": "text"}, "verbosity": "medium"}
-    assert (plain["tool_choice"], plain["tools"], plain["temperature"]) == ("auto", [], 1.0)
+    assert (plain["tool_choice"], plain["tools"]) == ("auto", [])

@@ -25,6 +25,7 @@ REFUSED = """
 2 | serve --sampling heat=1                        | --sampling: 'heat' is not one of temperature, top_p
 2 | serve --chat-template-kwargs [1]               | --chat-template-kwargs: is not a JSON object
 2 | serve --chat-template-kwargs {"a":             | --chat-template-kwargs: is not a JSON object
+2 | serve --sampling model,neutral                 | --sampling: model and neutral exclude each other
 2 | serve --sampling temperature                   | --sampling: temperature= is not a number
 2 | serve --sampling temperature=warm              | temperature=warm is not a number
 2 | serve --sampling top_k=1.5                     | top_k=1.5 is not a number

@@ -22,11 +22,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from diskprefix.api.fields import SamplingFields, sampling_params, with_sampling
 from diskprefix.api.openai_chat import ChatRequest
 from diskprefix.engine.request import Timings
-from diskprefix.server.daemon import Daemon
 from diskprefix.server.keys import Caller
 from diskprefix.server.log_context import LogContext
 from diskprefix.server.recent import MAX_FAILURES, MAX_REPLIES, RecentRequests
-from diskprefix.settings import _SAMPLING, Settings
+from diskprefix.settings import SAMPLING_BOUNDS, Settings
 from tests.server.chat_model import POSITIONS, VOCAB_SIZE
 from tests.server.daemon_process import DaemonProcess, wait_until
 from tests.server.scripted import ScriptedEngine, done, scripted_app
@@ -351,19 +350,6 @@ def test_more_alternatives_than_tokens_are_as_many_as_there_are() -> None:
     assert sampling_params(SamplingFields(), 8, logprobs=20).logprobs == 8
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        (Settings(), {"temperature": 0.2, "top_p": 0.9}),
-        (Settings(model="SmolLM2-135M-Instruct", sampling="temperature=1"), {"temperature": 1.0, "top_p": 0.9}),
-        (Settings(model="org/name"), {}),
-        (Settings(model="org/name", sampling="top_k=7"), {"top_k": 7}),
-    ],
-)
-def test_the_servers_sampling_overrides_the_embedded_models(settings: Settings, expected: dict[str, float]) -> None:
-    assert Daemon(settings, ScriptedEngine().load).sampling == expected
-
-
 def test_the_servers_sampling_is_a_bounded_default() -> None:
     defaults = Settings(sampling="temperature=0.5,top_k=7").sampling_values
     body = with_sampling(ChatRequest.model_validate({"messages": HELLO["messages"], "temperature": 1.5}), defaults)
@@ -371,7 +357,7 @@ def test_the_servers_sampling_is_a_bounded_default() -> None:
     assert (params.temperature, params.top_k, params.top_p) == (1.5, 7, 1.0)
     untouched = ChatRequest.model_validate({"messages": HELLO["messages"]})
     assert with_sampling(untouched, {}) is untouched
-    for name, ends in _SAMPLING.items():
+    for name, ends in SAMPLING_BOUNDS.items():
         for end in ends:
             SamplingFields.model_validate({name: Settings(sampling=f"{name}={end}").sampling_values[name]})
 

@@ -4,8 +4,10 @@ programs."""
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
@@ -154,9 +156,12 @@ class Catalogue:
             return
         for name, path in cached_models():
             yield from self._unless_seen(seen, name, str(path), "pulled")
+        seen_with: defaultdict[str, set[str]] = defaultdict(lambda: {*seen})
         for model in found_models():
             name, *aliases = model.names
-            for known in self._unless_seen(seen, name, str(model.parts[0]) if model.parts else name, model.owner):
+            # Models of Ollama may share a file and have parameters of their own.
+            of_these = seen_with[json.dumps(model.parameters, sort_keys=True)]
+            for known in self._unless_seen(of_these, name, str(model.parts[0]) if model.parts else name, model.owner):
                 yield replace(known, aliases=tuple(aliases))
 
     def _unless_seen(self, seen: set[str], name: str, model: str, origin: str) -> Iterator[KnownModel]:

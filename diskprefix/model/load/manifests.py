@@ -11,28 +11,33 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from msgspec import Struct, field
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load.gguf_header import read_header
 from diskprefix.printable import first_line
+from diskprefix.units import format_size
 
 _MOST_BYTES = 1 << 22
 """A manifest has a few kilobytes."""
 _DIGEST = re.compile("sha256[:-][0-9a-f]{64}", re.IGNORECASE)
 _OF_LISTS = "application/vnd.ollama.manifest.list.v2+json"
+_Files: TypeAlias = tuple[list[Path], list[Path], "dict[str, Any] | str"]
+"""The parts, the projectors and the parameters of a `FoundModel`."""
 
 
 class FoundModel(Struct, kw_only=True):
     """A model of another program, its `owner`, by the `names` that it has there. `parts`: its folder, or its `.gguf`
-    file, at least the first part. `projectors`: its encoders of pictures. Without parts, `problem` says why."""
+    file, at least the first part. `projectors`: its encoders of pictures. `parameters`: what Ollama keeps beside it, or
+    why this cannot be read. Without parts, `problem` says why."""
 
     owner: str
     names: list[str]
     parts: list[Path] = field(default_factory=list)
     projectors: list[Path] = field(default_factory=list)
+    parameters: dict[str, Any] | str = field(default_factory=dict)
     problem: str = ""
 
 
@@ -50,8 +55,18 @@ def manifest_of(gguf: Path) -> FoundModel | None:
     )
 
 
+def parameters_of(gguf: Path, *names: str | None) -> dict[str, Any] | str:
+    """Returns the parameters of the model of Ollama to which a `.gguf` file belongs, of several the one with one of the
+    `names`, or why they cannot be read."""
+    models = [model for model in ollama_models(gguf.parents[1]) if gguf in model.parts] if is_blob(gguf) else []
+    asked = {*names, *(f"{name}:latest" for name in names)}
+    named = [model for model in models if asked.intersection(model.names)]
+    return (named or models)[0].parameters if models else {}
+
+
 def ollama_models(root: Path) -> list[FoundModel]:
-    """Returns the models in a folder of Ollama. Those that share all their files are one, with several names."""
+    """Returns the models in a folder of Ollama. Those that share all their files, and have the same parameters, are
+    one, with several names."""
     named: dict[str, Path] = {}
     # The newer folder has links to blobs.
     for file in (path for place in ("manifests-v2", "manifests") for path in sorted((root / place).glob("*/*/*/*"))):
@@ -63,7 +78,8 @@ def ollama_models(root: Path) -> list[FoundModel]:
     models: dict[object, FoundModel] = {}
     for name, file in named.items():
         made = _made("Ollama", name, file, partial(_blobs_of, root / "blobs"))
-        if (known := models.setdefault((*made.parts, *made.projectors) or name, made)) is not made:
+        content = (*made.parts, *made.projectors, json.dumps(made.parameters, sort_keys=True)) if made.parts else name
+        if (known := models.setdefault(content, made)) is not made:
             known.names += made.names
     return [*models.values()]
 
@@ -78,20 +94,18 @@ def llama_cpp_models(folder: Path) -> list[FoundModel]:
     return models
 
 
-def _made(
-    owner: str, name: str, manifest: Path, files: Callable[[dict[str, Any]], tuple[list[Path], list[Path]]]
-) -> FoundModel:
+def _made(owner: str, name: str, manifest: Path, files: Callable[[dict[str, Any]], _Files]) -> FoundModel:
     try:
-        parts, projectors = files(_read_manifest(manifest))
+        parts, projectors, parameters = files(_read_manifest(manifest))
         for file in (*parts, *projectors):
             if not os.path.isfile(file):
                 raise ValueError(f"{file} is missing; fetch the model again with {owner}")
     except (ModelError, OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         return FoundModel(owner=owner, names=[name], problem=f"its manifest {manifest}: {first_line(error)}")
-    return FoundModel(owner=owner, names=[name], parts=parts, projectors=projectors)
+    return FoundModel(owner=owner, names=[name], parts=parts, projectors=projectors, parameters=parameters)
 
 
-def _blobs_of(blobs: Path, manifest: dict[str, Any]) -> tuple[list[Path], list[Path]]:
+def _blobs_of(blobs: Path, manifest: dict[str, Any]) -> _Files:
     if manifest.get("mediaType") == _OF_LISTS:
         by_runner = {str(part.get("runner", "")).lower(): part for part in manifest["manifests"]}
         manifest = next((by_runner[runner] for runner in ("ollama", "llamacpp", "") if runner in by_runner), {})
@@ -102,12 +116,22 @@ def _blobs_of(blobs: Path, manifest: dict[str, Any]) -> tuple[list[Path], list[P
     ]
     if any(kind == "adapter" for kind, _ in layers):
         raise ValueError("it has an adapter, and adapters are not served")
-    parts, projectors = ([blob for kind, blob in layers if kind == wanted] for wanted in ("model", "projector"))
+    parts, projectors, parameters = (
+        [blob for kind, blob in layers if kind == wanted] for wanted in ("model", "projector", "params")
+    )
     if not parts:
         raise ValueError("it names no .gguf file: the model is one of MLX, or of Ollama's cloud")
     if len(parts) > 1:
         parts.sort(key=lambda blob: int(read_header(blob).values.get("split.no", 0)))
-    return parts, projectors
+    return parts, projectors, _parameters_in(parameters)
+
+
+def _parameters_in(blobs: list[Path]) -> dict[str, Any] | str:
+    """Returns the parameters in the layers of a model, or why they cannot be read: it is served without them."""
+    try:
+        return {key: value for blob in blobs for key, value in _read_manifest(blob).items()}
+    except (OSError, ValueError, RecursionError) as error:
+        return first_line(error)
 
 
 def _blob(blobs: Path, digest: str) -> Path:
@@ -116,11 +140,11 @@ def _blob(blobs: Path, digest: str) -> Path:
     return blobs / digest.lower().replace(":", "-")
 
 
-def _files_of(folder: Path, repo: str, manifest: dict[str, Any]) -> tuple[list[Path], list[Path]]:
+def _files_of(folder: Path, repo: str, manifest: dict[str, Any]) -> _Files:
     # All files lie in one folder; llama.cpp separates repositories like this.
     files = [manifest["ggufFile"], manifest.get("mmprojFile")]
     first, *more = [folder / f"{repo}_{part['rfilename']}".replace("/", "_") for part in files if part]
-    return [first], more
+    return [first], more, {}
 
 
 def _read_manifest(file: Path) -> dict[str, Any]:
@@ -129,7 +153,9 @@ def _read_manifest(file: Path) -> dict[str, Any]:
         raise ValueError("it is no file")
     with file.open("rb") as opened:
         content = opened.read(_MOST_BYTES + 1)
-    manifest = json.loads(content) if len(content) <= _MOST_BYTES else None
+    if len(content) > _MOST_BYTES:
+        raise ValueError(f"it has more than {format_size(_MOST_BYTES)}")
+    manifest = json.loads(content)
     if not isinstance(manifest, dict):
         raise ValueError("it is no object of JSON")
     return manifest

@@ -18,7 +18,7 @@ from diskprefix.model.load.manifests import is_blob
 from diskprefix.model.load.proposals import known_names
 from diskprefix.printable import escaped
 from diskprefix.progress import Report
-from diskprefix.settings import Settings, cache_home
+from diskprefix.settings import cache_home
 from diskprefix.units import format_size
 
 
@@ -30,11 +30,6 @@ def is_embedded_file(path: Path) -> bool:
     """Returns whether this is the embedded model's own file. Raises `OSError`."""
     own = path_of(None)
     return own is not None and path.exists() and path.samefile(own)
-
-
-def default_sampling(settings: Settings) -> dict[str, float]:
-    """Returns the default sampling of requests: from `--sampling`, and from the embedded model."""
-    return {**(EMBEDDED.sampling if is_embedded(settings.model) else {}), **settings.sampling_values}
 
 
 def path_of(model: str | None) -> Path | None:

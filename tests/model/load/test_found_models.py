@@ -3,7 +3,6 @@ there without a change."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -25,51 +24,10 @@ from diskprefix.settings import Settings
 from tests.cli.conftest import Run
 from tests.cli.conftest import run as run
 from tests.model import tiny
+from tests.model.load.ollama_folder import LIST, MANIFEST, OllamaFolder
 from tests.server.daemon_process import CHAT, DaemonProcess, clean_environment, serve_flags
 
 pytestmark = pytest.mark.usefixtures("own_places")
-
-_MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
-_LIST = "application/vnd.ollama.manifest.list.v2+json"
-_IMAGE = "application/vnd.ollama.image"
-
-
-class OllamaFolder:
-    """The folder that Ollama's server writes: `manifests/HOST/NAMESPACE/MODEL/TAG`, and `blobs/sha256-DIGEST`."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        (root / "blobs").mkdir(parents=True)
-
-    def blob(self, content: bytes) -> Path:
-        file = self.root / "blobs" / f"sha256-{hashlib.sha256(content).hexdigest()}"
-        file.write_bytes(content)
-        return file
-
-    def layer(self, kind: str, content: bytes) -> dict[str, Any]:
-        digest = self.blob(content).name.replace("-", ":")
-        return {"mediaType": f"{_IMAGE}.{kind}", "digest": digest, "size": len(content)}
-
-    def manifest(self, *layers: dict[str, Any]) -> dict[str, Any]:
-        config = self.layer("x", b'{"model_format":"gguf","model_family":"llama"}')
-        config["mediaType"] = "application/vnd.docker.container.image.v1+json"
-        return {"schemaVersion": 2, "mediaType": _MANIFEST, "config": config, "layers": list(layers)}
-
-    def add(self, name: str, *layers: dict[str, Any]) -> None:
-        self.write(name, json.dumps(self.manifest(*layers)))
-
-    def write(self, name: str, manifest: str) -> None:
-        path, _, tag = name.rpartition(":")
-        file = self.root / "manifests" / path / tag
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(manifest)
-
-    def link(self, name: str, manifest: dict[str, Any]) -> None:
-        """As newer versions do: the manifest is a blob, and its name a link to it."""
-        path, _, tag = name.rpartition(":")
-        file = self.root / "manifests-v2" / path / tag
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.symlink_to(os.path.relpath(self.blob(json.dumps(manifest).encode()), file.parent))
 
 
 @pytest.fixture
@@ -93,8 +51,9 @@ def problem_of(name: str) -> str:
 def test_models_of_ollama_have_the_names_that_ollama_list_shows(ollama: OllamaFolder, gguf: bytes) -> None:
     weights = ollama.layer("model", gguf)
     library = "registry.ollama.ai/library"
-    ollama.add(f"{library}/qwen2.5:0.5b", weights, ollama.layer("template", b"{{ .Prompt }}"))
-    ollama.add(f"{library}/qwen2.5:latest", weights, ollama.layer("params", b'{"stop":["x"]}'))
+    parameters = ollama.layer("params", b'{"stop":["x"]}')
+    ollama.add(f"{library}/qwen2.5:0.5b", weights, ollama.layer("template", b"{{ .Prompt }}"), parameters)
+    ollama.add(f"{library}/qwen2.5:latest", weights, parameters)
     ollama.add("registry.ollama.ai/someone/own:v1", ollama.layer("model", gguf + b"1"))
     ollama.add("hf.co/org/name-GGUF:Q4_0", ollama.layer("model", gguf + b"2"))
     assert found() == {
@@ -113,10 +72,10 @@ def test_ollamas_newer_manifests_are_links_and_the_gguf_of_their_list_is_used(
 ) -> None:
     own = ollama.manifest(ollama.layer("model", gguf))
     mlx = ollama.manifest(ollama.layer("tensor", b"1")) | {"runner": "mlx"}
-    ref = {"mediaType": _MANIFEST, "runner": "ollama", "digest": ollama.blob(json.dumps(own).encode()).name}
+    ref = {"mediaType": MANIFEST, "runner": "ollama", "digest": ollama.blob(json.dumps(own).encode()).name}
     ollama.link("registry.ollama.ai/library/plain:1b", own)
     ollama.add("registry.ollama.ai/library/plain:1b", ollama.layer("model", b"an older one"))
-    ollama.link("registry.ollama.ai/library/listed:1b", {"mediaType": _LIST, "manifests": [mlx, ref]})
+    ollama.link("registry.ollama.ai/library/listed:1b", {"mediaType": LIST, "manifests": [mlx, ref]})
     assert found() == {"listed:1b": ("plain:1b",)}
     assert path_of("plain:1b") == ollama.blob(gguf)
 
@@ -144,7 +103,7 @@ def test_the_parts_of_a_split_model_of_ollama_are_taken_in_their_order(ollama: O
             "digest in it",
         ),
         ('{"layers": []}', "names no .gguf file"),
-        (json.dumps({"mediaType": _LIST, "manifests": [{"runner": "mlx", "layers": []}]}), "names no .gguf file"),
+        (json.dumps({"mediaType": LIST, "manifests": [{"runner": "mlx", "layers": []}]}), "names no .gguf file"),
         ("missing", "is missing; fetch the model again with Ollama"),
         ("adapter", "adapters are not served"),
     ],

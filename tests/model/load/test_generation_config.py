@@ -15,17 +15,16 @@ from transformers import GenerationConfig
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load.generation_config import WITHOUT_EFFECT, reply_tokens
+from diskprefix.model.load.recommended_sampling import OF_FILES, OF_FOLDERS, OF_OLLAMA
 from tests.cache_folder import USERS
 from tests.model import tiny
 
-OBEYED = {"eos_token_id", "suppress_tokens"}
-DEFAULTS = {
-    # vLLM and llama.cpp take these for requests that do not set them. Here --sampling does.
-    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "do_sample", "max_new_tokens"),
-}
+OBEYED = {"eos_token_id", "suppress_tokens", *OF_FOLDERS}
 HARMLESS = {
+    # False where the makers wrote no sampling: no server that takes requests obeys it.
+    "do_sample",
     # Limits, and what a call returns: a request says both.
-    *("max_length", "max_time", "num_return_sequences", "return_dict_in_generate"),
+    *("max_new_tokens", "max_length", "max_time", "num_return_sequences", "return_dict_in_generate"),
     *("output_attentions", "output_hidden_states", "output_logits", "output_scores"),
     # How transformers computes, which changes no token.
     *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "compile_config", "disable_compile"),
@@ -56,16 +55,24 @@ OF_TOKENIZERS = {
     *("fim_sep_token_id", "prefix_token_id", "suffix_token_id", "middle_token_id"),
 }
 SAMPLING = {
-    # llama.cpp's defaults for requests that do not set them. Here --sampling does.
-    *("sequence", "top_k", "top_p", "min_p", "xtc_probability", "xtc_threshold", "temp", "penalty_last_n"),
-    *("penalty_repeat", "mirostat", "mirostat_tau", "mirostat_eta"),
+    *OF_FILES,
+    # Samplers and an order of them that are not here. `show` names the keys.
+    *("sequence", "xtc_probability", "xtc_threshold", "mirostat", "mirostat_tau", "mirostat_eta"),
+    # A penalty counts the whole text here.
+    "penalty_last_n",
+}
+OPTIONS_OF_OLLAMA = {
+    # Of `Options` in Ollama 0.33.0-rc2.
+    *("num_ctx", "num_batch", "num_gpu", "main_gpu", "use_mmap", "num_thread", "draft_num_predict", "num_keep", "seed"),
+    *("num_predict", "top_k", "top_p", "min_p", "typical_p", "repeat_last_n", "temperature", "repeat_penalty"),
+    *("presence_penalty", "frequency_penalty", "stop"),
 }
 CONVERTER = USERS / "diskprefix/environments/llama.cpp-converter/gguf-py/gguf/constants.py"
 """Newer than the library, where `tools/bench sources` has fetched it."""
 
 
 def test_each_key_of_a_generation_config_is_obeyed_or_has_a_reason() -> None:
-    known = [OBEYED, DEFAULTS, HARMLESS, WITHOUT_EFFECT.keys()]
+    known = [OBEYED, HARMLESS, WITHOUT_EFFECT.keys()]
     names = vars(GenerationConfig()).keys()
     assert names - set().union(*known) == set()
     assert sum(map(len, known)) == len(set().union(*known))
@@ -83,6 +90,20 @@ def test_each_key_of_a_tokenizer_or_of_sampling_in_a_file_is_obeyed_or_has_a_rea
     assert others == {
         *("tokenizer.huggingface.json", "tokenizer.rwkv.world", "tokenizer.chat_template"),
         *("tokenizer.chat_template.{name}", "tokenizer.chat_templates"),
+    }
+
+
+def test_parameters_of_ollama_are_obeyed_if_they_are_about_sampling() -> None:
+    assert OF_OLLAMA.keys() | {"stop"} <= OPTIONS_OF_OLLAMA
+    assert OPTIONS_OF_OLLAMA - OF_OLLAMA.keys() == {
+        # Options of `serve`, or of the system.
+        *("num_ctx", "num_batch", "num_gpu", "main_gpu", "use_mmap", "num_thread", "draft_num_predict", "num_keep"),
+        # A request says both: a seed of the model would make all replies to a prompt alike.
+        *("num_predict", "seed"),
+        # Not here; the penalty counts the whole text.
+        *("typical_p", "repeat_last_n"),
+        # Not a number: read on its own.
+        "stop",
     }
 
 

@@ -1,0 +1,133 @@
+"""A request that says nothing of sampling gets the model's values, in each API. The server says which, and why."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from diskprefix.engine.request import SamplingParams
+from tests.cli.conftest import Run
+from tests.cli.conftest import run as run
+from tests.server.scripted import AppServer, ScriptedEngine, events_of, scripted_app
+
+USER = {"role": "user", "content": "hello"}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [USER]},
+    "/v1/completions": {"prompt": "hello"},
+    "/v1/messages": {"messages": [USER], "max_tokens": 4},
+    "/v1/responses": {"input": "hello"},
+    "/api/chat": {"messages": [USER], "stream": False},
+    "/api/generate": {"prompt": "hello", "stream": False},
+}
+RECOMMENDED = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.05, "min_p": -3}
+USED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.05}
+SOURCES = dict.fromkeys(USED, "generation_config.json") | {"top_p": "default", "min_p": "default"}
+NEUTRAL = {name: getattr(SamplingParams(), name) for name in USED}
+
+
+@pytest.fixture
+def model(chat_model: Path, tmp_path: Path) -> Path:
+    """A folder whose files recommend something."""
+    folder = tmp_path / "recommending"
+    shutil.copytree(chat_model, folder)
+    file = folder / "generation_config.json"
+    said = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    file.write_text(json.dumps(said | RECOMMENDED), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def recommending(model: Path, engine: ScriptedEngine) -> Iterator[AppServer]:
+    with scripted_app(model, engine) as running:
+        yield running
+
+
+def sampling_of(server: AppServer, engine: ScriptedEngine, path: str, **fields: Any) -> dict[str, Any]:
+    with server.client() as client:
+        answer = client.post(path, json=BODIES[path] | fields)
+    assert answer.status_code == 200, answer.text
+    return {name: getattr(engine.requests[-1].sampling, name) for name in USED}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_request_that_says_nothing_is_sampled_as_the_model_recommends(
+    recommending: AppServer, engine: ScriptedEngine, path: str
+) -> None:
+    assert sampling_of(recommending, engine, path) == USED
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_request_goes_above_the_model(recommending: AppServer, engine: ScriptedEngine, path: str) -> None:
+    own: dict[str, Any] = {"temperature": 1, "top_k": 3, "top_p": 1}
+    fields = {"options": own} if path.startswith("/api") else own
+    assert sampling_of(recommending, engine, path, **fields) == USED | own
+
+
+def test_the_owner_can_have_the_models_own_probabilities(model: Path, engine: ScriptedEngine) -> None:
+    for path in BODIES:
+        with scripted_app(model, engine, sampling="neutral") as server:
+            assert sampling_of(server, engine, path) == NEUTRAL
+
+
+def test_a_model_has_stop_strings_for_requests_without_any(recommending: AppServer, engine: ScriptedEngine) -> None:
+    recommending.daemon.sampling = replace(recommending.daemon.sampling, stop=("</s>", "User:"))
+    stops = []
+    said: list[dict[str, Any]] = [{}, {"stop": []}, {"stop": "END"}]
+    with recommending.client() as client:
+        for fields in said:
+            assert client.post("/v1/chat/completions", json=BODIES["/v1/chat/completions"] | fields).status_code == 200
+            stops.append(engine.requests[-1].sampling.stop)
+    assert stops == [("</s>", "User:"), ("</s>", "User:"), ("END",)]
+
+
+def test_a_response_repeats_the_sampling_that_was_used(recommending: AppServer) -> None:
+    with recommending.client() as client:
+        whole = client.post("/v1/responses", json={"input": "hello"}).json()
+        own = client.post("/v1/responses", json={"input": "hello", "top_p": 0.5, "stream": True}).text
+    assert (whole["temperature"], whole["top_p"]) == (0.6, 0.95)
+    responses = [event["response"] for event in events_of(own) if "response" in event]
+    assert {(response["temperature"], response["top_p"]) for response in responses} == {(0.6, 0.5)}
+
+
+def test_the_server_says_what_is_used_and_where_it_is_from(recommending: AppServer) -> None:
+    with recommending.client() as client:
+        props, [card] = client.get("/props").json()["sampling"], client.get("/v1/models").json()["data"]
+        shown = client.post("/api/show", json={"model": card["id"]}).json()["parameters"]
+        document, page = client.get("/openapi.json").json(), client.get("/docs").text
+    assert props["values"] == {name: {"value": value, "source": SOURCES[name]} for name, value in USED.items()}
+    assert props["ignored"] == ["min_p of generation_config.json: -3 is out of range (0 to 1)"]
+    assert card["default_parameters"] == USED
+    lines = dict(line.split() for line in shown.splitlines())
+    assert lines == {"temperature": "0.6", "top_p": "0.95", "top_k": "20", "min_p": "0.05", "repeat_penalty": "1.05"}
+    for body in ("ChatRequest", "MessagesRequest", "ResponseRequest", "CompletionRequest"):
+        fields = document["components"]["schemas"][body]["properties"]
+        assert {name: fields[name]["default"] for name in USED} == USED, body
+        assert "Absent: 0.6 (generation_config.json)." in fields["temperature"]["description"]
+    assert "Absent: 0.95 (default)." in page
+
+
+def test_ps_and_show_say_what_is_used_and_where_it_is_from(recommending: AppServer, model: Path, run: Run) -> None:
+    own = "temperature 0.6, top_k 20, repetition_penalty 1.05 (generation_config.json)"
+    line = f"{own}; top_p 0.95, min_p 0.05 (default)"
+    with recommending.client() as client:
+        token = client.headers["Authorization"].removeprefix("Bearer ")
+    assert f": {line}\n" in run("ps", "--url", recommending.url, "--api-key", token).stdout
+    shown = run("show", str(model)).stdout
+    assert f"sampling  {line}\n" in shown
+    assert "not used  min_p of generation_config.json: -3 is out of range (0 to 1)\n" in shown
+
+
+def test_the_document_made_while_the_model_loads_is_made_again(model: Path, engine: ScriptedEngine) -> None:
+    with scripted_app(model, engine) as server, server.client() as client:
+        serving, server.daemon.serving = server.daemon.serving, None
+        client.get("/openapi.json")
+        assert server.app.state.documents is None
+        server.daemon.serving = serving
+        client.get("/openapi.json")
+        assert server.app.state.documents is not None
