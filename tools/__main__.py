@@ -36,6 +36,7 @@ SECTIONS: dict[str, dict[str, Tool]] = {
         "together": Tool("benchmarks.together", "Several requests at once, overtaking, pacing, speculative decoding."),
         "step": Tool("benchmarks.step", "The time of each operator in a step, and of the Python around it."),
         "quality": Tool("benchmarks.quality", "Quantised weights and KV: perplexity and agreement."),
+        "questions": Tool("benchmarks.questions", "Everyday questions by default sampling: right answers counted."),
         "fleet": Tool("benchmarks.fleet", "A day of 1,000 machines on one bucket, simulated: requests, hits, cost."),
         "policies": Tool("benchmarks.policies", "Workloads replayed with enough and with little room, and an optimum."),
         "pictures": Tool("benchmarks.pictures", "Screenshots after kill -9, known and other ones, beside texts."),

@@ -144,6 +144,17 @@ class HttpEngine:
         """Asks in a chat. Raises `LiveServerError`."""
         return self._reply("/v1/chat/completions", {"messages": messages, **fields}, max_tokens, cached=cached)
 
+    def say(self, question: str, max_tokens: int) -> str:
+        """Returns the answer to a question in a chat, sampled as the program does it by itself. Raises
+        `LiveServerError`."""
+        body = {"messages": [{"role": "user", "content": question}], "max_tokens": max_tokens}
+        try:
+            answer = self._client.post("/v1/chat/completions", json=body).raise_for_status().json()
+            return str(answer["choices"][0]["message"]["content"] or "")
+        except (httpx.HTTPError, ValueError, LookupError) as error:
+            self.process.check()
+            raise LiveServerError(f"no answer: {error}") from error
+
     def reply(self, prompt: str, max_tokens: int, *, cached: bool = True) -> Answer:
         return self._reply("/v1/completions", {"prompt": prompt}, max_tokens, cached=cached)
 
