@@ -27,11 +27,11 @@ PAGES = [
     )
 ]
 _PROGRAM = re.compile(
-    r"(?:\$ )?((?:\.venv/bin/|tools/|/opt/)?(?:diskprefix|demo|test|check|bench|python3?|pip|cp|mkdir|systemctl|"
-    r"journalctl|export|echo|chmod|curl|podman|kill|openssl|promtool)\b.*)"
+    r"(?:\$ )?((?:\.venv(?:-tools)?/bin/|tools/|/opt/)?(?:diskprefix|demo|test|check|bench|python3?|pip|cp|mkdir|"
+    r"systemctl|journalctl|export|echo|chmod|curl|podman|kill|openssl|promtool)\b.*)"
 )
 _NOT_RUN = {
-    r"tools/(demo|test|check)|\.venv/bin/python -m pytest": "takes minutes, and tests run in it",
+    r"tools/(demo|test|check)|\.venv-tools/bin/python -m pytest": "takes minutes, and tests run in it",
     r"tools/bench (restart|together|step)": "takes minutes; tests/tools/test_bench.py runs a short one",
     r"python3 -m venv|(\.venv/bin/)?pip |\.venv/bin/diskprefix serve$": "installs packages from an index",
     r"python -m vllm": "vLLM is not installed here; tools/vllm does it",

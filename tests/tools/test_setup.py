@@ -13,10 +13,15 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 
 PRETENDER = """#!/usr/bin/env bash
-# Copies itself into the .venv that it is asked to make, and notes each call of pip in the file calls.
+# Copies itself into the environment that it is asked to make, and notes each call of pip in the file calls. With a
+# number in the file kill-at, the setup is killed in the call of that number, after what the call does.
+pid="$(cat setup-pid)"
+echo "$*" >>steps
 case "$*" in
     --version) echo "Python 3.11.0" ;;
-    "-m venv .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python && echo made >>calls ;;
+    "-m venv "*)
+        if [[ -e slow ]]; then sleep 5; fi
+        mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && echo made >>calls ;;
     *"import diskprefix"*) [[ -e works ]] ;;
     *"-m pip install"*)
         echo installed >>calls
@@ -25,16 +30,27 @@ case "$*" in
         if [[ -e slow ]]; then sleep "$(cat slow)"; fi
         if [[ -e no-network ]]; then echo "NewConnectionError: refused" >&2; exit 1; fi
         if [[ -e broken ]]; then echo "ERROR: no such version" >&2; exit 1; fi
-        if [[ -e killed ]]; then kill -9 $PPID; fi
         ;;
     diskprefix/native/build.py)
         echo compiled >>compiled
         echo "compiling the operators, 2 of 6, 3 s" >&2
         if [[ -e no-compiler ]]; then echo "the C++ operators were not compiled" >&2; fi
         ;;
-    *ensurepip*) [[ ! -e no-venv-module ]] ;;
+    *ensurepip*) [[ ! -e no-venv-module ]] || exit 1 ;;
+    *os.replace*) mv -T "$3" "$4" ;;
 esac
+status=$?
+if [[ -e kill-at ]] && (($(wc -l <steps) >= $(cat kill-at))); then kill -9 "$pid"; fi
+exit $status
 """
+LINK = ".venv-tools"
+NUM_STEPS = 10
+"""The calls of Python in a setup that makes another environment."""
+
+
+def _is_script(path: Path) -> bool:
+    """Returns whether a file is a tool in the shell. `conform` needs nothing of this project."""
+    return path.is_file() and path.read_bytes().startswith(b"#!") and path.name != "conform" and not path.suffix
 
 
 @pytest.fixture
@@ -52,7 +68,9 @@ def project(tmp_path: Path) -> Path:
 def setup(project: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run it from another folder, as a user may."""
     variables = os.environ | {"PYTHON": str(project / "python"), "TMPDIR": str(project.parent)} | environment
-    command = [str(project / "tools/setup"), *arguments]
+    # The process of `sh` becomes the one of the setup.
+    named = 'echo $$ >"$0/setup-pid"; exec "$0/tools/setup" "$@"'
+    command = ["sh", "-c", named, str(project), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=project.parent, env=variables)
 
 
@@ -72,14 +90,27 @@ def test_the_first_run_makes_the_venv_and_the_second_only_compiles(
     assert (project / "compiled").read_text(encoding="utf-8").split() == ["compiled", "compiled"]
 
 
-def test_to_run_the_demo_a_users_own_installation_is_left_alone_and_the_tests_complete_it(project: Path) -> None:
+def test_the_environment_of_a_user_is_left_alone(project: Path) -> None:
     (project / ".venv/bin").mkdir(parents=True)
     shutil.copy(project / "python", project / ".venv/bin/python")
+    before = sorted((project / ".venv").rglob("*"))
+    for arguments in ((), ("--to-run",)):
+        active = {"VIRTUAL_ENV": str(project / ".venv"), "PATH": f"{project / '.venv/bin'}:{os.environ['PATH']}"}
+        assert setup(project, *arguments, **active).returncode == 0
+    assert sorted((project / ".venv").rglob("*")) == before
+
+
+def test_to_run_the_demo_an_environment_in_which_it_runs_is_enough_and_the_tests_make_a_whole_one(
+    project: Path,
+) -> None:
     (project / "works").touch()
     assert setup(project, "--to-run").returncode == 0
-    assert (calls(project), (project / ".venv/setup-stamp").exists()) == ([], False)
+    with (project / "pyproject.toml").open("a", encoding="utf-8") as changed:
+        changed.write("# a change\n")
+    assert setup(project, "--to-run").returncode == 0
+    assert calls(project) == ["made", "installed"]
     assert setup(project).returncode == 0
-    assert calls(project) == ["installed"]
+    assert calls(project) == ["made", "installed"] * 2
 
 
 def test_a_new_installation_to_run_has_the_client_of_the_demo(project: Path) -> None:
@@ -116,27 +147,84 @@ def test_a_change_of_what_is_needed_is_installed(project: Path, file: str) -> No
     with (project / file).open("a", encoding="utf-8") as changed:
         changed.write("# a change\n")
     assert setup(project).returncode == 0
-    assert calls(project) == ["made", "installed", "installed"]
+    assert calls(project) == ["made", "installed"] * 2
+    assert len([*project.glob(f"{LINK}.*")]) == 1
 
 
 def test_a_project_that_was_moved_is_installed_again(project: Path) -> None:
     setup(project)
     moved = project.rename(project.with_name("moved"))
     assert setup(moved).returncode == 0
-    assert calls(moved) == ["made", "installed", "installed"]
+    assert calls(moved) == ["made", "installed"] * 2
 
 
-@pytest.mark.parametrize("is_killed", [True, False])
-def test_a_setup_that_was_killed_or_whose_python_is_gone_is_made_anew(project: Path, is_killed: bool) -> None:
-    if is_killed:
-        (project / "killed").touch()
-        assert setup(project).returncode != 0
-        (project / "killed").unlink()
-    else:
-        setup(project)
-        (project / ".venv/bin/python").unlink()
+def test_an_environment_whose_python_is_gone_is_made_anew(project: Path) -> None:
+    setup(project)
+    (project / LINK / "bin/python").unlink()
     assert setup(project).returncode == 0
-    assert calls(project) == ["made", "installed", "made", "installed"]
+    assert calls(project) == ["made", "installed"] * 2
+
+
+def steps_of(project: Path) -> list[str]:
+    return (project / "steps").read_text(encoding="utf-8").splitlines()
+
+
+def changed(project: Path) -> str:
+    """Makes an environment, and asks for another one. Returns the folder of the one that is there."""
+    assert setup(project).returncode == 0
+    (project / "steps").unlink()
+    with (project / "pyproject.toml").open("a", encoding="utf-8") as file:
+        file.write("# a change\n")
+    return os.readlink(project / LINK)
+
+
+def test_a_setup_has_the_steps_at_which_it_is_killed(project: Path) -> None:
+    changed(project)
+    assert setup(project).returncode == 0
+    assert len(steps_of(project)) == NUM_STEPS
+
+
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("number", range(1, NUM_STEPS + 1))
+def test_a_setup_that_is_killed_at_any_step_leaves_the_old_environment(project: Path, number: int) -> None:
+    old = changed(project)
+    (project / "kill-at").write_text(str(number), encoding="utf-8")
+    assert setup(project).returncode < 0
+    is_swapped = any("os.replace" in step for step in steps_of(project))
+    assert (os.readlink(project / LINK) == old) != is_swapped
+    assert (project / LINK / "bin/python").exists()
+    assert (project / LINK / "setup-stamp").exists()
+    (project / "kill-at").unlink()
+    assert setup(project).returncode == 0
+    assert [folder.name for folder in project.glob(f"{LINK}.*")] == [os.readlink(project / LINK)]
+
+
+@pytest.mark.parametrize("file", ["no-network", "broken"])
+def test_a_setup_that_fails_leaves_the_old_environment_and_nothing_else(project: Path, file: str) -> None:
+    old = changed(project)
+    (project / file).touch()
+    assert setup(project).returncode == 1
+    assert os.readlink(project / LINK) == old
+    assert [folder.name for folder in project.glob(f"{LINK}.*")] == [old]
+
+
+def test_another_environment_by_this_name_is_not_replaced(project: Path) -> None:
+    (project / LINK).mkdir()
+    refused = setup(project)
+    assert (refused.returncode, refused.stderr) == (1, f"setup: {LINK} is not of this tool: remove it\n")
+
+
+@pytest.mark.parametrize("tool", sorted(path.name for path in (ROOT / "tools").iterdir() if _is_script(path)))
+def test_help_installs_nothing(project: Path, tool: str) -> None:
+    shutil.copy(ROOT / "tools" / tool, project / "tools" / tool)
+    shutil.copy(ROOT / "tools/environment.sh", project / "tools/environment.sh")
+    before = set(project.rglob("*"))
+    variables = os.environ | {"PYTHON": str(project / "python")}
+    command = [str(project / "tools" / tool), "--help"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=False, cwd=project.parent, env=variables)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert len(shown.stdout) > 80
+    assert set(project.rglob("*")) == before
 
 
 @pytest.mark.parametrize(
@@ -147,16 +235,17 @@ def test_a_setup_that_was_killed_or_whose_python_is_gone_is_made_anew(project: P
         ("no-venv-module", "has no venv module"),
     ],
 )
-def test_setup_prints_the_obstacle_last_and_resumes_there(project: Path, file: str, words: str) -> None:
+def test_setup_prints_the_obstacle_last_and_works_without_it(project: Path, file: str, words: str) -> None:
     (project / file).touch()
     refused = setup(project)
     assert refused.returncode == 1
     assert words in refused.stderr.splitlines()[-1]
     has_begun = file != "no-venv-module"
     assert (refused.stderr.count("\n") == 1) != has_begun
+    assert not (project / LINK).exists()
     (project / file).unlink()
     assert setup(project).returncode == 0
-    assert calls(project) == ["made", *["installed"] * (1 + has_begun)]
+    assert calls(project) == ["made", "installed"] * (1 + has_begun)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +256,7 @@ def test_no_suitable_python_is_one_clear_line_and_one_that_was_named_is_not_repl
 ) -> None:
     programs = project / "programs"
     programs.mkdir()
-    for name in ("bash", "env", "dirname"):
+    for name in ("bash", "env", "dirname", "sh", "sed"):
         (programs / name).symlink_to(str(shutil.which(name)))
     path = os.environ["PATH"] if own else str(programs)
     refused = setup(project, PATH=path, PYTHON=str(shutil.which(own)) if own else "")

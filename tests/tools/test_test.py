@@ -15,12 +15,13 @@ NOTING = '#!/usr/bin/env bash\necho "{name} $*" >>calls\n'
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    for name in ("tools", "tests/cache", ".venv/bin"):
+    for name in ("tools", "tests/cache", ".venv-tools/bin"):
         (tmp_path / name).mkdir(parents=True)
-    shutil.copy(ROOT / "tools/test", tmp_path / "tools/test")
+    for name in ("test", "environment.sh"):
+        shutil.copy(ROOT / "tools" / name, tmp_path / "tools" / name)
     (tmp_path / "tests/cache/test_a.py").touch()
     (tmp_path / "report.xml").touch()
-    for path, name in (("tools/setup", "setup"), ("tools/check", "check"), (".venv/bin/python", "python")):
+    for path, name in (("tools/setup", "setup"), ("tools/check", "check"), (".venv-tools/bin/python", "python")):
         (tmp_path / path).write_text(NOTING.format(name=name), encoding="utf-8")
         (tmp_path / path).chmod(0o755)
     return tmp_path

@@ -1,4 +1,4 @@
-"""Environments with llama.cpp's library, which pip compiles for a backend. The other packages come from `.venv`."""
+"""Environments with llama.cpp's library, which pip compiles for a backend. `.venv-tools` has the other packages."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ on the CPU, such as lavapipe."""
 BACKEND: Callable[[Any], Any] = click.option(
     "--backend",
     type=click.Choice(list(BACKENDS)),
-    help="The backend. Without it, the library in .venv is used if it is there, and else `cpu`.",
+    help="The backend. Without it, the library in .venv-tools is used if it is there, and else `cpu`.",
 )
 
 
@@ -94,7 +94,7 @@ def installed(backend: str, report: Report) -> Path:
         # After its own packages, so that this library takes precedence over one that is installed there.
         (inside / "base.pth").write_text(f"import site; site.addsitedir({base!r})\n", encoding="utf-8")
         pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python), "install")
-        # pip would take what is installed in `.venv`, or a library that it compiled before for another backend.
+        # pip would take what is installed in `.venv-tools`, or a library that it compiled before for another backend.
         alone = ("--verbose", "--no-cache-dir", "--no-binary", "llama-cpp-python", "--ignore-installed", "--no-deps")
         for_cmake = f"{os.environ.get('CMAKE_ARGS', '')} {shlex.join(arguments)}".strip()
         run_compiler([*pip, *alone, requirement], folder / "install.log", report, CMAKE_ARGS=for_cmake)

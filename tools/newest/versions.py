@@ -1,5 +1,5 @@
 """`tools/versions`: the tests that touch undocumented parts of packages, with the newest version of each package. An
-environment has this package and whatever else its version needs; all other packages come from `.venv`.
+environment has this package and whatever else its version needs; all other packages come from `.venv-tools`.
 """
 
 from __future__ import annotations
