@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterable
@@ -77,7 +78,9 @@ def test_it_checks_everything_without_the_weights(run: Run, chat_model: Path, tm
     assert all(one["advice"] for one in report["findings"] if one["level"] in ("note", "problem"))
     assert not (tmp_path / "kv").exists(), "nothing is changed"
     shown = run("doctor", "--model", chat_model, "--kv-cache-dir", tmp_path / "kv", "--port", "0").stdout
-    assert shown.endswith(f", {len(findings)} checks\n")
+    counts, advice = shown.splitlines()[-2:]
+    assert counts.endswith(f", {len(findings)} checks")
+    assert re.fullmatch(r"for agents here: `diskprefix pull \S+` \(.+\); others: `diskprefix list --available`", advice)
 
 
 # -- The machine -----------------------------------------------------------------------------------------------------

@@ -1,10 +1,12 @@
-"""Advises a model of the hub: `doctor`, `launch`, `show` and `run` all ask here."""
+"""Advises a model of the hub: `list`, `doctor`, `launch`, `show` and `run` all ask here, and so does the test of the
+front page."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from diskprefix.memo import PREFILL_SPEEDS
 from diskprefix.model.load.fit import ModelNeeds, TokenState, fitted
@@ -13,8 +15,9 @@ from diskprefix.model.load.proposals import Q4_K_M_BITS, ShortName, short_name, 
 from diskprefix.native.compute_threads import num_cores
 from diskprefix.units import format_size, rough_duration
 
-AGENT_TOKENS, LEAST_CONTEXT = 19_000, 16_384
-"""The first prompt of the agent with the longest one, and the context for which memory is counted."""
+AGENT_TOKENS, LEAST_CONTEXT, TOLD_CONTEXT = 19_000, 16_384, 32_000
+"""The first prompt of the agent with the longest one, the least context for agents, and the one for which memory is
+counted: a first prompt and some hours of work."""
 _USABLE = 0.75
 """The part of the free memory that a model may take: other programs grow, too."""
 _QUERIES = 4
@@ -68,10 +71,10 @@ def needs_of(row: ShortName) -> ModelNeeds:
     return ModelNeeds(name=row.name, weights=weights, state=state, takes_pictures=bool(row.encoder_bytes))
 
 
-def memory_bytes(row: ShortName) -> int:
-    """Returns the memory that a model needs for a context of `LEAST_CONTEXT` tokens."""
+def memory_bytes(row: ShortName, context: int = TOLD_CONTEXT) -> int:
+    """Returns the memory that a model needs for a `context` of tokens."""
     needs = needs_of(row)
-    kv_bytes = needs.state.num_bytes(min(LEAST_CONTEXT, row.positions))
+    kv_bytes = needs.state.num_bytes(min(context, row.positions))
     return fitted(needs, 0, kv_bytes).needed_bytes
 
 
@@ -94,6 +97,30 @@ def preference(name: str, file_bytes: int) -> tuple[bool, float]:
     return False, float(file_bytes)
 
 
+def offers() -> list[dict[str, Any]]:
+    """Returns the models of the table for JSON: the advised one first, then the others that suit agents, each part by
+    memory. `first_prompt_s` is the time of an agent's first prompt."""
+    free_bytes = available_ram_bytes()
+    best = advised(free_bytes)
+    made = []
+    for row in short_names().values():
+        s_per_token, is_measured = prefill_s_per_token(row)
+        made.append(
+            {
+                "name": row.name,
+                "source": row.source,
+                "download_bytes": row.download_bytes,
+                "memory_bytes": memory_bytes(row),
+                "fits": memory_bytes(row) <= free_bytes,
+                "first_prompt_s": s_per_token * AGENT_TOKENS,
+                "is_measured": is_measured,
+                "suits_agents": row.suits_agents,
+                "is_advised": row is best,
+            }
+        )
+    return sorted(made, key=lambda offer: (not offer["is_advised"], not offer["suits_agents"], offer["memory_bytes"]))
+
+
 def proposed() -> str:
     """Returns the command that fetches the advised model, and why this one: its sizes, and the time of an agent's first
     prompt."""
@@ -112,7 +139,8 @@ def cost_text(row: ShortName) -> str:
     seconds, is_measured = prefill_s_per_token(row)
     how = "measured here" if is_measured else "a rough guess"
     lasts = f"an agent's first prompt takes {rough_duration(seconds * AGENT_TOKENS)}, {how}"
-    return f"{format_size(row.download_bytes)} to fetch, {format_size(memory_bytes(row))} of memory, {lasts}"
+    memory = f"{format_size(memory_bytes(row))} of memory with {min(TOLD_CONTEXT, row.positions):,} tokens"
+    return f"{format_size(row.download_bytes)} to fetch, {memory}, {lasts}"
 
 
 def none_known() -> str:

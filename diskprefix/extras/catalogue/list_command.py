@@ -14,7 +14,7 @@ import click
 from diskprefix.cli.options import build_settings, nonempty, setting_options
 from diskprefix.cli.tooling import json_option, plain, print_json, print_table, status
 from diskprefix.errors import DiskPrefixError, ModelError, ModelNotFound
-from diskprefix.extras.catalogue.adviser import cost_text, needs_of
+from diskprefix.extras.catalogue.adviser import AGENT_TOKENS, TOLD_CONTEXT, cost_text, needs_of, offers
 from diskprefix.extras.catalogue.architectures import show_architectures, verified_of
 from diskprefix.extras.catalogue.catalogue import (
     Catalogue,
@@ -34,7 +34,7 @@ from diskprefix.model.load.recommended_sampling import sampling_defaults, sampli
 from diskprefix.model.quants.quant_form import FILE_FORMS
 from diskprefix.printable import first_line, shown
 from diskprefix.settings import PER_MODEL, SETTINGS, Settings
-from diskprefix.units import counted, format_size
+from diskprefix.units import counted, format_size, rough_duration
 
 if TYPE_CHECKING:
     from diskprefix.chat.template_cost import TemplateCost
@@ -46,9 +46,12 @@ _PLACES = ("models_dir", "models_file", "kv_memory")
 
 @click.command("list", short_help="List the models that are known by name.")
 @click.option("--architectures", is_flag=True, help="List the architectures of model folders and files.")
+@click.option(
+    "--available", is_flag=True, help="List the models that have a short name, and what each would need here."
+)
 @setting_options(_PLACES)
 @json_option
-def list_models(architectures: bool, as_json: bool, **flags: Any) -> None:
+def list_models(architectures: bool, available: bool, as_json: bool, **flags: Any) -> None:
     """List the models in models.toml, below --models-dir and in the hub's cache, the models that Ollama, LM Studio,
     llama.cpp and `tools/bench models` have on this machine, and the embedded model if it is the default. The columns
     are the quantization, the size of the files, the memory that the model needs, and the longest context that is
@@ -57,6 +60,10 @@ def list_models(architectures: bool, as_json: bool, **flags: Any) -> None:
     The quantization is named by the file's name or header, such as Q4_K_M, or else is that of most weights. Only
     headers are read. A model that does not fit into the free memory has "no" in the column fits. Models of other
     programs are served in place, under the names that those programs give them.
+
+    With --available, the models that `pull` knows by a short name: the size of the file, the memory with 32,000 tokens,
+    the time of an agent's first prompt on this machine, a guess unless a daemon has measured it, and what the model is
+    good for. The best for agents here is the first.
 
     With --architectures, one column has the names used in folders, another those in .gguf files. A prefix is restored
     anywhere (at every token or block) or at checkpoints. Exact at token: the state of a token has the same bits however
@@ -67,11 +74,17 @@ def list_models(architectures: bool, as_json: bool, **flags: Any) -> None:
     \b
     diskprefix list
     diskprefix list --models-dir ~/models --json
+    diskprefix list --available
     diskprefix list --architectures
 
     \b
     Exit codes: 0 done; 2 wrong usage.
     """
+    if architectures and available:
+        raise click.UsageError("--available and --architectures are two lists: give one of them")
+    if available:
+        _show_available(as_json)
+        return
     if architectures:
         show_architectures(as_json)
         return
@@ -96,6 +109,29 @@ def list_models(architectures: bool, as_json: bool, **flags: Any) -> None:
     ]
     print_table(titles, cells, wrapped=("where",))
     click.echo(f"{counted(len(rows), 'model')}, {format_size(available_ram_bytes())} of memory free")
+
+
+def _show_available(as_json: bool) -> None:
+    rows = offers()
+    if as_json:
+        print_json({"free_bytes": available_ram_bytes(), "context": TOLD_CONTEXT, "models": rows})
+        return
+    cells = [
+        (
+            row["name"],
+            format_size(row["download_bytes"]),
+            format_size(row["memory_bytes"]),
+            "yes" if row["fits"] else "no",
+            rough_duration(row["first_prompt_s"]) + ("" if row["is_measured"] else " (a guess)"),
+            "agents: the best here" if row["is_advised"] else "agents" if row["suits_agents"] else "chat",
+        )
+        for row in rows
+    ]
+    print_table(("name", "file", "memory", "fits", "first prompt", "good for"), cells, wrapped=())
+    click.echo(
+        f"{format_size(available_ram_bytes())} of memory free; memory is with {TOLD_CONTEXT:,} tokens, the first "
+        f"prompt an agent's of {AGENT_TOKENS:,}, on this machine; fetch one: diskprefix pull {rows[0]['name']}"
+    )
 
 
 @click.command("show", short_help="Show the memory, context and settings of a model.")

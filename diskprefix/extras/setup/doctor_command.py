@@ -10,6 +10,7 @@ from msgspec.structs import asdict, replace
 
 from diskprefix.cli.options import GroupedCommand, build_settings, option, policy_option, setting_options
 from diskprefix.cli.tooling import print_json, status
+from diskprefix.extras.catalogue.adviser import proposed
 from diskprefix.extras.catalogue.catalogue import open_catalogue
 from diskprefix.extras.setup.doctor_machine import Finding
 from diskprefix.printable import printable_only
@@ -37,7 +38,7 @@ def doctor(json: bool, **flags: Any) -> int:
     The command checks torch's build and instruction sets, the kernels, the cost of each kind of --rows, the model's
     size against the memory, its tokenizer, template and tool calls, the folder's permissions and file system, the
     budget against the free space, the store and the port. It changes nothing, takes a few seconds, and
-    works beside a running daemon.
+    works beside a running daemon. The last line advises a model for agents on this machine.
     """
     settings = build_settings(flags)
     findings: list[Finding] = []
@@ -48,10 +49,11 @@ def doctor(json: bool, **flags: Any) -> int:
                 _show(finding)
     problems = sum(finding.level == "problem" for finding in findings)
     if json:
-        print_json({"ok": not problems, "findings": [asdict(finding) for finding in findings]})
+        print_json({"ok": not problems, "findings": [asdict(finding) for finding in findings], "advice": proposed()})
     else:
         notes = sum(finding.level == "note" for finding in findings)
         click.echo(f"{counted(problems, 'problem')}, {counted(notes, 'note')}, {counted(len(findings), 'check')}")
+        click.echo(f"for agents here: {proposed()}; others: `diskprefix list --available`")
     return 1 if problems else 0
 
 

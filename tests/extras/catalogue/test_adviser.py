@@ -13,7 +13,7 @@ from diskprefix.extras.catalogue.adviser import advised, cost_text, memory_bytes
 from diskprefix.memo import PREFILL_SPEEDS
 from diskprefix.model.load.hub import HubListing, split_name
 from diskprefix.model.load.proposals import full_name, short_name, short_names
-from diskprefix.units import rough_duration
+from diskprefix.units import format_size, rough_duration
 from tests.cli.conftest import Run
 from tests.cli.conftest import run as run
 
@@ -50,7 +50,7 @@ COUNTED = {
     "qwen3.5:4b": 5_900_000_000,
     "qwen3.5:2b": 2_900_000_000,
 }
-"""The memory that `model.load.fit` counted for files of these shapes."""
+"""The memory that `model.load.fit` counted for files of these shapes, with 16,384 tokens."""
 
 
 @pytest.mark.parametrize(("name", "num_bytes"), PUBLISHED.items())
@@ -60,7 +60,7 @@ def test_sizes_of_the_table_are_within_five_percent_of_published_files(name: str
 
 @pytest.mark.parametrize(("name", "num_bytes"), COUNTED.items())
 def test_memory_of_the_table_is_near_what_is_counted_for_files(name: str, num_bytes: int) -> None:
-    assert memory_bytes(short_names()[name]) == pytest.approx(num_bytes, rel=0.15)
+    assert memory_bytes(short_names()[name], 16_384) == pytest.approx(num_bytes, rel=0.15)
 
 
 def test_every_short_name_is_a_quant_of_a_repository_in_any_case_and_without_its_tag() -> None:
@@ -154,3 +154,48 @@ def test_run_pull_and_launch_tell_download_memory_and_minutes_before_they_fetch(
     repo, quant = split_name(row.source)
     pull_command._warn(HubListing(repo, (), {}, {"Qwen3.5-4B-Q4_K_M.gguf": 2_740_000_000}, quant))
     assert f"qwen3.5:4b: {cost_text(row)}" in capsys.readouterr().err
+
+
+def test_list_shows_what_can_be_fetched_with_the_numbers_of_show_and_the_advised_model_first(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (adviser, list_command):
+        monkeypatch.setattr(module, "available_ram_bytes", lambda: 20 * 10**9)
+    PREFILL_SPEEDS.put("gpt-oss:20b", 0.01)
+    lines = run("list", "--available").stdout.splitlines()
+    rows = json.loads(run("list", "--available", "--json").stdout)["models"]
+    assert {row["name"] for row in rows} == short_names().keys()
+    best = rows[0]
+    assert (best["name"], best["is_advised"], sum(row["is_advised"] for row in rows)) == ("gpt-oss:20b", True, 1)
+    assert re.split(r"  +", lines[1]) == [
+        "gpt-oss:20b",
+        "11.3 GiB",
+        "12.7 GiB",
+        "yes",
+        "about 3 minutes",
+        "agents: the best here",
+    ]
+    assert [row["suits_agents"] for row in rows] == sorted((row["suits_agents"] for row in rows), reverse=True)
+    for row in rows:
+        told = cost_text(short_names()[row["name"]])
+        assert f"{format_size(row['download_bytes'])} to fetch" in told
+        assert f"{format_size(row['memory_bytes'])} of memory with " in told
+        assert rough_duration(row["first_prompt_s"]) in told
+        assert row["fits"] == (row["memory_bytes"] <= 20 * 10**9)
+    assert lines[-1].endswith("fetch one: diskprefix pull gpt-oss:20b")
+    assert "(a guess)" in lines[2]
+    run("list", "--available", "--architectures").assert_refused(2, "give one of them")
+
+
+def test_the_front_page_has_the_sizes_of_the_adviser() -> None:
+    page = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+    told = re.findall(r"^\| `([^`]+)`, ([\d.]+ GiB) \| ([^|]+) \|", page, re.MULTILINE)
+    assert len(told) == 3
+    for name, file, memory in told:
+        row = short_names()[name]
+        assert (file, memory) == (format_size(row.download_bytes), format_size(memory_bytes(row)))
+    [(pulled, file, free)] = re.findall(r"diskprefix pull (\S+) .*agents: ([\d.]+ GiB), for (\d+) GiB of free", page)
+    assert file == format_size(short_names()[pulled].download_bytes)
+    least = memory_bytes(short_names()[pulled]) / adviser._USABLE / 2**30
+    assert int(free) == round(least)
+    assert f"memory with {adviser.TOLD_CONTEXT:,} tokens" in page
