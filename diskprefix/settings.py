@@ -283,6 +283,11 @@ class Settings:
         metavar="ORIGIN,…",
         unset="the daemon's own pages",
     )
+    strict_model_names: bool = _server(
+        False,
+        "Refuse requests for models that are not served. Otherwise a server of one model also answers to the names "
+        "that programs have built in: gpt-4…, gpt-5…, claude-… and the like, and the empty one.",
+    )
     max_queue: int = _server(
         64,
         "The maximum number of waiting requests; more get a 503 with Retry-After. One API key may take half of these "

@@ -25,9 +25,10 @@ from diskprefix.engine.inbox import Inbox
 from diskprefix.errors import DiskPrefixError, NotReady, SettingsError
 from diskprefix.memo import PREFILL_SPEEDS
 from diskprefix.model.load.gguf_file import forget_headers
-from diskprefix.model.load.named_model import path_of
+from diskprefix.model.load.named_model import names_here, path_of
 from diskprefix.model.load.recommended_sampling import sampling_defaults, sampling_line
 from diskprefix.server.body import Bodies
+from diskprefix.server.built_in_names import BuiltInNames
 from diskprefix.server.import_checks import ImportChecks
 from diskprefix.server.limits import InFlight, Turns
 from diskprefix.server.openings import compute_openings
@@ -59,6 +60,7 @@ class Daemon:
         self.sampling = sampling_defaults(settings, None)
         """The sampling of a request that does not set its own. Until the model's files are read, it is the one of a
         model whose files say nothing."""
+        self._built_in_names = BuiltInNames(are_refused=settings.strict_model_names, models_here=names_here)
         self.broken_lines = BrokenLines()
         self.recent = RecentRequests()
         self.serving: Serving | None = None
@@ -213,6 +215,7 @@ class Daemon:
             # Prompts that are wholly stored are answered while the weights are read.
             serving.engine.finish_load()
             log.info("[start] all weights are in memory after %.1f s", self._elapsed_s())
+            self._built_in_names.prepare()
             _log_template_cost(serving.renderer)
         except DiskPrefixError as error:
             _call_soon(loop, self._failed, error)
@@ -264,6 +267,7 @@ class Daemon:
             scope=scope,
             model_name=self.settings.served_model_name or engine.model_name,
             counts=CacheCounts(self.threads, engine.cache.stats),
+            built_in_names=self._built_in_names,
             takes_any_name=self.takes_any_name,
             fingerprint=f"fp_{str(engine.identity.get('root', ''))[:16]}",
             loaded_at=int(time.time()),

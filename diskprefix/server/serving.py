@@ -12,8 +12,9 @@ from msgspec import Struct
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.errors import ModelNotFound
 from diskprefix.model.load.gguf_file import model_stem
-from diskprefix.model.load.proposals import full_name
+from diskprefix.model.load.proposals import full_name, short_name
 from diskprefix.printable import shown
+from diskprefix.server.built_in_names import BuiltInNames
 from diskprefix.server.threads import Threads
 from diskprefix.values import Scope, require_model_name
 
@@ -63,13 +64,22 @@ class Serving(Struct, frozen=True, eq=False):
     loaded_at: int
     startup_s: dict[str, float]
     counts: CacheCounts
+    built_in_names: BuiltInNames
     takes_any_name: bool = False
 
     def require_model(self, name: str | None) -> None:
         """Raises `ModelNotFound` for another model's name. None means any model. The name of the model's file is also
-        accepted, and the `:latest` that Ollama's clients append."""
+        accepted, the `:latest` that Ollama's clients append, and a name that programs have built in."""
         if name is None or name in (self.model_name, f"{self.model_name}:latest"):
             return
         require_model_name(name)
-        if not self.takes_any_name and self.model_name != full_name(name) and name != model_stem(self.engine.origin):
-            raise ModelNotFound(f"model '{shown(name)}' is not served here; {self.model_name!r} is", param="model")
+        if self.takes_any_name or self.model_name == full_name(name) or name == model_stem(self.engine.origin):
+            return
+        if not self.built_in_names.has(name, self.model_name):
+            raise ModelNotFound(f"model '{shown(name)}' is not served here; {self._instead_of(name)}", param="model")
+
+    def _instead_of(self, name: str) -> str:
+        """Returns what is served, and how another model would be."""
+        known = short_name(name)
+        serves = "" if known is None else f"; `diskprefix serve --model {known.name}` serves that"
+        return f"{self.model_name!r} is{serves}"

@@ -84,6 +84,7 @@ def values_of(folder: Path, model: Path) -> dict[str, str]:
         "port": "0",
         "api_keys": str(folder / "keys"),
         "allowed_origins": "http://localhost:3000,moz-extension://*",
+        "strict_model_names": "on",
         "max_queue": "5",
         "max_sequences": "4",
         "prefill_compression": "500",

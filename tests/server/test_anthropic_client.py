@@ -161,7 +161,7 @@ ASKING: dict[str, dict[str, Any]] = {
             "messages",
             "context_length_exceeded",
         ),
-        ({"model": "claude-opus-5"}, "not_found_error", "model", "model_not_found"),
+        ({"model": "opus-5"}, "not_found_error", "model", "model_not_found"),
         *(({"max_tokens": 0} | fields, "invalid_request_error", param, None) for param, fields in ASKING.items()),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,11 +10,21 @@ from typing import Any
 import pytest
 
 from diskprefix.errors import ModelNotFound
+from diskprefix.model.load.proposals import short_names
+from diskprefix.server.built_in_names import BuiltInNames
 from diskprefix.server.serving import Serving
+from tests.server.scripted import AppServer, scripted_app
+
+USER = {"role": "user", "content": "hello"}
+
+
+def names(*, are_refused: bool = False) -> BuiltInNames:
+    return BuiltInNames(are_refused=are_refused, models_here=lambda: frozenset({"claude-of-mine"}))
 
 
 def serving(**changes: Any) -> Serving:
     engine = SimpleNamespace(origin=Path("/models/Small-Instruct.Q4_1.gguf"))
+    changes = {"built_in_names": names()} | changes
     values: dict[str, Any] = dict.fromkeys(Serving.__struct_fields__) | {"engine": engine, "takes_any_name": False}
     return Serving(**values | {"model_name": "Small-Instruct"} | changes)
 
@@ -28,3 +39,75 @@ def test_another_name_is_no_model(name: str) -> None:
     with pytest.raises(ModelNotFound, match="is not served here; 'Small-Instruct' is"):
         serving().require_model(name)
     serving(takes_any_name=True).require_model(name)
+
+
+BUILT_IN = [
+    *("gpt-4", "gpt-4o", "gpt-4.1-mini", "gpt-5.1-codex-max", "gpt-3.5-turbo", "openai/gpt-5", "chatgpt-4o-latest"),
+    *("claude-sonnet-4-5", "claude-3-5-haiku-20241022", "anthropic/claude-opus-4.6", "claude-opus-4@20250514"),
+    *("codex-mini-latest", "coder-model", "qwen3-coder-plus", ""),
+]
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_the_only_model_answers_to_names_that_programs_have_built_in(name: str) -> None:
+    serving().require_model(name)
+    with pytest.raises(ModelNotFound, match="is not served here; 'Small-Instruct' is"):
+        serving(built_in_names=names(are_refused=True)).require_model(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("gpt-oss:20b", "; `diskprefix serve --model gpt-oss:20b` serves that"),
+        ("qwen3-coder:30b", "; `diskprefix serve --model qwen3-coder:30b` serves that"),
+        ("claude-of-mine", ""),
+        ("gpt-4o\n", ""),
+        ("my-gpt-4o", ""),
+        (" ", ""),
+    ],
+)
+def test_a_name_of_a_model_that_can_be_had_is_never_another_model(name: str, advice: str) -> None:
+    with pytest.raises(ModelNotFound) as refused:
+        serving().require_model(name)
+    assert refused.value.message.endswith(f"; 'Small-Instruct' is{advice}")
+
+
+def test_each_short_name_of_a_model_is_that_model() -> None:
+    short = [*short_names(), *(row.source for row in short_names().values())]
+    assert [name for name in short if names().has(name, "Small-Instruct")] == []
+
+
+def test_the_log_says_once_who_answers_to_a_name(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "diskprefix"):
+        asked = serving()
+        for name in ("gpt-4o", "gpt-4o", "", *(f"gpt-4-{number}" for number in range(500))):
+            asked.require_model(name)
+    assert caplog.messages[0].startswith(
+        "Small-Instruct answers a request for 'gpt-4o', a name that programs have built in"
+    )
+    assert caplog.messages[1].startswith("Small-Instruct answers a request for ''")
+    assert len(caplog.messages) == 64
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [USER]}),
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/messages", {"messages": [USER], "max_tokens": 4}),
+        ("/v1/responses", {"input": "x"}),
+        ("/api/chat", {"messages": [USER], "stream": False}),
+    ],
+)
+def test_a_response_names_the_model_that_answered(server: AppServer, path: str, body: dict[str, Any]) -> None:
+    with server.client() as client:
+        [card] = client.get("/v1/models").json()["data"]
+        answer = client.post(path, json=body | {"model": "gpt-4o"})
+        assert client.get("/v1/models/gpt-4o").json() == card
+    assert (answer.status_code, answer.json()["model"]) == (200, card["id"])
+
+
+def test_with_strict_model_names_no_other_name_is_answered(chat_model: Path) -> None:
+    with scripted_app(chat_model, strict_model_names=True) as server, server.client() as client:
+        answer = client.post("/v1/chat/completions", json={"messages": [USER], "model": "gpt-4o"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (404, "model")
