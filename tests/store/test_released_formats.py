@@ -16,6 +16,7 @@ from diskprefix.store.verify import verify_index
 from tests.store.building import Clock
 from tests.store.released_format import FORMATS, contents
 
+ROOT = Path(__file__).parents[2]
 RELEASED = sorted(FORMATS.glob("*.mdb.gz"))
 DIGESTS = {
     "13.json": "9b6383097b392190f10bd436d258e5f814d25bab9093653ae2dc32490c297f82",
@@ -45,6 +46,11 @@ def test_what_is_kept_is_what_was_released() -> None:
 def test_the_current_format_is_among_them_and_none_is_large() -> None:
     assert f"{FORMAT_VERSION}.mdb.gz" in {path.name for path in RELEASED}
     assert all(path.stat().st_size <= 100_000 for path in RELEASED)
+
+
+def test_the_changelog_names_the_current_format() -> None:
+    newest = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split("\n## ")[1]
+    assert f"The store's format is {FORMAT_VERSION}." in newest
 
 
 def test_the_kept_store_has_every_kind_of_node_and_every_codec(tmp_path: Path) -> None:
