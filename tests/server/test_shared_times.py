@@ -175,6 +175,7 @@ def test_a_constraint_belongs_to_the_key_that_sent_it(keyed: AppServer, engine: 
 
 OF_THE_MODEL = {
     "chat/client_text.py": {"never"},
+    "chat/output/call_patterns.py": {"patterns_of"},
     "chat/output/choose_format.py": {"_holds_call"},
     "engine/constraints/constraint_grammar.py": {"limits"},
     "engine/measured_model.py": {"read"},

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import wait_for
+
 ROOT = Path(__file__).parent.parent.parent
 
 PRETENDER = """#!/usr/bin/env bash
@@ -28,6 +30,7 @@ case "$*" in
         echo "$*" >arguments
         echo "Collecting what is needed"
         if [[ -e slow ]]; then sleep "$(cat slow)"; fi
+        if [[ -e waits ]]; then until [[ -e goes-on ]]; do sleep 0.1; done; fi
         if [[ -e no-network ]]; then echo "NewConnectionError: refused" >&2; exit 1; fi
         if [[ -e broken ]]; then echo "ERROR: no such version" >&2; exit 1; fi
         ;;
@@ -74,6 +77,11 @@ def setup(project: Path, *arguments: str, **environment: str) -> subprocess.Comp
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=project.parent, env=variables)
 
 
+def start_setup(project: Path, **environment: str) -> subprocess.Popen[str]:
+    variables = os.environ | {"PYTHON": str(project / "python"), "TMPDIR": str(project.parent)} | environment
+    return subprocess.Popen([project / "tools/setup"], stderr=subprocess.PIPE, text=True, env=variables)
+
+
 def calls(project: Path) -> list[str]:
     file = project / "calls"
     return file.read_text(encoding="utf-8").split() if file.exists() else []
@@ -116,6 +124,39 @@ def test_to_run_the_demo_an_environment_in_which_it_runs_is_enough_and_the_tests
 def test_a_new_installation_to_run_has_the_client_of_the_demo(project: Path) -> None:
     assert setup(project, "--to-run").returncode == 0
     assert "--editable . httpx" in (project / "arguments").read_text()
+
+
+def test_a_setup_that_fails_has_not_touched_an_environment_that_was_made_by_a_process_of_its_number(
+    project: Path,
+) -> None:
+    """In containers, each run has the same number."""
+    (project / "broken").touch()
+    made = 'mkdir -p "$0/.venv-tools.$$/bin"; ln -s ".venv-tools.$$" "$0/.venv-tools"; exec "$0/tools/setup"'
+    variables = os.environ | {"PYTHON": str(project / "python"), "TMPDIR": str(project.parent)}
+    done = subprocess.run(["sh", "-c", made, str(project)], capture_output=True, text=True, check=False, env=variables)
+    assert "pip could not install" in done.stderr
+    assert [path.name for path in (project / LINK).rglob("*")] == ["bin"]
+
+
+def test_without_a_lock_two_setups_leave_each_others_environments_alone(project: Path, tmp_path: Path) -> None:
+    """As on macOS, which has no flock."""
+    commands = tmp_path / "commands"
+    commands.mkdir()
+    for folder in reversed(os.environ["PATH"].split(":")):
+        for command in Path(folder).glob("*"):
+            if command.name != "flock":
+                (commands / command.name).unlink(missing_ok=True)
+                (commands / command.name).symlink_to(command)
+    (project / "waits").touch()
+    first = start_setup(project, PATH=str(commands))
+    wait_for(lambda: "installed" in calls(project))
+    (project / "waits").unlink()
+    assert setup(project, PATH=str(commands)).returncode == 0
+    (project / "goes-on").touch()
+    _, said = first.communicate()
+    assert (first.returncode, "done" in said) == (0, True), said
+    assert (project / LINK / "bin/python").exists()
+    assert len(list(project.glob(f"{LINK}.*"))) == 1
 
 
 @pytest.mark.slow
