@@ -99,5 +99,10 @@ def open_router(settings: Settings) -> Callable[[Settings], None] | None:
     return cast("Callable[[Settings], None] | None", _extra("router").open_router(settings))
 
 
+def known_names(settings: Settings) -> frozenset[str]:
+    """Returns the names of the models that are known besides a single served one."""
+    return cast("frozenset[str]", _extra("catalogue.catalogue").known_names(settings))
+
+
 def _extra(name: str) -> Any:
     return importlib.import_module(f"diskprefix.extras.{name}")

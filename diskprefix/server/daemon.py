@@ -25,7 +25,7 @@ from diskprefix.engine.inbox import Inbox
 from diskprefix.errors import DiskPrefixError, NotReady, SettingsError
 from diskprefix.memo import PREFILL_SPEEDS
 from diskprefix.model.load.gguf_file import forget_headers
-from diskprefix.model.load.named_model import names_here, path_of
+from diskprefix.model.load.named_model import path_of
 from diskprefix.model.load.recommended_sampling import sampling_defaults, sampling_line
 from diskprefix.server.body import Bodies
 from diskprefix.server.built_in_names import BuiltInNames
@@ -60,7 +60,9 @@ class Daemon:
         self.sampling = sampling_defaults(settings, None)
         """The sampling of a request that does not set its own. Until the model's files are read, it is the one of a
         model whose files say nothing."""
-        self._built_in_names = BuiltInNames(are_refused=settings.strict_model_names, models_here=names_here)
+        self._built_in_names = BuiltInNames(
+            are_refused=settings.strict_model_names, models_here=partial(hooks.known_names, settings)
+        )
         self.broken_lines = BrokenLines()
         self.recent = RecentRequests()
         self.serving: Serving | None = None

@@ -111,3 +111,16 @@ def test_with_strict_model_names_no_other_name_is_answered(chat_model: Path) -> 
     with scripted_app(chat_model, strict_model_names=True) as server, server.client() as client:
         answer = client.post("/v1/chat/completions", json={"messages": [USER], "model": "gpt-4o"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (404, "model")
+
+
+@pytest.mark.usefixtures("own_places")
+def test_the_only_model_does_not_answer_to_names_in_models_toml(chat_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "config" / "diskprefix").mkdir(parents=True)
+    table = '[gpt-5-of-mine]\nmodel = "small"\naliases = ["claude-haiku-4-5"]\n'
+    (tmp_path / "config" / "diskprefix" / "models.toml").write_text(table)
+    with scripted_app(chat_model) as server, server.client() as client:
+        answered = {
+            name: client.post("/v1/completions", json={"prompt": "x", "model": name}).status_code
+            for name in ("gpt-5-of-mine", "claude-haiku-4-5", "gpt-5")
+        }
+    assert answered == {"gpt-5-of-mine": 404, "claude-haiku-4-5": 404, "gpt-5": 200}

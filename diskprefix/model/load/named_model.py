@@ -70,14 +70,6 @@ def _model_in(folder: Path) -> Path:
     return files[0] if files else folder
 
 
-def names_here() -> frozenset[str]:
-    """Returns the names of the models in the caches of the hub and of other programs."""
-    with suppress(OSError):
-        of_others = (name for model in found_models() for name in model.names)
-        return frozenset((*(name for name, _ in cached_models()), *of_others))
-    return frozenset()
-
-
 def plain_name(model: str) -> str:
     """Returns the name under which a model is served that --model names: a file's without its extension. The embedded
     model's file has that model's name, however it is named."""

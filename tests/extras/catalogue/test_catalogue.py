@@ -14,7 +14,7 @@ import torch
 from diskprefix.errors import ModelError, ModelNotFound, SettingsError
 from diskprefix.extras.catalogue import architectures, catalogue
 from diskprefix.extras.catalogue.architectures import installed_versions, verified_of
-from diskprefix.extras.catalogue.catalogue import Catalogue, needs, open_catalogue
+from diskprefix.extras.catalogue.catalogue import Catalogue, known_names, needs, open_catalogue
 from diskprefix.extras.router.listing import Listing
 from diskprefix.model.families.types.known_types import TYPES
 from diskprefix.model.gguf.known_families import NAMES, architecture_of
@@ -292,6 +292,32 @@ def test_an_unknown_name_is_a_404_that_names_the_nearest(models_dir: Path, tmp_p
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelNotFound, match=r"`diskprefix pull \S+:\S+`"):
         Catalogue(Settings(models_dir=tmp_path / "empty")).find("zzz")
+
+
+def test_with_several_models_the_error_for_a_name_that_programs_have_built_in_gives_an_alias(
+    models_dir: Path, tmp_path: Path
+) -> None:
+    (models_dir / "tiny-Q8_0.gguf").rename(models_dir / "gpt-4o.gguf")
+    with pytest.raises(ModelNotFound) as refused:
+        Catalogue(Settings(models_dir=models_dir)).find("claude-opus-4-5")
+    [alias] = re.findall(r'`(aliases = \["claude-opus-4-5"\])` in models.toml', refused.value.message)
+    file = written(tmp_path, f'[mine]\nmodel = "{models_dir}/deep/er/other.gguf"\n{alias}\n')
+    catalogue = Catalogue(Settings(models_dir=models_dir, models_file=file))
+    assert (catalogue.find("claude-opus-4-5").name, catalogue.find("gpt-4o").name) == ("mine", "gpt-4o")
+    for name in ("", "tiny"):
+        with pytest.raises(ModelNotFound) as refused:
+            catalogue.find(name)
+        assert "aliases" not in refused.value.message
+
+
+def test_names_of_models_that_are_not_served_are_known(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pulled(tmp_path, "org/gpt-4", "config.json", "model.safetensors")
+    file = written(tmp_path, '[gpt-4o]\nmodel = "x"\naliases = ["claude-mine"]\n')
+    asked = Settings(model="served", models_file=file)
+    assert known_names(asked) == {"org/gpt-4", "gpt-4o", "claude-mine"}
+    file.write_text("[")
+    assert known_names(asked) == {"org/gpt-4"}
+    assert "the names in models.toml are not known: --models-file" in caplog.text
 
 
 def test_a_name_that_no_model_can_have_is_refused_before_any_look_up_and_not_repeated(
