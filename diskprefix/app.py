@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 def serve(settings: Settings) -> None:
     """Serves until SIGTERM or SIGINT, then returns. Raises the `DiskPrefixError` that kept the daemon from serving."""
     from diskprefix.model.load.named_model import require_named
-    from diskprefix.store.folder import FolderUnavailable, make_folder
+    from diskprefix.store.folder import FolderUnavailable, make_folder, require_on_disk
 
     limit_libraries()
     # Before the port is taken.
@@ -49,6 +49,7 @@ def serve(settings: Settings) -> None:
     except FolderUnavailable as error:
         if not error.passing:
             raise
+    require_on_disk(settings.kv_cache_dir, settings.kv_cache_budget or 0)
     run_router = hooks.open_router(settings)
     if run_router is not None:
         run_router(settings)

@@ -14,6 +14,7 @@ from diskprefix.cache.tiers.tier import SharedTier, Tier
 from diskprefix.errors import StoreUnavailable
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.settings import Settings
+from diskprefix.store.folder import require_on_disk
 from diskprefix.store.statistics.savings import SavingsLog
 from diskprefix.store.store import Store
 from diskprefix.store.writer import Writer
@@ -26,7 +27,8 @@ _REMOTE_CLOSE_S = 5.0
 
 def open_store(settings: Settings, on_wait: Callable[[str], None] = lambda _why: None) -> Store:
     """Opens the store of a cache; `on_wait` as for `Store`. Raises `CacheError` if the folder cannot be used, but not
-    if it is full or read-only, and `SettingsError` if a key file cannot be read."""
+    if it is full or read-only, and `SettingsError` if a key file cannot be read, or for a budget above the disk."""
+    require_on_disk(settings.kv_cache_dir, settings.kv_cache_budget or 0)
     key_file = settings.namespace_key_file
     namespace = None if key_file is None else NamespaceKey.read(key_file)
     try:

@@ -25,7 +25,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from diskprefix.errors import StoreUnavailable
+from diskprefix.errors import SettingsError, StoreUnavailable
 from diskprefix.private_file import distrusted_by_root
 from diskprefix.store.processes import described, flock_holder
 from diskprefix.units import format_size
@@ -78,12 +78,27 @@ class FolderUnavailable(StoreUnavailable):
 
 def free_bytes(path: Path) -> int:
     """Returns the free bytes on the disk of a folder, which need not exist, or -1 if they cannot be read."""
+    disk = _disk_of(path)
+    return -1 if disk is None else disk.f_bavail * disk.f_frsize
+
+
+def require_on_disk(path: Path, budget_bytes: int) -> None:
+    """Raises `SettingsError` for a budget above the size of the disk of a folder, which need not exist. The budget of a
+    folder stays for all its processes, and such a one limits nothing."""
+    disk = _disk_of(path)
+    disk_bytes = 0 if disk is None else disk.f_blocks * disk.f_frsize
+    # Some file systems do not tell their size.
+    if 0 < disk_bytes < budget_bytes:
+        budget, size = format_size(budget_bytes), format_size(disk_bytes)
+        raise SettingsError(f"--kv-cache-budget: {budget} are more than the disk of {path} has: {size}; give less")
+
+
+def _disk_of(path: Path) -> os.statvfs_result | None:
     try:
         place = next(place for place in (path, *path.absolute().parents) if place.exists())
-        disk = os.statvfs(place)
+        return os.statvfs(place)
     except OSError:
-        return -1
-    return disk.f_bavail * disk.f_frsize
+        return None
 
 
 def disk_full(path: Path, min_free_bytes: int) -> str:

@@ -182,7 +182,7 @@ class StoreFile:
             budget_bytes, self._resize_at = self.budget_bytes, now + _RESIZE_AGAIN_S
             if env.resize(budget_bytes, _RESIZE_S):
                 self._resize_at = 0.0
-                log.info("[disk-cache] the budget of the folder was set to %s", format_size(budget_bytes))
+                log.info("[disk-cache] another process set the budget of the folder to %s", format_size(budget_bytes))
                 self._mapped_budget = budget_bytes
 
     def is_current(self, epoch: Epoch) -> bool:

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from diskprefix.errors import CacheError
+from diskprefix.settings import Settings
 from diskprefix.store import writer
 from diskprefix.store.folder import FolderUnavailable
 from diskprefix.store.save import Save
@@ -58,6 +59,11 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     run("umount", "--lazy", place)
 
 
+def settings_on(disk: Path, **changes: Any) -> Settings:
+    """Settings of a store whose budget, that of a new folder, is larger than the disk."""
+    return tiny_settings(disk / "kv", **{"kv_cache_budget": None, "kv_cache_new_budget": 1 << 30} | changes)
+
+
 def remount(disk: Path, options: str) -> None:
     run("mount", "-o", f"remount,{options}", disk)
 
@@ -88,7 +94,7 @@ class HealthAtLines(logging.Handler):
 
 def test_a_full_disk_stops_saving_until_there_is_room_again(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="diskprefix")
-    runner = Runner(tiny_llama(torch.float32), tiny_settings(disk / "kv", kv_cache_budget=1 << 30))
+    runner = Runner(tiny_llama(torch.float32), settings_on(disk))
     (disk / "of another program").write_bytes(bytes(16 << 20))
     seed = 0
     while runner.cache.writer.error is None:
@@ -126,8 +132,7 @@ def test_a_start_without_room_for_any_prompt_is_degraded_before_one_is_lost(
     Store(disk / "kv", budget_bytes=1 << 30, serving=True).close()
     fill_up(disk, 2)
     # The empty file has room for a small block.
-    sizes = {"block_size": 512, "kv_cache_min_tokens": 512, "kv_cache_budget": 1 << 30}
-    settings = tiny_settings(disk / "kv", kv_cache_min_free=min_free, **sizes)
+    settings = settings_on(disk, kv_cache_min_free=min_free, block_size=512, kv_cache_min_tokens=512)
     runner = Runner(tiny_llama(torch.float32), settings)
     assert runner.cache.health == ("degraded", runner.cache.store.evictor.full_disk())
     assert (runner.cache.writer.dropped, lines_about(caplog, "serving without saving")) == (0, 1)
@@ -189,7 +194,7 @@ def test_a_read_only_file_system_is_read_and_saving_resumes_when_it_is_writable(
 ) -> None:
     caplog.set_level("INFO", logger="diskprefix")
     token_ids = random_prompt(1, 4 * BLOCK + 3)
-    runner = Runner(tiny_llama(), tiny_settings(disk / "kv"))
+    runner = Runner(tiny_llama(), settings_on(disk))
     cold = runner.run(token_ids, "full", reply=4)
     runner.close()
     remount(disk, "ro")
@@ -213,7 +218,7 @@ def test_a_read_only_file_system_is_read_and_saving_resumes_when_it_is_writable(
 
 def test_a_read_only_file_system_without_a_store_is_no_reason_not_to_serve(disk: Path) -> None:
     remount(disk, "ro")
-    runner = Runner(tiny_llama(), tiny_settings(disk / "kv"))
+    runner = Runner(tiny_llama(), settings_on(disk))
     assert answers_alike(runner, 1)
     assert runner.cache.stats()["state"] == "degraded"
     remount(disk, "rw")
@@ -344,7 +349,10 @@ def require_alike(client: httpx.Client, number: int, reply: dict[str, Any]) -> N
 def test_a_daemon_on_a_disk_with_less_than_is_kept_free_says_so_once_and_saves_what_waits_when_there_is_room(
     disk: Path, chat_model: Path
 ) -> None:
-    with running_daemon(chat_model, disk / "kv") as daemon, daemon.wait_ready().client() as client:
+    with (
+        running_daemon(chat_model, disk / "kv", kv_cache_budget="24MiB") as daemon,
+        daemon.wait_ready().client() as client,
+    ):
         reply = reply_to(client, question(0))
         wait_until(lambda: client.get("/health").json()["status"] == "degraded", "/health says that nothing is saved")
         reply_to(client, question(1))

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from contextlib import closing
+from dataclasses import replace
 from itertools import count, islice
 from pathlib import Path
+from types import SimpleNamespace
 
-from diskprefix.cache.tiered_store import open_store
+import pytest
+
+from diskprefix import app
+from diskprefix.cache.tiered_store import open_store as open_settings
+from diskprefix.errors import SettingsError
 from diskprefix.settings import Settings
 from diskprefix.store.eviction import usable_bytes
 from diskprefix.store.housekeeping import Housekeeping
@@ -79,6 +86,22 @@ def test_a_daemon_without_a_budget_evicts_nothing_of_what_one_with_a_larger_budg
         assert is_clean(store)
 
 
+def test_a_budget_above_the_disk_is_refused_and_the_folder_keeps_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve_once(tmp_path, 0, NEW)
+    disk = SimpleNamespace(f_blocks=SMALL // 4096, f_bavail=1 << 20, f_frsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda _path: disk)
+    settings = Settings(kv_cache_dir=tmp_path, kv_cache_budget=SMALL + 1)
+    for start in (open_settings, app.serve):
+        with pytest.raises(SettingsError, match=r"^--kv-cache-budget: .* are more than the disk of .* has: .*; give"):
+            start(settings)
+    for size, budget in ((SMALL, None), (SMALL, SMALL), (0, LARGE)):
+        disk.f_blocks = size // 4096
+        with closing(open_settings(replace(settings, kv_cache_budget=budget))) as store:
+            assert store.budget_bytes == (budget or NEW)
+
+
 def test_a_lower_budget_is_followed_by_a_daemon_that_runs(tmp_path: Path) -> None:
     clock = Clock()
     with closing(serve(tmp_path, clock, new_budget_bytes=LARGE)) as store:
@@ -142,9 +165,9 @@ def test_a_budget_that_is_damaged_is_that_of_a_new_folder(tmp_path: Path) -> Non
 def test_the_settings_of_presets_and_of_serve_evict_nothing_of_each_other(tmp_path: Path) -> None:
     """`launch` and `run` start a daemon with the preset agent."""
     for new in (LARGE, SMALL):
-        with closing(open_store(Settings(kv_cache_dir=tmp_path, kv_cache_new_budget=new))) as store:
+        with closing(open_settings(Settings(kv_cache_dir=tmp_path, kv_cache_new_budget=new))) as store:
             assert store.budget_bytes == LARGE
-    with closing(open_store(Settings(kv_cache_dir=tmp_path, kv_cache_budget=SMALL))) as store:
+    with closing(open_settings(Settings(kv_cache_dir=tmp_path, kv_cache_budget=SMALL))) as store:
         assert store.budget_bytes == SMALL
 
 

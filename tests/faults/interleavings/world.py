@@ -306,7 +306,7 @@ def _listed_meter(self: WriteMeter) -> None:
 @contextmanager
 def patched() -> Iterator[None]:
     """Replaces threads, clocks, the model and the writing of the disk in the package."""
-    of_disk = {"statvfs": lambda _path: SimpleNamespace(f_bavail=_disks[-1].free_bytes, f_frsize=1)}
+    of_disk = {"statvfs": lambda _path: SimpleNamespace(f_blocks=1 << 50, f_bavail=_disks[-1].free_bytes, f_frsize=1)}
     replaced: list[tuple[Any, str, Any]] = [
         (Environment, "transaction", _simulated_transaction),
         (Environment, "__init__", _listed(_init_environment)),
