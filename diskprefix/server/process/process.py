@@ -383,9 +383,19 @@ def _announce(serving: Serving, stats: dict[str, Any], settings: Settings, addre
     log.info("[start] %s", ", ".join(f"{part} {part_s * 1000:.0f} ms" for part, part_s in serving.startup_s.items()))
     log.info("diskprefix ready on %s · %s · %s · %.1f s", address, name, cache, seconds)
     if stats["state"] == "ok" and stats["room_bytes"] < stats["budget_bytes"]:
-        room, budget = format_size(stats["room_bytes"]), format_size(stats["budget_bytes"])
-        log.warning("[disk-cache] the disk has room for %s of --kv-cache-budget %s", room, budget)
+        room, budget = format_size(stats["room_bytes"]), _budget_text(settings, stats["budget_bytes"])
+        log.warning("[disk-cache] the disk has room for %s of %s", room, budget)
     notify(READY=1, STATUS=f"serving {name} on {address}, {cache}")
+
+
+def _budget_text(settings: Settings, budget_bytes: int) -> str:
+    """Names a budget with what has set it."""
+    size = format_size(budget_bytes)
+    if budget_bytes == settings.kv_cache_budget:
+        return f"--kv-cache-budget {size}"
+    if budget_bytes == settings.kv_cache_new_budget:
+        return f"{size}, the budget of a new folder; --kv-cache-budget sets another"
+    return f"{size}, the budget that an earlier start has set for this folder; --kv-cache-budget sets another"
 
 
 def _describe_cache(serving: Serving, stats: dict[str, Any], settings: Settings) -> str:

@@ -341,14 +341,24 @@ def test_a_lost_accelerator_ends_the_daemon_with_its_exit_code(chat_model: Path,
         daemon.wait_for_line("for its supervisor to start it again")
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"kv_cache_budget": 4 << 30}, "--kv-cache-budget 4.0 GiB"),
+        ({"kv_cache_new_budget": 4 << 30}, "4.0 GiB, the budget of a new folder; --kv-cache-budget sets another"),
+        ({}, "4.0 GiB, the budget that an earlier start has set for this folder; --kv-cache-budget sets another"),
+    ],
+)
 @pytest.mark.parametrize("room", [1 << 30, 4 << 30])
-def test_the_ready_line_warns_of_a_disk_with_less_than_the_budget(room: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_ready_line_warns_of_a_small_disk_and_says_who_set_the_budget(
+    room: int, given: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
     scope = parse_scope("full", param="--disk-prefix-cache")
     serving = SimpleNamespace(scope=scope, model_name="m", startup_s={"total": 1.0})
     stats = scripted.STATS | {"room_bytes": room, "budget_bytes": 4 << 30}
-    process._announce(cast(Any, serving), stats, Settings(), "http://here")
-    said = "the disk has room for 1.0 GiB of --kv-cache-budget 4.0 GiB"
-    assert [said in line for line in caplog.messages if "the disk has room" in line] == [True] * (room < 4 << 30)
+    process._announce(cast(Any, serving), stats, Settings(**given), "http://here")
+    warned = [line for line in caplog.messages if "the disk has room" in line]
+    assert warned == [f"[disk-cache] the disk has room for 1.0 GiB of {said}"] * (room < 4 << 30)
 
 
 @pytest.mark.cases(2)
