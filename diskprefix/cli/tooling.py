@@ -59,15 +59,21 @@ def require_store(folder: Path) -> None:
     """Raises `StoreUnavailable` if there is no store in `folder`: reading commands must not create one."""
     file = folder / DATA
     if not file.is_file() or not file.stat().st_size:
-        raise StoreUnavailable(f"{folder} holds no diskprefix store; give its folder with --kv-cache-dir")
+        raise StoreUnavailable(
+            f"{folder} holds no diskprefix store; `serve` and `import` make it, or give its folder with --kv-cache-dir"
+        )
 
 
 @contextmanager
-def opened_store(folder: Path, *, write: bool = False, min_free_bytes: int = 0) -> Iterator[Store]:
-    """Opens the store in `folder`, read-only unless `write`, and closes it at the end. Raises `CacheError`."""
-    require_store(folder)
+def opened_store(
+    folder: Path, *, write: bool = False, min_free_bytes: int = 0, new_budget_bytes: int = 0
+) -> Iterator[Store]:
+    """Opens the store in `folder`, read-only unless `write`, and closes it at the end. With `new_budget_bytes`, makes a
+    store of this budget if there is none. Raises `CacheError`."""
+    if not new_budget_bytes:
+        require_store(folder)
     with advised():
-        store = Store(folder, read_only=not write, min_free_bytes=min_free_bytes)
+        store = Store(folder, read_only=not write, min_free_bytes=min_free_bytes, new_budget_bytes=new_budget_bytes)
     with closing(store):
         yield store
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -160,7 +160,8 @@ def import_(
     it is given to your programs, too.
 
     State can be restored only with the same weights, libraries, device and settings. A file is therefore refused if its
-    model was not served with this store; the error says what differs.
+    model was not served with this store; the error says what differs. A new store takes files of any model; it is made
+    if there is none.
 
     \b
     diskprefix import manual.safetensors
@@ -177,10 +178,10 @@ def import_(
         signers = [signer_of(reader.signature, reader.digest, allowed_signers()) for reader in readers]
         for reader in readers:
             reader.give(mine=mine)
-        min_free_bytes = Settings.kv_cache_min_free
-        store = stack.enter_context(opened_store(kv_cache_dir, write=not dry_run, min_free_bytes=min_free_bytes))
+        store = stack.enter_context(_opened_target(kv_cache_dir, dry_run=dry_run))
         with store.snapshot() as snapshot:
-            for reader in () if force else readers:
+            is_new = not (any(snapshot.models()) or any(snapshot.roots()))
+            for reader in () if force or is_new else readers:
                 require_known_model(snapshot, reader)
         for reader in readers:
             reader.read_nodes()
@@ -191,16 +192,30 @@ def import_(
     if as_json:
         print_json({"dry_run": dry_run, "files": results})
         return
-    _print_import(readers, results, dry_run=dry_run)
+    _print_import(readers, results, dry_run=dry_run, is_new=is_new)
 
 
-def _print_import(readers: Sequence[PackReader], results: Sequence[dict[str, Any]], *, dry_run: bool) -> None:
+def _opened_target(folder: Path, *, dry_run: bool) -> AbstractContextManager[Store]:
+    """Opens the store of an import, which makes it if there is none, except in a dry run."""
+    new_budget_bytes = 0 if dry_run else Settings.kv_cache_new_budget
+    return opened_store(
+        folder, write=not dry_run, min_free_bytes=Settings.kv_cache_min_free, new_budget_bytes=new_budget_bytes
+    )
+
+
+def _print_import(
+    readers: Sequence[PackReader], results: Sequence[dict[str, Any]], *, dry_run: bool, is_new: bool
+) -> None:
     tenant_text = tenant_names()
     for reader, result in zip(readers, results, strict=True):
         click.echo(f"{result['file']}: {_sentence(result, tenant_text, dry_run=dry_run)}")
         if not reader.manifest.is_own:
             only = "requests with its key and salt" if result["tenant"] else "requests that have no key or user"
             click.echo(f"  only {only} restore it; `import --mine` gives it to your programs")
+    if is_new:
+        click.echo(
+            "  this store has seen no model yet: serve the same one, with the same libraries and settings, to use it"
+        )
 
 
 EncodedNotes: TypeAlias = dict[bytes, bytes]

@@ -200,7 +200,7 @@ def require_known_model(snapshot: Snapshot, reader: PackReader) -> None:
             return
         if nearest is None or len(names) < len(nearest[1]):
             nearest = (record.model, names)
-    why = "but this store has seen no model yet, as a new daemon needs some seconds"
+    why = "but no model here can be read"
     if nearest is not None:
         why = f"which differs from '{shown(nearest[0])}' here in {', '.join(map(shown, nearest[1]))}"
     model, remedy = shown(reader.manifest.root.model), "serve that model with this store, or add --force"
