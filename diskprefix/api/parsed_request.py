@@ -108,6 +108,16 @@ def note_left_out(left_out: Iterable[LeftOut]) -> None:
     _log_once("left out of prompts, as this server does not read or run it: %s", {each.type for each in left_out})
 
 
+def note_num_ctx(num_ctx: int, max_positions: int) -> None:
+    """Logs an `options.num_ctx` above the positions that the model has here."""
+    _log_once("options.num_ctx is more than this model takes here: %s", [f"{num_ctx} of {max_positions}"])
+
+
+def note_misspelt(names: Collection[str]) -> None:
+    """Logs fields that are not read, each with the known one that is like it."""
+    _log_once("fields that are not known, so not read: %s", names)
+
+
 def _log_once(message: str, texts: Collection[str]) -> None:
     """Logs each text of a client once, because agents repeat them, and at most 32 texts for each message."""
     logged = _logged[message]

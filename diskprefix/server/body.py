@@ -8,7 +8,10 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack
-from typing import TypeVar
+from difflib import get_close_matches
+from functools import lru_cache
+from itertools import islice
+from typing import Any, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ValidationError
@@ -17,6 +20,7 @@ from starlette.requests import Request
 
 from diskprefix.api.body_errors import first_error
 from diskprefix.api.error_forms import HttpError
+from diskprefix.api.parsed_request import note_misspelt
 from diskprefix.errors import InvalidRequest
 from diskprefix.json_values import MAX_LEVELS, count_values, path_below, whole_characters
 from diskprefix.printable import shown
@@ -30,6 +34,10 @@ _OWN_BYTES = 8 * 1024
 """The most memory of a parsed body without values."""
 _PATIENCE_S = 60.0
 """The time after which a large body, with its pause, leaves its place to others."""
+_NAME_CHARS, _MOST_UNKNOWN, _LIKE = 48, 16, 0.9
+"""For misspelt fields: the longest name, the most unknown names of an object that are compared with the known ones, and
+the least likeness, which `difflib` measures from 0 to 1: of `max_tokns` and `max_tokens` it is 0.95, and of
+Anthropic's `speed` and `seed` 0.89."""
 _PAUSE, _PAUSE_BESIDE = 1, 7
 """The pause after a large body, as a multiple of its parsing time: alone, and while the engine computes."""
 
@@ -151,7 +159,7 @@ def parse_json(body: bytes, model: type[Model]) -> Model:
             levels = f"has more than {MAX_LEVELS} objects and lists inside each other"
             raise InvalidRequest.at(shown(".".join(map(str, below))), levels, "body_too_complex") from error
         raise _refusal_of(error) from error
-    _require_finite(text)
+    note_misspelt([*_misspelt(parsed, _require_finite(text))])
     return parsed
 
 
@@ -165,17 +173,39 @@ def read_parameters(request: Request, model: type[Model]) -> Model:
         raise _refusal_of(error) from error
 
 
-def _require_finite(text: str) -> None:
-    """Raises `InvalidRequest` for NaN, infinity, and numbers too large for a float: no reply could repeat them.
+def _misspelt(parsed: BaseModel, sent: object, path: str = "") -> Iterator[str]:
+    """Yields the unknown fields of a body, and of the objects in its fields, that are like a known one."""
+    if not isinstance(sent, dict) or type(parsed).model_config.get("extra") == "allow":
+        return
+    unknown = (name for name in sent if name not in type(parsed).model_fields and len(name) <= _NAME_CHARS)
+    for name in islice(unknown, _MOST_UNKNOWN):
+        if (meant := _meant(type(parsed), name)) is not None:
+            yield f"{path}{name} (meant: {path}{meant}?)"
+    for name in type(parsed).model_fields:
+        if isinstance(below := getattr(parsed, name), BaseModel):
+            yield from _misspelt(below, sent.get(name), f"{path}{name}.")
+
+
+@lru_cache(maxsize=1024)
+def _meant(model: type[BaseModel], name: str) -> str | None:
+    """Returns the field of a model that is like an unknown name, None if there is none or `name` is its alias."""
+    known = {field.alias or own for own, field in model.model_fields.items()}
+    return None if name in known else next(iter(get_close_matches(name, known, n=1, cutoff=_LIKE)), None)
+
+
+def _require_finite(text: str) -> Any:
+    """Returns the parsed text, None if only pydantic parses it. Raises `InvalidRequest` for NaN, infinity, and numbers
+    too large for a float: no reply could repeat them.
 
     pydantic refuses them where a number is expected, but not inside free-form objects, such as schemas. msgspec refuses
     them everywhere, but does not say where.
     """
     try:
-        msgspec.json.decode(text)
+        return msgspec.json.decode(text)
     except msgspec.DecodeError:
         for param in _infinite(json.loads(text), ()):
             raise InvalidRequest.at(param, "must be a finite number") from None
+    return None
 
 
 def _infinite(value: object, path: tuple[object, ...]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from diskprefix.api.dialect import Dialect
-from diskprefix.api.parsed_request import ParsedRequest, constraint_of, thought_budget_of
+from diskprefix.api.parsed_request import ParsedRequest, constraint_of, note_num_ctx, thought_budget_of
 from diskprefix.api.reply import ReplyReader
 from diskprefix.chat.fill_in import FillIn
 from diskprefix.chat.messages import Conversation
@@ -42,6 +42,8 @@ def engine_request(rendered: Rendered) -> tuple[ReplyReader, GenerateRequest]:
     if parsed.num_ctx is not None and parsed.num_ctx <= (num_tokens := len(replayed.prompt.token_ids)):
         problem = f"is {parsed.num_ctx}, and the prompt has {num_tokens} tokens, none of which is left out"
         raise InvalidRequest.at("options.num_ctx", f"{problem}; this model takes {rendered.max_positions} here")
+    if parsed.num_ctx is not None and parsed.num_ctx > rendered.max_positions:
+        note_num_ctx(parsed.num_ctx, rendered.max_positions)
     sampling = _sampling(parsed, arrival.daemon.sampling.stop, max(rendered.rooms), num_choices)
     is_scored = parsed.echo and sampling.logprobs is not None
     if is_scored:

@@ -10,14 +10,24 @@ import socket
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 from unittest.mock import ANY
 
 import httpx
+import ollama
 import pytest
+from anthropic.types import message_create_params
+from openai.types.chat import completion_create_params
+from openai.types.responses import response_create_params
+from pydantic import BaseModel
 
 from diskprefix.api import parsed_request
+from diskprefix.api.anthropic import MessagesRequest
+from diskprefix.api.openai_chat import ChatRequest
+from diskprefix.api.responses import ResponseRequest
 from diskprefix.chat.renderer import PromptRenderer
+from diskprefix.extras.ollama.ollama_dialect import OllamaOptions
+from diskprefix.server import body as server_body
 from diskprefix.server import limits, model_routes
 from tests.server.chat_model import POSITIONS, VOCAB_SIZE
 from tests.server.daemon_process import wait_until
@@ -464,6 +474,47 @@ def test_the_log_names_few_of_the_tools_that_are_left_out(
         with caplog.at_level(logging.INFO, "diskprefix"):
             assert client.post("/v1/responses", json={"input": "hello", "tools": tools}).status_code == 200
     assert caplog.text.count("made_up_") == 32
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "said"),
+    [
+        ("/v1/chat/completions", {"max_tokns": 5}, "max_tokns (meant: max_tokens?)"),
+        ("/v1/messages", {"temprature": 0, "thinking": {"type": "disabled", "budget_token": 1}}, None),
+        ("/v1/responses", {"reasoning": {"efort": "low"}}, "reasoning.efort (meant: reasoning.effort?)"),
+        ("/api/chat", {"options": {"num_predct": 5}}, "options.num_predct (meant: options.num_predict?)"),
+        ("/api/chat", {"options": {"num_ctx": 1 << 20}}, f"more than this model takes here: {1 << 20} of {POSITIONS}"),
+    ],
+)
+def test_a_misspelt_field_and_a_large_context_are_named_once_in_the_log(
+    client: httpx.Client,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    fields: dict[str, Any],
+    said: str | None,
+) -> None:
+    monkeypatch.setattr(parsed_request, "_logged", defaultdict(set))
+    with caplog.at_level(logging.INFO, "diskprefix"):
+        for _ in range(2):
+            assert client.post(path, json=ROUTES[path] | {"stream": False} | fields).status_code == 200
+    of_two = "temprature (meant: temperature?), thinking.budget_token (meant: thinking.budget_tokens?)"
+    assert caplog.text.count(said or of_two) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "known"),
+    [
+        (ChatRequest, completion_create_params.CompletionCreateParamsStreaming),
+        (ResponseRequest, response_create_params.ResponseCreateParamsStreaming),
+        (MessagesRequest, message_create_params.MessageCreateParamsStreaming),
+        (OllamaOptions, ollama.Options),
+    ],
+)
+def test_no_field_of_an_api_is_taken_for_a_misspelt_one(body: type[BaseModel], known: type) -> None:
+    names = get_type_hints(known) if body is not OllamaOptions else ollama.Options.model_fields
+    assert len(names) > 15
+    assert [(name, meant) for name in names if (meant := server_body._meant(body, name)) not in (None, name)] == []
 
 
 TEXT = "<|im_start|>user\nName three rivers 🦀<|im_end|>"
