@@ -50,7 +50,7 @@ def serve(context: click.Context, /, print_config: bool, **flags: Any) -> None:
     """Serve a model over an OpenAI-compatible API and keep its prefix cache on disk.
 
     The port answers /health at once. Requests are served when the model is loaded. On SIGTERM and Ctrl-C the daemon
-    finishes the running request, writes pending state, and exits.
+    gives running requests 5 seconds to finish, writes pending state, and exits.
     """
     settings = build_settings(flags)
     if print_config:

@@ -194,10 +194,10 @@ def test_run_has_no_option_of_chat_that_it_does_not_obey(run: Run) -> None:
 
 
 def test_a_daemon_that_cannot_unload_or_is_not_this_users_is_not_ended(run: Run) -> None:
-    with small_daemon(props=[(200, PROPS)], unload=[(404, {})]) as daemon:
-        run("stop", "m", "--url", daemon.url).assert_refused(
-            2, "cannot unload m", f"diskprefix stop --url {daemon.url}"
-        )
+    for status, words in ((404, ["no other model than m", "serve --idle-unload"]), (403, ["cannot unload m"])):
+        with small_daemon(props=[(200, PROPS)], unload=[(status, {})]) as daemon:
+            run("stop", "m", "--url", daemon.url).assert_refused(2, *words, f"diskprefix stop --url {daemon.url}")
+    with small_daemon(props=[(200, PROPS)]) as daemon:
         run("stop", "--url", daemon.url).assert_refused(2, "is not yours")
 
 

@@ -173,7 +173,8 @@ def _ahead_line(ahead: dict[str, Any]) -> str:
 @json_option
 @click.pass_context
 def stop(context: click.Context, model: str | None, url: str, api_key: str | None, as_json: bool) -> None:
-    """Unload MODEL; the next request loads it again. Without MODEL, end this user's daemon.
+    """Unload MODEL from a daemon with several models or with --idle-unload; the next request loads it again. Without
+    MODEL, end this user's daemon.
 
     Before a daemon frees its memory, it saves the state that is not yet on disk. A daemon that an agent or a
     conversation uses is not ended. If there are several daemons, name one with --url.
@@ -207,6 +208,10 @@ def _unload(urls: list[str], model: str, api_key: str | None) -> dict[str, str]:
         loaded = ", ".join(map(shown, names)) or "none"
         raise SettingsError(f"{shown(model)} is not in memory; the models there are: {loaded}")
     answer = running_daemon(names[name], api_key)("POST", f"/models/{quote(name)}/unload", None)
+    if answer.status == 404:
+        only = f"the daemon at {names[name]} has no other model than {shown(name)}, so it keeps it in memory"
+        unload = "`serve --idle-unload 30m` unloads it when it is idle"
+        raise SettingsError(f"{only}; `diskprefix stop --url {names[name]}` ends the daemon, and {unload}")
     if answer.status != 200:
         problem = f"the daemon at {names[name]} cannot unload {shown(name)} ({answer.message})"
         raise SettingsError(f"{problem}; end it: diskprefix stop --url {names[name]}")

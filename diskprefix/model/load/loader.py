@@ -583,7 +583,6 @@ def _load_failures(path: Path) -> Iterator[None]:
     except DiskPrefixError:
         raise
     except ModuleNotFoundError as error:
-        install = f"{error.name} is not installed: {INSTALL}"
-        raise ModelError(f"the model in {path} cannot be served by a plan alone, and {install}") from error
+        raise ModelError(f"serving {path} needs {error.name}, which is not installed: {INSTALL}") from error
     except Exception as error:
         raise ModelError(f"cannot load the model in {path}: {first_line(error)}") from error

@@ -656,3 +656,12 @@ def test_without_torch_a_model_of_the_grid_says_what_to_install_and_one_with_pic
     assert lines[:2] == ["loaded llama None"] * 2
     assert lines[2] == f"loaded llava pictures need what is not installed: {INSTALL}"
     assert all(INSTALL in line for line in lines[3:]), lines
+
+
+def test_a_library_that_is_not_installed_is_named_with_the_command_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny.write_folder(tmp_path / "m")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ModelError, match=r"^serving .* needs transformers, which is not installed: .*pip install "):
+        load(folder, engine="grid")
