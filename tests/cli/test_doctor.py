@@ -9,6 +9,7 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -171,9 +172,11 @@ def test_the_budget_is_compared_with_the_free_space_and_the_room_that_the_store_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, min_free: int, level: str
 ) -> None:
     (tmp_path / "data.mdb").write_bytes(bytes(3000))
-    monkeypatch.setattr(os, "statvfs", lambda _path: SimpleNamespace(f_bavail=1, f_frsize=free))
-    settings = Settings(kv_cache_dir=tmp_path, kv_cache_budget=GIB, kv_cache_min_free=min_free)
+    monkeypatch.setattr(os, "statvfs", lambda _path: SimpleNamespace(f_blocks=2, f_bavail=1, f_frsize=free))
+    settings = Settings(kv_cache_dir=tmp_path, kv_cache_new_budget=GIB, kv_cache_min_free=min_free)
     assert by_check(folder_findings(settings))["space"].level == level
+    refused = by_check(folder_findings(replace(settings, kv_cache_budget=3 * GIB)))["space"]
+    assert (refused.level, "more than the disk of" in refused.advice) == ("problem", True)
 
 
 def test_the_budget_is_that_of_the_folder_unless_another_is_given(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from diskprefix.extras.daemon_call import running_daemon
 from diskprefix.model.load.imports import INSTALL
 from diskprefix.printable import shown
 from diskprefix.settings import Settings
-from diskprefix.store.folder import DATA, check_folder, disk_full
+from diskprefix.store.folder import DATA, check_folder, disk_full, require_on_disk
 from diskprefix.store.statistics.savings import total_savings
 from diskprefix.store.store import Store
 from diskprefix.units import format_size
@@ -122,6 +122,10 @@ def _space_finding(settings: Settings, place: Path) -> Finding:
     usable = free + own - settings.kv_cache_min_free
     budget_bytes = settings.kv_cache_budget or _stored_budget(settings) or settings.kv_cache_new_budget
     text = f"{format_size(free)} free, budget {format_size(budget_bytes)}"
+    try:
+        require_on_disk(settings.kv_cache_dir, settings.kv_cache_budget or 0)
+    except SettingsError as error:
+        return Finding("space", "problem", text, error.message)
     if usable <= 0:
         why = disk_full(settings.kv_cache_dir, settings.kv_cache_min_free)
         return Finding("space", "problem", text, f"nothing can be saved: {why}")
