@@ -42,7 +42,11 @@ class ToolOrder(Struct, frozen=True):
 
     def after(self, names: Iterable[str]) -> ToolOrder:
         """Returns the order once `names`, which are in their order, are known too; `self` if they are."""
-        known = tuple(dict.fromkeys([*self.known, *digests_of(names)]))[: max(_MAX_TOOLS, len(self.known))]
+        return self.joined(ToolOrder(tuple(digests_of(names))))
+
+    def joined(self, later: ToolOrder) -> ToolOrder:
+        """Returns the order with the tools of a later one behind its own; `self` if they are known."""
+        known = tuple(dict.fromkeys([*self.known, *later.known]))[: max(_MAX_TOOLS, len(self.known))]
         return self if known == self.known else ToolOrder(known)
 
 

@@ -15,7 +15,7 @@ from diskprefix.chat.conversation_opening import encode_opening
 from diskprefix.chat.known_parts import OwnedParts
 from diskprefix.chat.messages import Conversation, Message
 from diskprefix.chat.replay import RecordsUnread, Replayed, ReplyMemory
-from diskprefix.chat.tool_order import RECORD_ID
+from diskprefix.chat.tool_order import RECORD_ID, ToolOrder
 from diskprefix.engine.idle.ahead_jobs import AheadJob
 from diskprefix.errors import DiskStalled
 from diskprefix.server.kept_opening import KeptOpening
@@ -109,7 +109,9 @@ def reply_memory(serving: Serving, cache: CacheOptions, asked: Conversation, rep
     if replayed.tool_order is not None:
         # The order is of no prompt, and lasts as long as the daemon's other notes.
         notes = replace(engine.cache.notes(cache.tenant), share=cache.share)
-        notes.put(NoteKind.TURN, RECORD_ID, replayed.tool_order.encode())
+        # Another request may have brought tools since this one read the order.
+        _, record = notes.recent(NoteKind.TURN, RECORD_ID)
+        notes.put(NoteKind.TURN, RECORD_ID, ToolOrder.decode(record).joined(replayed.tool_order).encode())
     if replayed.origin is None:
         return None
 

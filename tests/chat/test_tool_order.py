@@ -41,6 +41,13 @@ def test_an_order_is_found_again_and_a_damaged_one_is_by_name() -> None:
     assert in_order(ToolOrder.decode(json.dumps([1, None]).encode()), "b", "a") == ["a", "b"]
 
 
+def test_the_orders_of_two_requests_at_once_are_one_behind_the_other() -> None:
+    before = ToolOrder().after(["z"])
+    one, other = before.after(["b", "c"]), before.after(["a", "c"])
+    assert in_order(one.joined(other), "a", "b", "c", "z") == ["z", "b", "c", "a"]
+    assert one.joined(before) is one
+
+
 def test_an_order_that_is_not_in_memory_is_read_first() -> None:
     class Unread(Turns):
         def require_read(self) -> None:

@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import math
+import signal
 import subprocess
 import sys
 import threading
@@ -221,6 +222,9 @@ class PictureReader:
         key, share = (asker.tenant, name), asker.share
         try:
             made = self._process(_decode(content, arguments, param), param)
+        except _DecoderEnded:
+            # Perhaps the machine was busy: the next request tries again.
+            raise
         except InvalidRequest as error:
             self._problems.put(key, error.message.removeprefix(f"{param}: "), share)
             raise
@@ -228,10 +232,14 @@ class PictureReader:
         return {name: tensor for name, tensor in made.items() if name not in _TEXT_FIELDS}
 
 
+class _DecoderEnded(InvalidRequest):
+    """The decoder was slow, or killed by another process or for want of memory: that need not be the file's fault."""
+
+
 def _decode(content: bytes, arguments: tuple[Any, ...], param: str) -> Any:
     """Decodes a file in a process of its own, and returns the picture. `arguments` are those of `picture_worker.main`
     after the folder. Raises `InvalidRequest` if the process fails, crashes, or exceeds its limits of time and
-    memory."""
+    memory; `_DecoderEnded` if it was slow or killed."""
     import PIL.Image
 
     command = [sys.executable, "-I", "-S", str(_WORKER), str(Path(PIL.__file__).parents[1]), json.dumps(arguments)]
@@ -241,10 +249,13 @@ def _decode(content: bytes, arguments: tuple[Any, ...], param: str) -> Any:
         problem = done.stderr.decode(errors="replace").strip().rpartition("\n")[2].partition(": ")[2][:300]
         if done.returncode == 0:
             return PIL.Image.frombytes("RGB", arguments[-1], done.stdout)
-    except (subprocess.TimeoutExpired, ValueError):
-        problem = ""
+        was_ended = done.returncode == -signal.SIGKILL
+    except ValueError:
+        problem, was_ended = "", False
+    except subprocess.TimeoutExpired:
+        problem, was_ended = "", True
     problem = problem or "its decoder crashes, or takes too much time or memory"
-    raise InvalidRequest(f"{param}: cannot be decoded: {problem}", param=param)
+    raise (_DecoderEnded if was_ended else InvalidRequest)(f"{param}: cannot be decoded: {problem}", param=param)
 
 
 def _key_of(files: Iterable[Path]) -> str:

@@ -301,24 +301,37 @@ def test_the_decoder_only_refuses_damaged_pictures(reader: PictureReader) -> Non
 
 
 @pytest.mark.parametrize(
-    ("program", "problem"),
+    ("program", "problem", "is_kept"),
     [
-        ("import time; time.sleep(60)", "its decoder crashes, or takes too much time or memory"),
-        ("import os; os.abort()", "its decoder crashes, or takes too much time or memory"),
-        ("pass", "its decoder crashes, or takes too much time or memory"),
-        ("raise OSError('the end came early')", "the end came early"),
+        ("import time; time.sleep(60)", "its decoder crashes, or takes too much time or memory", False),
+        ("import os; os.kill(os.getpid(), 9)", "its decoder crashes, or takes too much time or memory", False),
+        ("import os; os.abort()", "its decoder crashes, or takes too much time or memory", True),
+        ("pass", "its decoder crashes, or takes too much time or memory", True),
+        ("raise OSError('the end came early')", "the end came early", True),
     ],
-    ids=["hangs", "crashes", "says nothing", "fails"],
+    ids=["hangs", "is killed", "crashes", "says nothing", "fails"],
 )
-def test_a_decoder_that_does_not_answer_is_ended(
-    reader: PictureReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, problem: str
+def test_a_decoder_that_does_not_answer_is_ended_and_the_picture_refused_until_it_may_answer(
+    reader: PictureReader,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    program: str,
+    problem: str,
+    is_kept: bool,
 ) -> None:
     worker = tmp_path / "worker.py"
     worker.write_text(program)
     monkeypatch.setattr(picture_reader, "_WORKER", worker)
     monkeypatch.setattr(picture_reader, "_DECODING_S", 0.5 if "sleep" in program else 30)
+    # Another picture each time: the reader knows those of earlier cases.
+    content = saved(Image.new("RGB", (40 + len(program), 30)))
     with pytest.raises(InvalidRequest, match=f"^x: cannot be decoded: {problem}$"):
-        read(reader, image_bytes()).prepare()
+        read(reader, content).prepare()
+    if is_kept:
+        with pytest.raises(InvalidRequest, match=f"^x: cannot be decoded: {problem}$"):
+            read(reader, content)
+    else:
+        assert read(reader, content)
 
 
 @pytest.mark.slow
