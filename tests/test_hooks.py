@@ -12,6 +12,7 @@ import pytest
 from diskprefix import hooks
 from diskprefix.errors import SettingsError
 from diskprefix.extras import pictures, router
+from diskprefix.extras.catalogue import catalogue
 from diskprefix.extras.compression import compression
 from diskprefix.extras.remote import remote_tier, upkeep
 from diskprefix.extras.simulate import recording
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     open_compression: Callable[[Settings, int, int], Compress] = compression.compress_of
     open_pictures: Callable[[PicturesModel], PictureProcessor] = pictures.open_pictures
     open_router: Callable[[Settings], Callable[[Settings], None] | None] = router.open_router
+    known_names: Callable[[Settings], frozenset[str]] = catalogue.known_names
 
 
 def test_the_types_of_all_extras_are_compared() -> None:

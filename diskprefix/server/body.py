@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack
 from difflib import get_close_matches
-from functools import lru_cache
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -186,7 +185,6 @@ def _misspelt(parsed: BaseModel, sent: object, path: str = "") -> Iterator[str]:
             yield from _misspelt(below, sent.get(name), f"{path}{name}.")
 
 
-@lru_cache(maxsize=1024)
 def _meant(model: type[BaseModel], name: str) -> str | None:
     """Returns the field of a model that is like an unknown name, None if there is none or `name` is its alias."""
     known = {field.alias or own for own, field in model.model_fields.items()}
