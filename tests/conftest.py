@@ -150,12 +150,12 @@ def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Folders of configuration, of the hub and of other programs of this test alone."""
     from huggingface_hub import constants
 
-    from diskprefix.model.load import found_models
+    from diskprefix.model.load import manifests
 
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for name in ("OLLAMA_MODELS", "LLAMA_CACHE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(found_models, "_OF_OLLAMAS_SERVICE", str(tmp_path / "service"))
+    monkeypatch.setattr(manifests, "_OF_OLLAMAS_SERVICE", str(tmp_path / "service"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))

@@ -45,6 +45,7 @@ from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.families.decoder_options import pictures_problem
 from diskprefix.model.load.loader import LoadedModel
 from diskprefix.model.load.memory import kv_bytes, trim_heap
+from diskprefix.model.load.recommended_sampling import recommended_stop
 from diskprefix.model.runtime import Rows, Runtime
 from diskprefix.printable import first_line
 from diskprefix.units import counted, format_size
@@ -122,7 +123,7 @@ class ServedModel:
         self.speculation = self._make_speculation()
         self.startup_timings: dict[str, float] = {}
         """The seconds of each step of loading."""
-        self.end_ids = _end_ids(loaded.stops, self.tokenizer)
+        self.end_ids = _end_ids(loaded.stops, recommended_stop(cache.settings, loaded.origin), self.tokenizer)
         """The tokens that end a reply."""
         self.suppressed = np.array(sorted({*loaded.suppressed} & {*range(runtime.vocab_size)}), np.int64)
         """The tokens of the vocabulary that never come in a reply."""
@@ -274,7 +275,7 @@ class ServedModel:
         special = self._special_tokens.items()
         hidden = {token for text, token in special if text not in request.shown_special_tokens}
         hidden |= self.end_ids.difference(token for _, token in special)
-        return TextStream(self.tokenizer, request.sampling.stop, hidden, self.end_ids)
+        return TextStream(self.tokenizer, request.sampling.stop or (), hidden, self.end_ids)
 
     def guesser(self, request: GenerateRequest) -> Guesser:
         """Returns the guesser of one reply to a request."""
@@ -470,7 +471,9 @@ _CALL_ENDS = ("<|call|>", "<|calls|>", "<|eom_id|>", "<|tool_response>")
 """The tokens that end a reply with calls in gpt-oss, Solar, Llama 3 and Gemma 4. Some models do not list them."""
 
 
-def _end_ids(stops: Sequence[int], tokenizer: Any) -> frozenset[int]:
-    added = tokenizer.get_added_vocab()
+def _end_ids(stops: Sequence[int], stop: Sequence[str], tokenizer: Any) -> frozenset[int]:
+    """Returns `stops` with the ids of the special tokens among the `stop` texts, which have no text in a reply."""
+    added, special = tokenizer.get_added_vocab(), special_tokens(tokenizer)
     ends = (added.get(token) for token in _CALL_ENDS)
-    return frozenset(i for i in (*stops, *ends, tokenizer.eos_token_id) if i is not None)
+    of_texts = (special.get(text) for text in stop)
+    return frozenset(i for i in (*stops, *ends, *of_texts, tokenizer.eos_token_id) if i is not None)

@@ -60,6 +60,7 @@ from tests.engine.driving import (
 )
 from tests.exactness.architectures import OVERRIDES, shrink
 from tests.model import tiny
+from tests.model.load.ollama_folder import OllamaFolder
 from tests.modules import runtime_of
 from tests.server.chat_model import write_tokenizer
 
@@ -148,7 +149,20 @@ def test_a_token_that_ends_a_call_ends_the_reply_though_the_model_does_not_list_
     write_tokenizer(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     tokenizer.add_tokens(["<|call|>"], special_tokens=True)
-    assert generate._end_ids(listed, tokenizer) == known | {tokenizer.convert_tokens_to_ids("<|call|>")}
+    assert generate._end_ids(listed, (), tokenizer) == known | {tokenizer.convert_tokens_to_ids("<|call|>")}
+
+
+@pytest.mark.usefixtures("own_places")
+def test_a_stop_of_ollama_that_is_a_special_token_ends_the_reply_with_nothing_cut(tmp_path: Path) -> None:
+    tiny.write_gguf(tmp_path / "own.gguf")
+    ollama = OllamaFolder(tmp_path / "home" / ".ollama" / "models")
+    stop = ollama.layer("params", b'{"stop": ["<|im_start|>", "User:"]}')
+    ollama.add("registry.ollama.ai/library/tiny:1b", ollama.layer("model", (tmp_path / "own.gguf").read_bytes()), stop)
+    for sampling, begins in (("model", [TextEvent(0, "", (1,)), FinishEvent(0, "stop")]), ("neutral", None)):
+        engine = load(Path("tiny:1b"), tmp_path / sampling, sampling=sampling)
+        events = run(engine, tokens(20), logit_bias={1: 100.0}, max_tokens=3)
+        engine.close()
+        assert events[:-1] == (begins or [*[TextEvent(0, "", (1,))] * 3, FinishEvent(0, "length")])
 
 
 def test_special_tokens_have_a_text_where_the_request_asks_for_it(engine: Engine) -> None:

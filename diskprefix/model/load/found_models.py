@@ -11,20 +11,19 @@ from pathlib import Path
 
 from diskprefix.model.load.gguf_file import model_stem
 from diskprefix.model.load.hub import cached_models, gguf_models_in, is_model_folder
-from diskprefix.model.load.manifests import FoundModel, llama_cpp_models, ollama_models
+from diskprefix.model.load.manifests import FoundModel, llama_cpp_models, ollama_models, ollama_roots
 from diskprefix.settings import cache_home
 
 _TOOLS = "tools/bench"
 OWNERS = ("Ollama", "LM Studio", "llama.cpp", _TOOLS)
-_OF_OLLAMAS_SERVICE = "/usr/share/ollama/.ollama/models"
 _MOST_DEPTH = 4
 
 
 def found_models() -> Iterator[FoundModel]:
     """Yields the models of Ollama, LM Studio, llama.cpp and `tools/bench models`. A name may come twice: the first has
     it."""
-    for root in (os.environ.get("OLLAMA_MODELS") or "~/.ollama/models", _OF_OLLAMAS_SERVICE):
-        for model in ollama_models(_path(root)):
+    for root in ollama_roots():
+        for model in ollama_models(root):
             model.names += [name.removesuffix(":latest") for name in model.names if name.endswith(":latest")]
             yield model
     for folder in map(_path, ("~/.lmstudio/models", "~/.cache/lm-studio/models")):

@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -23,6 +24,7 @@ from diskprefix.units import format_size
 _MOST_BYTES = 1 << 22
 """A manifest has a few kilobytes."""
 _DIGEST = re.compile("sha256[:-][0-9a-f]{64}", re.IGNORECASE)
+_OF_OLLAMAS_SERVICE = "/usr/share/ollama/.ollama/models"
 _OF_LISTS = "application/vnd.ollama.manifest.list.v2+json"
 _Files: TypeAlias = tuple[list[Path], list[Path], "dict[str, Any] | str"]
 """The parts, the projectors and the parameters of a `FoundModel`."""
@@ -49,19 +51,36 @@ def is_blob(file: Path) -> bool:
 def manifest_of(gguf: Path) -> FoundModel | None:
     """Returns the model to which a `.gguf` file belongs by a manifest, of several one with a projector, None if no
     manifest names the file."""
-    models = ollama_models(gguf.parents[1]) if is_blob(gguf) else llama_cpp_models(gguf.parent)
-    return max(
-        (model for model in models if gguf in model.parts), key=lambda model: len(model.projectors), default=None
-    )
+    return max(_models_with(gguf), key=lambda model: len(model.projectors), default=None)
 
 
-def parameters_of(gguf: Path, *names: str | None) -> dict[str, Any] | str:
-    """Returns the parameters of the model of Ollama to which a `.gguf` file belongs, of several the one with one of the
-    `names`, or why they cannot be read."""
-    models = [model for model in ollama_models(gguf.parents[1]) if gguf in model.parts] if is_blob(gguf) else []
-    asked = {*names, *(f"{name}:latest" for name in names)}
-    named = [model for model in models if asked.intersection(model.names)]
+def parameters_of(gguf: Path, name: str | None) -> dict[str, Any] | str:
+    """Returns the parameters of the model of Ollama to which a `.gguf` file belongs, of several the one with this
+    `name`, or why they cannot be read."""
+    models = _models_with(gguf)
+    named = [model for model in models if {name, f"{name}:latest"}.intersection(model.names)]
     return (named or models)[0].parameters if models else {}
+
+
+def _models_with(gguf: Path) -> list[FoundModel]:
+    models = llama_cpp_models(gguf.parent)
+    if is_blob(gguf):
+        # The folder of the blobs may be a link to another disk.
+        roots = dict.fromkeys((gguf.parents[1], *ollama_roots()))
+        models = [model for root in roots if _is_same(root / "blobs", gguf.parent) for model in ollama_models(root)]
+    return [model for model in models if gguf.name in {part.name for part in model.parts}]
+
+
+def _is_same(folder: Path, other: Path) -> bool:
+    with suppress(OSError):
+        return folder.samefile(other)
+    return False
+
+
+def ollama_roots() -> list[Path]:
+    """Returns the folders in which Ollama keeps models: the user's and its service's."""
+    own = os.environ.get("OLLAMA_MODELS") or "~/.ollama/models"
+    return [Path(os.path.expanduser(root)) for root in (own, _OF_OLLAMAS_SERVICE)]
 
 
 def ollama_models(root: Path) -> list[FoundModel]:

@@ -8,6 +8,7 @@ recommend; `DEFAULT_SAMPLING`.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -43,6 +44,11 @@ _OPTION, _OLLAMA, _FILE, _FOLDER, _MAKERS, _DEFAULT = (
 OF_OLLAMA = {"repeat_penalty" if name == "repetition_penalty" else name: name for name in SAMPLING_BOUNDS}
 OF_FILES = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
 OF_FILES |= {name: name for name in ("top_k", "top_p", "min_p")}
+_WINDOWS = {_OLLAMA: "repeat_last_n", _FILE: "penalty_last_n"}
+"""The names of the number of the last tokens in which penalties look for repetitions: -1 is the whole text, 0 turns
+them off."""
+_WINDOW_ELSEWHERE = 64
+"""That of llama.cpp and Ollama if a file says none."""
 OF_FOLDERS = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
 """The names in the files → those of requests."""
 
@@ -93,11 +99,14 @@ class _Recommended:
     def note(self, source: str, values: Mapping[str, Any], names: Mapping[str, str]) -> None:
         """Notes the `values` whose keys are in `names`, under the names of requests. Others are ignored."""
         for key, value in values.items():
+            if key == _WINDOWS.get(source):
+                continue
+            unused = _unused_penalty(source, values, names.get(key), value)
             if key == "stop" and source == _OLLAMA:
                 self._note_stop(source, value)
             elif key not in names:
                 self._ignore(source, key, "not read")
-            elif problem := _problem_of(names[key], value):
+            elif problem := _problem_of(names[key], value) or unused:
                 self._ignore(source, key, problem)
             elif (name := names[key]) not in self.values:
                 self.values[name] = type(SAMPLING_BOUNDS[name][0])(value)
@@ -136,6 +145,19 @@ def _problem_of(name: str, value: Any) -> str:
     return f"{value:g} is no whole number" if isinstance(minimum, int) and value != int(value) else ""
 
 
+def _unused_penalty(source: str, values: Mapping[str, Any], name: str | None, value: Any) -> str:
+    """Returns why a penalty is not used, "" if it is, or if it is none."""
+    if source not in _WINDOWS or name is None or not name.endswith("penalty"):
+        return ""
+    window_name = _WINDOWS[source]
+    window = values.get(window_name, _WINDOW_ELSEWHERE)
+    if window == 0:
+        return f"{window_name} 0 turns it off"
+    if name != "repetition_penalty" or window == -1 or value == 1:
+        return ""
+    return f"it is for the last {shown(repr(window))} tokens ({window_name}), and would count the whole text here"
+
+
 def sampling_defaults(settings: Settings, path: Path | None) -> SamplingDefaults:
     """Returns the sampling of requests that set none, for a model whose folder or `.gguf` file is `path`, None if it is
     not on this machine. Files that cannot be read are among `ignored`: loading the model says what is wrong with
@@ -153,12 +175,26 @@ def sampling_defaults(settings: Settings, path: Path | None) -> SamplingDefaults
     return SamplingDefaults(values=values, sources=sources, stop=files.stop, ignored=tuple(files.ignored))
 
 
+def recommended_stop(settings: Settings, path: Path) -> tuple[str, ...]:
+    """Returns the `stop` of `sampling_defaults`, without a look at what never has one."""
+    files = _Recommended()
+    if settings.samples_as_model and path.is_file() and not isinstance(said := _of_ollama(settings, path), str):
+        files.note(_OLLAMA, said, OF_OLLAMA)
+    return files.stop
+
+
+def _of_ollama(settings: Settings, path: Path) -> dict[str, Any] | str:
+    # Several models may share the file of a path. The name is then the one under which it is served.
+    is_path = os.path.exists(os.path.expanduser(settings.model or ""))
+    return parameters_of(path, settings.served_model_name if is_path else settings.model)
+
+
 def _recommendations(
     settings: Settings, path: Path | None
 ) -> Iterator[tuple[str, Mapping[str, Any] | str, Mapping[str, str]]]:
     """Yields what each source has, by its own names, or why it cannot be read; the strongest source first."""
     if path is not None and path.is_file():
-        yield _OLLAMA, parameters_of(path, settings.model, settings.served_model_name), OF_OLLAMA
+        yield _OLLAMA, _of_ollama(settings, path), OF_OLLAMA
         try:
             values = read_tensors(part_paths(path))[0].values
         except (ModelError, OSError) as error:

@@ -71,7 +71,7 @@ def test_a_model_without_recommendations_is_sampled_as_elsewhere(tmp_path: Path)
 
 
 def test_each_value_comes_from_the_strongest_source_that_has_it(ollama: OllamaFolder, tmp_path: Path) -> None:
-    parameters = {"temperature": 0.1, "top_k": 20, "repeat_penalty": 1.1, "stop": ["</s>", ""]}
+    parameters = {"temperature": 0.1, "top_k": 20, "repeat_penalty": 1.1, "repeat_last_n": -1, "stop": ["</s>", ""]}
     found = of_ollama(ollama, json.dumps(parameters).encode(), tmp_path, temp=0.6, top_p=0.7, penalty_repeat=1.3)
     assert sources_of(found) == {
         "temperature": (0.1, "Ollama's parameters"),
@@ -100,6 +100,36 @@ def test_neutral_takes_nothing_from_the_model(ollama: OllamaFolder, tmp_path: Pa
     plain = {"temperature": 1, "top_p": 1, "top_k": 7, "min_p": 0}
     assert found.values == plain | {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
     assert (found.stop, found.ignored, {*found.sources.values()}) == ((), (), {"--sampling"})
+
+
+PENALTIES: list[tuple[dict[str, Any], dict[str, float], str]] = [
+    ({"repeat_penalty": 1.1}, {}, "it is for the last 64 tokens (repeat_last_n), and would count the whole text here"),
+    ({"repeat_penalty": 1.1, "repeat_last_n": 256}, {}, "it is for the last 256 tokens"),
+    ({"repeat_penalty": 1.1, "repeat_last_n": "all"}, {}, "it is for the last 'all' tokens"),
+    ({"repeat_penalty": 1.1, "repeat_last_n": 0}, {}, "repeat_last_n 0 turns it off"),
+    ({"presence_penalty": 1.5, "repeat_last_n": 0}, {}, "repeat_last_n 0 turns it off"),
+    ({"repeat_penalty": 1.1, "repeat_last_n": -1}, {"repetition_penalty": 1.1}, ""),
+    ({"repeat_penalty": 1}, {"repetition_penalty": 1}, ""),
+    ({"presence_penalty": 1.5}, {"presence_penalty": 1.5}, ""),
+]
+
+
+@pytest.mark.parametrize(("parameters", "used", "said"), PENALTIES)
+def test_a_penalty_is_used_where_it_counts_the_same_text(
+    parameters: dict[str, Any], used: dict[str, float], said: str, ollama: OllamaFolder, tmp_path: Path
+) -> None:
+    found = of_ollama(ollama, json.dumps(parameters).encode(), tmp_path)
+    assert found.values == {**DEFAULT_SAMPLING, **used}
+    assert [line.partition(": ")[2].startswith(said) for line in found.ignored] == [True] * bool(said)
+
+
+@pytest.mark.parametrize(
+    ("window", "used"), [({}, None), ({"penalty_last_n": 0}, None), ({"penalty_last_n": -1}, 1.25)]
+)
+def test_a_file_says_where_its_penalty_looks(window: dict[str, int], used: float | None, tmp_path: Path) -> None:
+    found = of_file(write_gguf(tmp_path / "own.gguf", penalty_repeat=1.25, **window))
+    assert found.values.get("repetition_penalty") == used
+    assert ["penalty_repeat of general.sampling: " in line for line in found.ignored] == [True] * (used is None)
 
 
 def test_a_number_of_a_file_is_the_one_that_was_written(tmp_path: Path) -> None:
@@ -180,6 +210,39 @@ def test_models_of_ollama_that_share_a_file_keep_their_own_parameters(ollama: Ol
     assert known["tiny:1b"].aliases == ("tiny:plain",)
     by_name = {name: sampling_defaults(Settings(model=name), path_of(name)).values["temperature"] for name in found}
     assert by_name == found
+
+
+def add_pair(ollama: OllamaFolder, content: bytes) -> Path:
+    """Adds two models with parameters of their own that share a file. Returns the file."""
+    for name, temperature in (("zprecise", b"0.1"), ("creative", b"1.5")):
+        params = ollama.layer("params", b'{"temperature": ' + temperature + b"}")
+        ollama.add(f"registry.ollama.ai/library/{name}:latest", ollama.layer("model", content), params)
+    return ollama.blob(content)
+
+
+def test_the_name_under_which_a_model_is_served_says_its_parameters_only_for_a_path(
+    ollama: OllamaFolder, tmp_path: Path
+) -> None:
+    blob = add_pair(ollama, write_gguf(tmp_path / "own.gguf").read_bytes())
+    found = {
+        (model, served): sampling_defaults(Settings(model=model, served_model_name=served), blob).values["temperature"]
+        for model in ("zprecise", "creative", str(blob))
+        for served in ("zprecise", "creative")
+    }
+    assert {key: value for key, value in found.items() if value == 0.1}.keys() == {
+        *(("zprecise", served) for served in ("zprecise", "creative")),
+        (str(blob), "zprecise"),
+    }
+
+
+def test_a_file_keeps_its_parameters_where_the_folder_of_blobs_is_a_link(ollama: OllamaFolder, tmp_path: Path) -> None:
+    blob = add_pair(ollama, write_gguf(tmp_path / "own.gguf").read_bytes())
+    (tmp_path / "disk").mkdir()
+    (ollama.root / "blobs").rename(tmp_path / "disk" / "blobs")
+    (ollama.root / "blobs").symlink_to(tmp_path / "disk" / "blobs")
+    for path in (blob, blob.resolve()):
+        settings = Settings(model=str(path), served_model_name="zprecise")
+        assert sampling_defaults(settings, path).values["temperature"] == 0.1, path
 
 
 def test_the_embedded_model_is_sampled_alike_by_each_name_of_its_bytes(
