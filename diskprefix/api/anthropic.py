@@ -185,7 +185,7 @@ class Messages:
         choice = body.choice.without(conversation.withdrawn, conversation.tool_names)
         choice.check(conversation.tools or ())
         body.check_max_tokens_zero()
-        sampling = sampling_params(body, vocab_size, max_tokens=body.max_tokens, stop=body.stop_sequences or ())
+        sampling = sampling_params(body, vocab_size, max_tokens=body.max_tokens, stop=body.stop_sequences)
         return ParsedRequest(
             prompt=conversation,
             sampling=sampling,

@@ -549,7 +549,7 @@ def sampling_params(
     vocab_size: int,
     *,
     max_tokens: int | None = None,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] | None = None,
     logprobs: int | None = None,
     n: int | None = None,
 ) -> SamplingParams:
@@ -561,10 +561,11 @@ def sampling_params(
         values["top_k"] = max(values["top_k"], 0)
     if "logit_bias" in values:
         values["logit_bias"] = _logit_bias(values["logit_bias"], vocab_size)
+    stops = (stop,) if isinstance(stop, str) else stop
     return SamplingParams(
         **values,
         max_tokens=None if max_tokens == NO_LIMIT else max_tokens,
-        stop=tuple(filter(None, stop)),
+        stop=None if stops is None else tuple(filter(None, stops)),
         # The alternatives cannot be more than the vocabulary.
         logprobs=None if logprobs is None else min(logprobs, vocab_size),
         n=n or 1,

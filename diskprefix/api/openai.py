@@ -61,12 +61,11 @@ class OpenAIBody(RequestBody, Unmarkable):
     def sampling(self, vocab_size: int, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """Raises `InvalidRequest` for unknown token ids, and for options of a stream without a stream."""
         self.require_stream(self.stream_options)
-        stop = self.stop or ()
         return sampling_params(
             self,
             vocab_size,
             max_tokens=max_tokens,
-            stop=(stop,) if isinstance(stop, str) else stop,
+            stop=self.stop,
             logprobs=logprobs,
             n=self.n,
         )

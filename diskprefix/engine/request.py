@@ -23,7 +23,8 @@ FinishReason: TypeAlias = Literal["stop", "length"]
 class SamplingParams(Struct, frozen=True, kw_only=True):
     """Sampling parameters: the parameters of OpenAI, and `top_k`, `min_p` and `repetition_penalty` of vLLM. A
     `temperature` of 0 is greedy. With `max_tokens` of 0 the prompt is computed and saved, and there is no reply.
-    `logprobs` k reports the chosen token and its k most likely alternatives."""
+    `stop` is None if the request says nothing of it. `logprobs` k reports the chosen token and its k
+    most likely alternatives."""
 
     max_tokens: int | None = None
     temperature: float = 1.0
@@ -35,7 +36,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = field(default_factory=dict)
-    stop: tuple[str, ...] = ()
+    stop: tuple[str, ...] | None = None
     logprobs: int | None = None
     n: int = 1
 

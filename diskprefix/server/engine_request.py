@@ -55,7 +55,7 @@ def engine_request(rendered: Rendered) -> tuple[ReplyReader, GenerateRequest]:
         prompt=replayed.prompt,
         conversation=arrival.context.conversation,
         # Special tokens that end a fill-in are shown as text (below), so that they work as stop strings.
-        sampling=replace(sampling, stop=(*sampling.stop, *ends)),
+        sampling=replace(sampling, stop=(*(sampling.stop or ()), *ends)),
         cache=replace(arrival.cache, scope=Scope("off")) if is_scored else arrival.cache,
         echo=Echo(logprobs=sampling.logprobs) if parsed.echo else None,
         constraint=None if constraint is None else replace(constraint, asker=asker),
@@ -72,13 +72,13 @@ def engine_request(rendered: Rendered) -> tuple[ReplyReader, GenerateRequest]:
 
 
 def _sampling(parsed: ParsedRequest, stop: tuple[str, ...], num_room: int, num_choices: int) -> SamplingParams:
-    """Returns the sampling parameters, with the model's own `stop` if the request has none. Log probabilities are held
-    until a reply ends, so they limit its tokens.
+    """Returns the sampling parameters, with the model's own `stop` if the request says none. These end free text only:
+    they would cut calls and constrained text. Log probabilities are held until a reply ends, so they limit its tokens.
 
     Raises `InvalidRequest` if the client's own limit allows for too many log probabilities.
     """
     sampling = parsed.sampling
-    if not sampling.stop:
+    if sampling.stop is None and not parsed.tools and not parsed.is_constrained:
         sampling = replace(sampling, stop=stop)
     if parsed.num_ctx is not None and num_room > 0:
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens or num_room, num_room))

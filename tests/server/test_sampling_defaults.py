@@ -55,6 +55,16 @@ def sampling_of(server: AppServer, engine: ScriptedEngine, path: str, **fields: 
     return {name: getattr(engine.requests[-1].sampling, name) for name in USED}
 
 
+OF_MODEL = ("</s>", "User:")
+
+
+def stop_of(server: AppServer, engine: ScriptedEngine, path: str, **fields: Any) -> tuple[str, ...]:
+    """Returns the stop strings of a request to a model that has its own."""
+    server.daemon.sampling = replace(server.daemon.sampling, stop=OF_MODEL)
+    sampling_of(server, engine, path, **fields)
+    return engine.requests[-1].sampling.stop or ()
+
+
 @pytest.mark.parametrize("path", BODIES)
 def test_a_request_that_says_nothing_is_sampled_as_the_model_recommends(
     recommending: AppServer, engine: ScriptedEngine, path: str
@@ -76,14 +86,48 @@ def test_the_owner_can_have_the_models_own_probabilities(model: Path, engine: Sc
 
 
 def test_a_model_has_stop_strings_for_requests_without_any(recommending: AppServer, engine: ScriptedEngine) -> None:
-    recommending.daemon.sampling = replace(recommending.daemon.sampling, stop=("</s>", "User:"))
-    stops = []
-    said: list[dict[str, Any]] = [{}, {"stop": []}, {"stop": "END"}]
-    with recommending.client() as client:
-        for fields in said:
-            assert client.post("/v1/chat/completions", json=BODIES["/v1/chat/completions"] | fields).status_code == 200
-            stops.append(engine.requests[-1].sampling.stop)
-    assert stops == [("</s>", "User:"), ("</s>", "User:"), ("END",)]
+    for path in BODIES:
+        assert stop_of(recommending, engine, path) == OF_MODEL, path
+
+
+@pytest.mark.parametrize("path", [path for path in BODIES if path != "/v1/responses"])
+def test_only_a_request_without_stop_gets_the_models(
+    recommending: AppServer, engine: ScriptedEngine, path: str
+) -> None:
+    name = "stop_sequences" if path == "/v1/messages" else "stop"
+    found = []
+    for value in (None, [], [""], ["END"]):
+        fields: dict[str, Any] = {name: value}
+        own = {"options": fields} if path.startswith("/api") else fields
+        found.append(stop_of(recommending, engine, path, **own))
+    assert found == [OF_MODEL, (), (), ("END",)]
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "additionalProperties": False}
+FUNCTION = {"name": "read", "description": "x", "parameters": SCHEMA}
+OFFERED = {"tools": [{"type": "function", "function": FUNCTION}]}
+STRUCTURED: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", OFFERED),
+    ("/v1/chat/completions", {"tools": [{"type": "function", "function": FUNCTION | {"strict": True}}]}),
+    ("/v1/chat/completions", OFFERED | {"tool_choice": "required"}),
+    ("/v1/chat/completions", {"response_format": {"type": "json_object"}}),
+    ("/v1/chat/completions", {"structured_outputs": {"choice": ["yes", "no"]}}),
+    ("/v1/completions", {"structured_outputs": {"json": SCHEMA}}),
+    ("/v1/messages", {"tools": [{"name": "read", "input_schema": SCHEMA}]}),
+    ("/v1/messages", {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}),
+    ("/v1/responses", {"tools": [{"type": "function", **FUNCTION}]}),
+    ("/v1/responses", {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}}),
+    ("/api/chat", OFFERED),
+    ("/api/chat", {"format": "json"}),
+    ("/api/generate", {"format": SCHEMA}),
+]
+
+
+@pytest.mark.parametrize(("path", "fields"), STRUCTURED)
+def test_a_models_stop_strings_never_cut_a_call_or_a_constrained_text(
+    recommending: AppServer, engine: ScriptedEngine, path: str, fields: dict[str, Any]
+) -> None:
+    assert stop_of(recommending, engine, path, **fields) == ()
 
 
 def test_a_response_repeats_the_sampling_that_was_used(recommending: AppServer) -> None:

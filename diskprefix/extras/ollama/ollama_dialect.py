@@ -239,7 +239,7 @@ class Ollama:
         self.body = body
 
     def read(self, body: ReplyBody, vocab_size: int, _notes: Callable[[], TenantNotes]) -> ParsedRequest:
-        stop, num_predict = body.options.stop or (), body.options.num_predict or 0
+        num_predict = body.options.num_predict or 0
         own = TextFormat("json_object", "", "format") if body.format else None
         if isinstance(body.format, dict):
             own = TextFormat("json_schema", json.dumps(body.format), "format")
@@ -247,7 +247,7 @@ class Ollama:
             body,
             vocab_size,
             max_tokens=num_predict if num_predict > 0 else None,
-            stop=(stop,) if isinstance(stop, str) else stop,
+            stop=body.options.stop,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
         return ParsedRequest(
