@@ -27,6 +27,7 @@ from diskprefix.chat.messages import (
     ImagePart,
     JsonObject,
     Message,
+    NewTool,
     OtherPart,
     TextPart,
     ToolCall,
@@ -332,8 +333,8 @@ class AnthropicMessageBody(Body):
             content=tuple(part for block, block_path in said for part in parts_of(block, block_path)),
             tool_calls=tuple(ToolCall(call.id, call.name, call.input) for call in calls),
             reasoning="\n".join(thoughts) or None,
-            new_tools=[name for name, is_new in changes if is_new],
-            withdrawn=[name for name, is_new in dict(changes).items() if not is_new],
+            new_tools=[new for _, new in changes if new is not None],
+            withdrawn=[name for name, new in dict(changes).items() if new is None],
             mark=mark_beside_text(blocks),
             path=path,
         )
@@ -358,27 +359,32 @@ def _result(block: ToolResultBlock, path: str) -> Message:
         content=tuple(block.parts(path)),
         tool_call_id=block.tool_use_id,
         mark=block.mark,
-        new_tools=[part.tool_name for part in content if isinstance(part, ToolReferenceBlock)],
+        new_tools=[NewTool(part.tool_name) for part in content if isinstance(part, ToolReferenceBlock)],
         path=path,
     )
 
 
-def _changes(block: Block) -> Iterator[tuple[str, bool]]:
-    """Returns the names of the tools that a block adds (True) or takes back (False)."""
+def _changes(block: Block) -> Iterator[tuple[str, NewTool | None]]:
+    """Returns the names of the tools that a block adds, or takes back (with None)."""
     if isinstance(block, FoundToolsBlock):
-        yield from ((tool.tool_name, True) for tool in block.content.tool_references)
-    elif isinstance(block, ChangeBlock):
-        yield block.tool.name, isinstance(block, AdditionBlock)
+        yield from ((tool.tool_name, NewTool(tool.tool_name)) for tool in block.content.tool_references)
+    elif isinstance(block, AdditionBlock):
+        yield block.tool.name, NewTool(block.tool.name, isinstance(block.tool, DefinedChange))
+    elif isinstance(block, RemovalBlock):
+        yield block.tool.name, None
     elif isinstance(block, CompactionBlock):
         for change in block.tool_changes:
             yield from () if isinstance(change, Unread) else _changes(change)
 
 
 def defined_tools(messages: Sequence[AnthropicMessageBody | Unread]) -> Iterator[tuple[CustomTool, str]]:
-    """Returns the tools that messages define, each with the path of the schema of its arguments."""
+    """Returns the tools that messages define where they may, each with the path of the schema of its arguments."""
     for index, message in enumerate(messages):
-        blocks = message.content if isinstance(message, AnthropicMessageBody) and message.role != "user" else ()
-        for place, block in enumerate(() if isinstance(blocks, str | None) else blocks):
+        if isinstance(message, Unread) or isinstance(message.content, str | None):
+            continue
+        for place, block in enumerate(message.content):
+            if isinstance(block, Unread) or block.type not in _ALLOWED[message.role]:
+                continue
             path = f"messages.{index}.content.{place}"
             changes: list[tuple[Block, str]] = [(block, path)]
             if isinstance(block, CompactionBlock):

@@ -30,7 +30,7 @@ class OfferedTool(Struct, frozen=True):
 def tool_fields(tools: Iterable[OfferedTool], messages: Sequence[Message]) -> dict[str, Any]:
     """Returns `messages` and the fields of a `Conversation` about its tools: first those that are offered from the
     beginning, then those that `messages` name. Deferred tools that none names are not offered. Those that `messages`
-    take back stay in the prompt. The tools that come with messages are in the order of the names in `messages`.
+    take back stay in the prompt. The tools that come with messages are in the order in which `messages` define them.
 
     The newest definition of a tool counts. Its text stands in the message that it came with, behind the earlier ones.
     """
@@ -52,8 +52,8 @@ def tool_fields(tools: Iterable[OfferedTool], messages: Sequence[Message]) -> di
     placed: list[Message] = []
     for index, message in enumerate(messages):
         again: list[JsonObject] = []
-        for name in message.new_tools:
-            new = coming[name].popleft() if coming.get(name) else deferred.get(name)
+        for name, is_defined in message.new_tools:
+            new = coming[name].popleft() if is_defined else deferred.get(name)
             if new is None:
                 continue
             deferred.pop(name, None)

@@ -30,9 +30,9 @@ from diskprefix.api.fields import (
     require_content,
 )
 from diskprefix.api.openai_messages import TEXT_ARGUMENT, Refusal, TextOrImageUrl, TextPartBody, image_part
-from diskprefix.api.responses_tools import SEARCH, ToolAsSent, full_name, names_of
+from diskprefix.api.responses_tools import SEARCH, ToolAsSent, defined_by, full_name
 from diskprefix.api.unread import Unread, read_messages
-from diskprefix.chat.messages import ContentPart, JsonObject, Message, OtherPart, TextPart, ToolCall, joined
+from diskprefix.chat.messages import ContentPart, JsonObject, Message, NewTool, OtherPart, TextPart, ToolCall, joined
 from diskprefix.json_values import whole_characters
 
 
@@ -184,12 +184,12 @@ class ToolsItem(Body):
     tools: SentTools = Field(default=[], description="As `tools` of the request.")
 
     @property
-    def names(self) -> list[str]:
-        """The names of those that are served here."""
-        return names_of(cast("list[JsonObject]", self.tools))
+    def served(self) -> list[NewTool]:
+        """Those that are served here."""
+        return defined_by(cast("list[JsonObject]", self.tools))
 
     def neutral(self, path: str) -> Message:
-        return Message(role="system", new_tools=self.names, path=path)
+        return Message(role="system", new_tools=self.served, path=path)
 
 
 class SearchItem(Body):
@@ -213,9 +213,9 @@ class FoundToolsItem(Body):
     tools: SentTools = Field(default=[], description="As `tools` of the request.")
 
     def neutral(self, path: str) -> Message:
-        names = names_of(cast("list[JsonObject]", self.tools))
-        text = TextPart("\n".join(names), path)
-        return Message(role="tool", content=(text,), tool_call_id=self.call_id, new_tools=names, path=path)
+        found = defined_by(cast("list[JsonObject]", self.tools))
+        text = TextPart("\n".join(tool.name for tool in found), path)
+        return Message(role="tool", content=(text,), tool_call_id=self.call_id, new_tools=found, path=path)
 
 
 class ReasoningPart(Body):
@@ -355,7 +355,7 @@ def messages_of(items: Iterable[tuple[SpokenItem | Unread, str]]) -> tuple[list[
     runs: list[list[Message]] = []
     names: dict[str | None, str] = {}
     # Tools that are not served are named with the other tools.
-    items = [(item, path) for item, path in items if not isinstance(item, ToolsItem) or item.names]
+    items = [(item, path) for item, path in items if not isinstance(item, ToolsItem) or item.served]
     messages, left_out = read_messages(items)
     left_out += (
         OtherPart(item.type, path) for item, path in items if isinstance(item, CompactionItem) and not item.is_own

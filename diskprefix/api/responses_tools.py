@@ -10,7 +10,7 @@ from pydantic import Field
 from diskprefix.api.fields import AS_SENT, MAX_NAME_CHARS, MAX_TOOLS, Body, CacheControl, NamedTool, OneOf, optional
 from diskprefix.api.offered_tools import OfferedTool
 from diskprefix.api.openai_messages import TEXT_ARGUMENT
-from diskprefix.chat.messages import JsonObject, OtherPart
+from diskprefix.chat.messages import JsonObject, NewTool, OtherPart
 from diskprefix.printable import shown
 
 SEARCH = "tool_search"
@@ -70,9 +70,9 @@ ToolAsSent: TypeAlias = Annotated[
 ]
 
 
-def names_of(tools: Iterable[JsonObject]) -> list[str]:
-    """Returns the names that the model gets for tools of a search or a server."""
-    return [tool["name"] for _, tool, _ in _named(tools, "") if _is_served(tool)]
+def defined_by(tools: Iterable[JsonObject]) -> list[NewTool]:
+    """Returns the tools of a search or a server, by the names that the model gets for them."""
+    return [NewTool(tool["name"], is_defined=True) for _, tool, _ in _named(tools, "") if _is_served(tool)]
 
 
 class OfferedFunctions:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from diskprefix.chat.draft import DraftStep, PromptDraft, run_steps
-from diskprefix.chat.messages import Conversation
+from diskprefix.chat.messages import Conversation, NewTool
 from diskprefix.chat.replay import NewTools, SampledTurn
 from diskprefix.chat.splice import recall
 from diskprefix.chat.tool_order import digests_of
@@ -105,7 +105,9 @@ def _placed(conversation: Conversation, coming: Mapping[int, Sequence[str]]) -> 
     return replace(
         conversation,
         messages=[
-            replace(message, new_tools=(*message.new_tools, *coming[index])) if index in coming else message
+            replace(message, new_tools=(*message.new_tools, *map(NewTool, coming[index])))
+            if index in coming
+            else message
             for index, message in enumerate(conversation.messages)
         ],
         tools=[tools[index] for index in order],

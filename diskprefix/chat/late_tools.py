@@ -46,11 +46,12 @@ def place_tools(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
     known, withdrawn = {*conversation.tool_names}, set[str]()
     messages: list[Message] = []
     for message in conversation.messages:
-        new = [late.pop(name) for name in dict.fromkeys(message.new_tools) if name in late]
+        named = dict.fromkeys(tool.name for tool in message.new_tools)
+        new = [late.pop(name) for name in named if name in late]
         new += message.redefined
         texts = [text_of_tools(new, are_first=are_first)] if new else []
         are_first = are_first and not new
-        again = [name for name in dict.fromkeys(message.new_tools) if name in withdrawn]
+        again = [name for name in named if name in withdrawn]
         gone = [name for name in message.withdrawn if name in known]
         withdrawn.difference_update(again)
         withdrawn.update(gone)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -78,9 +78,17 @@ class ToolCall(Struct, frozen=True):
     arguments: str | JsonObject
 
 
+class NewTool(NamedTuple):
+    """The name of a tool that came with a message. `is_defined`: the message defines it. Otherwise it is one of the
+    tools of the request."""
+
+    name: str
+    is_defined: bool = False
+
+
 class Message(Struct, frozen=True, kw_only=True):
-    """One message. `reasoning` has the assistant's thoughts before `content`, `new_tools` the names of tools that came
-    with the message, `withdrawn` those that may no longer be called, `redefined` the tools that it defines anew,
+    """One message. `reasoning` has the assistant's thoughts before `content`, `new_tools` the tools that came with the
+    message, `withdrawn` the names of those that may no longer be called, `redefined` the tools that it defines anew,
     `number` its place in the client's conversation, if that was counted."""
 
     role: Role
@@ -90,7 +98,7 @@ class Message(Struct, frozen=True, kw_only=True):
     tool_call_id: str | None = None
     reasoning: str | None = None
     mark: CacheMark | None = None
-    new_tools: Sequence[str] = ()
+    new_tools: Sequence[NewTool] = ()
     withdrawn: Sequence[str] = ()
     redefined: Sequence[JsonObject] = ()
     number: int | None = None
@@ -119,7 +127,7 @@ def joined(messages: Sequence[Message]) -> Message:
         messages[0],
         content=tuple(part for message in messages for part in message.content),
         tool_calls=tuple(call for message in messages for call in message.tool_calls),
-        new_tools=tuple(name for message in messages for name in message.new_tools),
+        new_tools=tuple(tool for message in messages for tool in message.new_tools),
         withdrawn=tuple(withdrawn_by(messages)),
         redefined=tuple(tool for message in messages for tool in message.redefined),
         reasoning="\n".join(message.reasoning for message in messages if message.reasoning) or None,
@@ -131,8 +139,8 @@ def withdrawn_by(messages: Iterable[Message]) -> list[str]:
     """Returns the names of the tools that messages take back, and do not offer again."""
     names: dict[str, None] = {}
     for message in messages:
-        for name in message.new_tools:
-            names.pop(name, None)
+        for tool in message.new_tools:
+            names.pop(tool.name, None)
         names |= dict.fromkeys(message.withdrawn)
     return [*names]
 

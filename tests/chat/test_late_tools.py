@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from diskprefix.chat.late_tools import TextOfTools
-from diskprefix.chat.messages import Conversation, Ending, Message, TextPart, ToolCall
+from diskprefix.chat.messages import Conversation, Ending, Message, NewTool, TextPart, ToolCall
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.chat.replay import Turn
 from diskprefix.chat.splice import readings
@@ -83,7 +83,7 @@ def test_the_template_is_rendered_once_for_each_message_with_tools(
 def test_a_late_tool_leaves_the_prompt_before_it(family: Family) -> None:
     renderer = renderer_of(family)
     searched = Message(role="assistant", tool_calls=(ToolCall("abcdefgh1", "window", {"street": "x"}),), path="x")
-    result = said("tool", "Found: garden.", tool_call_id="abcdefgh1", new_tools=("garden",))
+    result = said("tool", "Found: garden.", tool_call_id="abcdefgh1", new_tools=(NewTool("garden"),))
     opening = [said("system", "Rules. " * 20), said("user", "Look!")]
     plain = replace(result, new_tools=())
     before = renderer.replay(Conversation(messages=[*opening, searched, plain], tools=[FIRST]), None).prompt
@@ -101,7 +101,7 @@ def test_a_call_of_a_late_tool_has_the_familys_form_and_is_read(family: Family, 
     renderer = warm_renderer_of(family)
     template, tools = renderer._template, [FIRST, LATE]
     searched = Message(role="assistant", tool_calls=(ToolCall("abcdefgh1", "window", {"street": "x"}),), path="x")
-    result = said("tool", "Found: garden.", tool_call_id="abcdefgh1", new_tools=("garden",))
+    result = said("tool", "Found: garden.", tool_call_id="abcdefgh1", new_tools=(NewTool("garden"),))
     called = Message(role="assistant", tool_calls=(ToolCall("abcdefgh2", "garden", {"valley": value}),), path="x")
     before, wanted = (
         [said("user", "Look!"), searched, result],

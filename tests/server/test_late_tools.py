@@ -501,3 +501,45 @@ def test_a_system_message_without_content_is_no_message(client: httpx.Client, en
     for empty in forms:
         effort = {"role": "system", "output_config": {"effort": "low"}} | empty
         assert prompt_of(client, engine, MESSAGES, messages=[USER, HM, effort, USER]) == without
+
+
+V1 = {"input_schema": {"type": "object", "properties": {"depth": {"type": "integer"}}}}
+"""Another definition of a tool."""
+
+
+def system(*blocks: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "system", "content": [*blocks]}
+
+
+@pytest.mark.parametrize(
+    ("first", "deferred"),
+    [
+        ([HM, USER, system(change("tool_addition", "grep"))], True),
+        ([HM, USER, system(change("tool_removal", "grep")), HM, USER, system(change("tool_addition", "grep"))], False),
+        (found(MESSAGES, "grep"), True),
+    ],
+    ids=["addition", "again", "search"],
+)
+def test_a_later_definition_of_a_tool_leaves_the_earlier_reference_to_it(
+    client: httpx.Client, engine: ScriptedEngine, first: list[Any], deferred: bool
+) -> None:
+    tools = [tool(MESSAGES, "read"), tool(MESSAGES, "grep", defer_loading=deferred), SEARCH[MESSAGES]]
+    history = [USER, *first, HM, USER]
+    prompt_of(client, engine, MESSAGES, messages=history, tools=tools)
+    before = engine.last_prompt.removesuffix(SAID)
+    assert before.count('"name": "grep"') == 1
+    longer = [*history, system(change("tool_addition", "grep", **V1)), HM, USER]
+    prompt_of(client, engine, MESSAGES, messages=longer, tools=tools)
+    assert engine.last_prompt.startswith(before)
+    assert "depth" in engine.last_prompt.removeprefix(before)
+
+
+@pytest.mark.parametrize("role", ["assistant", "user"])
+def test_a_definition_where_none_may_stand_is_not_that_of_a_later_one(
+    client: httpx.Client, engine: ScriptedEngine, role: str
+) -> None:
+    wrong = {"role": role, "content": [{"type": "text", "text": "Hm."}, change("tool_addition", "grep", strict=True)]}
+    right = [HM, USER, system(change("tool_addition", "grep", **V1)), HM, USER]
+    prompt_of(client, engine, MESSAGES, messages=[USER, wrong, *right], tools=[tool(MESSAGES, "read")])
+    assert engine.last_prompt.count('"name": "grep"') == 1
+    assert "depth" in engine.last_prompt

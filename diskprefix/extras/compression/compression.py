@@ -64,7 +64,7 @@ def fit(limit: int, write: Sequence[DraftStep], count: CountTokens, draft: Promp
     if left_out is not None:
         rewriting = replace(rewriting, left_out=(*rewriting.left_out, left_out), is_shortened=True)
         # Tools that came with a message that is left out are offered from the beginning.
-        named = {name for message in conversation.messages for name in message.new_tools}
+        named = {tool.name for message in conversation.messages for tool in message.new_tools}
         conversation = replace(conversation, late=conversation.late & named)
     shorter = replace(draft, conversation=conversation).with_prompt(rewriting=rewriting)
     return run_steps([recall, *write], shorter)

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from diskprefix.cache.policy.seen import Sighting
 from diskprefix.cache.policy.select import Rules, select
-from diskprefix.chat.messages import CacheMark, Conversation, Message, TextPart, ToolCall
+from diskprefix.chat.messages import CacheMark, Conversation, Message, NewTool, TextPart, ToolCall
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.extras.compression.compression import PLACEHOLDER, fit, shortened
 from diskprefix.values import LeftOut, Prompt, Scope
@@ -215,7 +215,7 @@ def test_a_tool_that_came_with_a_message_that_is_left_out_is_offered_from_the_be
         {"type": "function", "function": {"name": name, "description": "Acts.", "parameters": {"type": "object"}}}
         for name in ("first", "early", "newest")
     ]
-    asked, named = conversation_of("su" + "au" * 5), {3: ("early",), 11: ("newest",)}
+    asked, named = conversation_of("su" + "au" * 5), {3: (NewTool("early"),), 11: (NewTool("newest"),)}
     messages = [replace(each, new_tools=named.get(index, ())) for index, each in enumerate(asked.messages)]
     asked = replace(asked, messages=messages, tools=tools, late=frozenset({"early", "newest"}))
     written = renderer_of(1000).text_of(asked)
