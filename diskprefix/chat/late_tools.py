@@ -43,7 +43,8 @@ def place_tools(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
     late = {tool["function"]["name"]: tool for tool in conversation.tools or () if _name(tool) in conversation.late}
     are_first = not conversation.first_tools
     text_of_tools = TextOfTools(template)
-    known, withdrawn = {*conversation.tool_names}, set[str]()
+    offered, withdrawn = {*conversation.tool_names}, set[str]()
+    known = offered - conversation.late
     messages: list[Message] = []
     for message in conversation.messages:
         named = dict.fromkeys(tool.name for tool in message.new_tools)
@@ -51,6 +52,7 @@ def place_tools(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
         new += message.redefined
         texts = [text_of_tools(new, are_first=are_first)] if new else []
         are_first = are_first and not new
+        known |= named.keys() & offered
         again = [name for name in named if name in withdrawn]
         gone = [name for name in message.withdrawn if name in known]
         withdrawn.difference_update(again)

@@ -543,3 +543,21 @@ def test_a_definition_where_none_may_stand_is_not_that_of_a_later_one(
     prompt_of(client, engine, MESSAGES, messages=[USER, wrong, *right], tools=[tool(MESSAGES, "read")])
     assert engine.last_prompt.count('"name": "grep"') == 1
     assert "depth" in engine.last_prompt
+
+
+@pytest.mark.parametrize("by_value", [False, True])
+def test_a_tool_that_is_taken_back_before_it_is_known_changes_nothing(
+    client: httpx.Client, engine: ScriptedEngine, by_value: bool
+) -> None:
+    tools = [tool(MESSAGES, "read"), tool(MESSAGES, "list" if by_value else "grep", defer_loading=True)]
+    tools.append(SEARCH[MESSAGES])
+    early = [USER, HM, USER, system({"type": "text", "text": "Go."}, change("tool_removal", "grep")), HM, USER]
+    prompt_of(client, engine, MESSAGES, messages=early, tools=tools)
+    before = engine.last_prompt.removesuffix(SAID)
+    addition = change("tool_addition", "grep", **(V1 if by_value else {}))
+    later = [*early, system(addition), HM, USER]
+    prompt_of(client, engine, MESSAGES, messages=later, tools=tools)
+    assert engine.last_prompt.startswith(before)
+    assert "again" not in engine.last_prompt
+    prompt_of(client, engine, MESSAGES, messages=[*later, system(change("tool_removal", "grep")), USER], tools=tools)
+    assert "no longer" in engine.last_prompt.split('"name": "grep"')[1]
