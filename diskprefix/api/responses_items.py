@@ -213,9 +213,9 @@ class FoundToolsItem(Body):
     tools: SentTools = Field(default=[], description="As `tools` of the request.")
 
     def neutral(self, path: str) -> Message:
-        found = defined_by(cast("list[JsonObject]", self.tools))
-        text = TextPart("\n".join(tool.name for tool in found), path)
-        return Message(role="tool", content=(text,), tool_call_id=self.call_id, new_tools=found, path=path)
+        tools = defined_by(cast("list[JsonObject]", self.tools))
+        text = TextPart("\n".join(tool.name for tool in tools), path)
+        return Message(role="tool", content=(text,), tool_call_id=self.call_id, new_tools=tools, path=path)
 
 
 class ReasoningPart(Body):
