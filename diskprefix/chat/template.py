@@ -63,8 +63,8 @@ _CALLED = {"id": _CALL_ID, "type": "function", "function": {"name": _TEXT, "argu
 SOME_CALL = {"role": "assistant", "content": "", "tool_calls": [_CALLED]}
 SOME_RESULT = {"role": "tool", "tool_call_id": _CALL_ID, "content": _TEXT}
 _AROUND_LATE_SYSTEM = (
-    (_TURNS[:1], _TURNS[1:]),
-    (_TURNS[:2], _TURNS[2:]),
+    ([SOME_USER], [SOME_REPLY, SOME_USER]),
+    ([SOME_USER, SOME_REPLY], [SOME_USER]),
     ([SOME_USER, SOME_CALL, SOME_RESULT], [SOME_REPLY, SOME_USER]),
 )
 """Messages before and after a late system message. Mistral's templates accept one only after the user's messages."""
@@ -198,8 +198,9 @@ class ChatTemplate:
 
     @cached_property
     def writes_late_system(self) -> bool:
-        """True if the template writes a system message after messages of any other role, without losing a leading one
-        (if it accepts both)."""
+        """True if the template writes a system message after messages of any other role, behind them, without losing a
+        leading one (if it accepts both). Some write all system messages at the beginning, which changes the prompt from
+        there on."""
         return all(starmap(self._writes_late_system, _AROUND_LATE_SYSTEM))
 
     def _writes_late_system(self, before: list[JsonObject], after: list[JsonObject]) -> bool:
@@ -207,9 +208,10 @@ class ChatTemplate:
         if not self._written_plainly([*before, *after]):
             return True  # It takes no calls.
         with_first, written = self._written_plainly([_FIRST_SYSTEM, *messages]), self._written_plainly(messages)
-        if not with_first:
-            return _LATE_SYSTEM["content"] in written
-        return _LATE_SYSTEM["content"] in with_first and _FIRST_SYSTEM["content"] in with_first
+        if with_first and _FIRST_SYSTEM["content"] not in with_first:
+            return False
+        text = with_first or written
+        return 0 <= text.find(_TEXT) < text.find(_LATE_SYSTEM["content"])
 
     @cached_property
     def writes_second_system(self) -> bool:

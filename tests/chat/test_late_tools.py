@@ -61,6 +61,16 @@ def test_a_template_writes_a_late_tool_in_its_own_form(family: Family, are_first
     assert not [token for token in template.special if token.strip() and token in text]
 
 
+@families
+def test_a_late_system_message_stays_behind_what_came_before_it(family: Family) -> None:
+    """Some templates write all system messages at the beginning, which would change the prompt from there on."""
+    turns = [said("user", "A question."), said("assistant", "An answer."), said("system", "A late rule.")]
+    messages = [said("system", "Be brief."), *turns, said("user", "Another one.")]
+    text = text_of(family, warm_renderer_of(family).replay(Conversation(messages=messages, tools=[FIRST]), None).prompt)
+    places = [text.index(word) for word in ("A question.", "An answer.", "A late rule.", "Another one.")]
+    assert places == sorted(places)
+
+
 @pytest.mark.parametrize("are_first", [False, True])
 def test_the_template_is_rendered_once_for_each_message_with_tools(
     monkeypatch: pytest.MonkeyPatch, are_first: bool
