@@ -56,7 +56,7 @@ def note_unread(processor: PictureProcessor | None, draft: PromptDraft) -> Promp
             yield TextPart(f"[{word} left out: this model reads {what}]", part.path)
 
     noted: list[Message] = []
-    lost = _lost_calls(conversation)
+    lost = lost_results(conversation)
     for message in conversation.messages:
         if message.role == "tool" and message.tool_call_id in lost:
             left_out.append(("tool_result", message.path))
@@ -72,8 +72,8 @@ def note_unread(processor: PictureProcessor | None, draft: PromptDraft) -> Promp
     return replace(draft, conversation=conversation).with_prompt(rewriting=rewriting)
 
 
-def _lost_calls(conversation: Conversation) -> set[str]:
-    """Returns the ids of calls that are not part of the prompt."""
+def lost_results(conversation: Conversation) -> set[str]:
+    """Returns the ids of calls that are not part of the prompt, so that their results are not either."""
     parts = (part for message in conversation.messages for part in message.content)
     others = [part for part in (*conversation.left_out, *parts) if isinstance(part, OtherPart)]
     lost = {id_ for part in others for id_ in part.call_ids}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from diskprefix.chat.content import lost_results
 from diskprefix.chat.draft import DraftStep, PromptDraft, run_steps
 from diskprefix.chat.messages import Conversation, NewTool
 from diskprefix.chat.replay import NewTools, SampledTurn
@@ -70,8 +71,8 @@ def with_late_tools(conversation: Conversation, had: Mapping[int | None, Sequenc
 
     `had` has the digests of the names of the tools that were new in earlier prompts, by the index of the assistant's
     message that replied. Those of all but the first prompt came with the last message before the reply, and tools that
-    none had came with the newest message. If a tool of the first prompt is gone, the prompt is new from its beginning,
-    and has all tools there.
+    none had came with the newest message; results that are left out do not count. If a tool of the first prompt is
+    gone, the prompt is new from its beginning, and has all tools there.
     """
     names = conversation.tool_names
     of_digests = dict(zip(digests_of(names), names, strict=True)) if had else {}
@@ -82,10 +83,10 @@ def with_late_tools(conversation: Conversation, had: Mapping[int | None, Sequenc
         digest: name for digest, name in of_digests.items() if name not in conversation.late and digest not in first
     }
     coming: dict[int, list[str]] = {}
-    asked_at = -1
+    asked_at, lost = -1, lost_results(conversation)
     for index, message in enumerate(conversation.messages):
         if message.role != "assistant":
-            asked_at = index
+            asked_at = asked_at if message.role == "tool" and message.tool_call_id in lost else index
         elif new := [left.pop(digest) for digest in had.get(index, ()) if digest in left]:
             coming.setdefault(asked_at, []).extend(new)
     if left:

@@ -13,6 +13,7 @@ from functools import cached_property
 
 from msgspec.structs import replace
 
+from diskprefix.chat.content import lost_results
 from diskprefix.chat.draft import PromptDraft
 from diskprefix.chat.messages import JsonObject, Message, TextPart
 from diskprefix.chat.template import SOME_USER, ChatTemplate
@@ -45,6 +46,7 @@ def place_tools(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
     text_of_tools = TextOfTools(template)
     offered, withdrawn = {*conversation.tool_names}, set[str]()
     known = offered - conversation.late
+    lost = lost_results(conversation)
     messages: list[Message] = []
     for message in conversation.messages:
         named = dict.fromkeys(tool.name for tool in message.new_tools)
@@ -59,9 +61,11 @@ def place_tools(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
         withdrawn.update(gone)
         texts += [said + ", ".join(names) for said, names in ((_AGAIN, again), (_WITHDRAWN, gone)) if names]
         parts = tuple(TextPart(text, message.path, offers_tools=True) for text in texts)
-        if parts and message.role == "assistant":
-            # A search that another server ran, or its summary.
-            messages += [Message(role="system", content=parts, path=message.path), message]
+        is_left_out = message.role == "tool" and message.tool_call_id in lost
+        if parts and (message.role == "assistant" or is_left_out):
+            # A search that another server ran, or its summary; or a result that is not part of the prompt.
+            own = Message(role="system", content=parts, new_tools=message.new_tools, path=message.path)
+            messages += [own, message]
         elif parts or message.content or message.role != "system":
             # What a tool returns is followed by tools; a question is at the end.
             content = (*parts, *message.content) if message.role == "user" else (*message.content, *parts)

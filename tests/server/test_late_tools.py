@@ -138,8 +138,8 @@ class Chat:
         self.history: list[Any] = []
         self.prompt: Prompt
 
-    def ask(self, *names: str, text: str = "hello", **fields: Any) -> str:
-        """Returns the text of the prompt."""
+    def ask(self, *names: str, text: Any = "hello", **fields: Any) -> str:
+        """Asks a text, or content in the form of the API. Returns the text of the prompt."""
         self.history.append({"role": "user", "content": text})
         listed = FIELD.get(self._path, "messages")
         body = {listed: self.history, "tools": [in_form(self._path, name) for name in names]}
@@ -561,3 +561,39 @@ def test_a_tool_that_is_taken_back_before_it_is_known_changes_nothing(
     assert "again" not in engine.last_prompt
     prompt_of(client, engine, MESSAGES, messages=[*later, system(change("tool_removal", "grep")), USER], tools=tools)
     assert "no longer" in engine.last_prompt.split('"name": "grep"')[1]
+
+
+UNREAD_CALL = {
+    MESSAGES: {"type": "mcp_tool_use", "id": "m1", "name": "look", "server_name": "towns", "input": {}},
+    RESPONSES: {"type": "tool_search_call", "call_id": "m1", "execution": "client", "arguments": 7},
+}
+
+
+def test_a_tool_that_comes_with_a_result_that_is_left_out_is_offered_before_it(
+    agent_daemon: AppServer,
+) -> None:
+    chat = Chat(agent_daemon, MESSAGES)
+    first = chat.ask("read", text="What is lost?")
+    called = [{"type": "text", "text": "I look."}, UNREAD_CALL[MESSAGES]]
+    chat.history += [{"role": "user", "content": "Look!"}, {"role": "assistant", "content": called}]
+    result = [{"type": "tool_result", "tool_use_id": "m1", "content": "Seen."}]
+    prompt = chat.ask("read", "grep", text=result)
+    assert prompt.startswith(first)
+    assert "Seen." not in prompt
+    assert '"name": "grep"' in prompt.removeprefix(first)
+    assert chat.ask("read", "grep").startswith(prompt)
+
+
+def test_a_tool_that_is_found_by_a_search_that_is_left_out_is_offered_there(
+    client: httpx.Client, engine: ScriptedEngine
+) -> None:
+    _, output = found(RESPONSES, "tool_7")
+    history = [USER, UNREAD_CALL[RESPONSES], output | {"call_id": "m1"}, HM, USER]
+    prompt_of(client, engine, RESPONSES, input=history, tools=offered(RESPONSES))
+    assert [left_out.type for left_out in engine.requests[-1].prompt.rewriting.left_out] == [
+        "tool_search_call",
+        "tool_result",
+    ]
+    assert engine.last_prompt.count('"name": "tool_7"') == 1
+    assert engine.last_prompt.index("hello") < engine.last_prompt.index('"name": "tool_7"')
+    assert engine.last_prompt.index('"name": "tool_7"') < engine.last_prompt.index("Hm.")
