@@ -10,7 +10,7 @@ from typing import Any
 import regex
 
 from diskprefix.chat.messages import JsonObject
-from diskprefix.chat.output.call_patterns import ARGUMENT_KEYS, KNOWN_KEYS, NAME_KEYS, OTHER_KEYS, patterns_of
+from diskprefix.chat.output.call_patterns import ARGUMENT_KEYS, KNOWN_KEYS, NAME_KEYS, OTHER_KEYS, any_of, patterns_of
 from diskprefix.chat.output.call_values import OfferedTools, ParsedCall, braces, elements, python_calls, value_of
 from diskprefix.chat.output.families import Family
 from diskprefix.chat.output.format import OutputDelta, ToolCallBegin, ToolCallDelta
@@ -18,6 +18,12 @@ from diskprefix.chat.output.loose_values import LooseText
 from diskprefix.chat.output.reader import Parsing, Reader, Take
 from diskprefix.json_values import written
 
+WRAPPERS = (
+    *("tools", "tool", "tool_call", "tool_calls", "function_call", "function_calls"),
+    *("response", "json", "JSON", "xml"),
+)
+"""Names of tags that small models write around calls, in spite of their template."""
+WRAPPER_END = any_of(["```", *(f"</{name}>" for name in WRAPPERS)])
 _NAME = regex.compile(r"[^\s\"'{}\\]+")
 _FENCE = regex.compile(r"```")
 _GOES_ON = regex.compile(r"(?:,\s*)?(?:[\"'\]}\\]|(?:\[\s*)?(?=\{))|:")
@@ -68,6 +74,8 @@ class CallReader:
         """True in a thought, where any text ends a call: a call counts only if nothing follows it."""
         self._in_array = False
         """True after the bracket of a list of objects."""
+        self._in_fence = False
+        """True after the fence around objects."""
         self._is_open = False
         """True while the arguments, an object, lack their closing brace: its members may still come."""
         self._last = ""
@@ -153,20 +161,25 @@ class CallReader:
 
     def _ends_here(self, *, is_closed: bool = True, known_only: bool = False) -> Parsing[bool]:
         """Returns whether the object of a call is over. `is_closed`: its brace was read. Then text may follow that does
-        not go on as JSON: without a tag at the end behind the list or on another line, and without any tag anywhere."""
+        not go on as JSON: without a tag at the end behind the list or on another line, and without any tag anywhere. In
+        a list or fence, only another object or its end may follow."""
         reader = self._reader
         start = reader.at
         yield from reader.space()
         if ends_list := self._in_array and (yield from reader.peek()) == "]":
             reader.at += 1
             yield from reader.space()
-        yield from reader.match(_FENCE)
+        ends_fence = (yield from reader.match(_FENCE)) is not None
         yield from reader.space()
         after = self._patterns.after_object if is_closed else self._patterns.over
         ends = reader.is_over or self.in_thought or (yield from reader.looks_at(after))
         may_go_on = known_only or (not self._patterns.has_end and (ends_list or reader.begins_line))
         if not ends and is_closed and may_go_on:
-            ends = not (yield from reader.looks_at(_GOES_ON)) or (yield from reader.looks_at(_MEMBER))
+            is_inside = not ends_fence and (self._in_fence or (self._in_array and not ends_list))
+            goes_on = (
+                not (yield from reader.looks_at(WRAPPER_END)) if is_inside else (yield from reader.looks_at(_GOES_ON))
+            )
+            ends = not goes_on or (yield from reader.looks_at(_MEMBER))
         reader.at = start
         return ends
 
@@ -178,10 +191,12 @@ class CallReader:
         else:
             yield from self._reader.until(self._patterns.over, self._calls.arguments)
 
-    def objects(self, *, known_only: bool) -> Parsing[bool]:
-        """Reads calls that are JSON objects, in a row or in an array. Returns whether there was a call. With
-        `known_only`, an object is a call only if it has arguments and the name of a tool of the request."""
+    def objects(self, *, known_only: bool, in_fence: bool = False) -> Parsing[bool]:
+        """Reads calls that are JSON objects, in a row or in an array, `in_fence` after the fence around them. Returns
+        whether there was a call. With `known_only`, an object is a call only if it has arguments and the name of a tool
+        of the request."""
         reader, has_call = self._reader, False
+        self._in_fence = in_fence
         self._in_array = (yield from reader.peek()) == "["
         if self._in_array:
             reader.at += 1

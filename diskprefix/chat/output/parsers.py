@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import regex
 
 from diskprefix.chat.output.call_patterns import alternatives, any_of, compiled_for
-from diskprefix.chat.output.call_reader import CallDeltas, CallReader
+from diskprefix.chat.output.call_reader import WRAPPER_END, WRAPPERS, CallDeltas, CallReader
 from diskprefix.chat.output.call_values import OfferedTools
 from diskprefix.chat.output.families import NONE, Channels, Family
 from diskprefix.chat.output.format import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin
@@ -22,12 +22,6 @@ _PIECE = 2048
 """Characters that are parsed at a time."""
 _INLINE = r'\{(?=\s*"(?:name|type|function|arguments|parameters)"\s*:)'
 _FENCE = r"```\w*"
-_WRAPPERS = (
-    *("tools", "tool", "tool_call", "tool_calls", "function_call", "function_calls"),
-    *("response", "json", "JSON", "xml"),
-)
-"""Names of tags that small models write around calls, in spite of their template."""
-_WRAPPER_END = any_of(["```", *(f"</{name}>" for name in _WRAPPERS)])
 
 
 class StreamParser(ABC):
@@ -119,7 +113,7 @@ class FamilyParser(StreamParser):
         kinds = [rf"(?P<drop>{alternatives(family.dropped)})"]
         if is_offered:
             own = {*family.begins, *family.dropped}
-            wrapper = alternatives(tag for tag in map("<{}>".format, _WRAPPERS) if tag not in own)
+            wrapper = alternatives(tag for tag in map("<{}>".format, WRAPPERS) if tag not in own)
             kinds += [
                 rf"(?P<call>{alternatives(family.begins)})",
                 r"^\[\s*(?P<python>[\w.]+)\s*\(" if family.body == "python" else r"(?!)",
@@ -171,10 +165,10 @@ class FamilyParser(StreamParser):
             self.reader.at = match.end()
         elif kind in ("json", "inline"):
             self.reader.at = match.end() - 1
-            ends = done = yield from self._plain.objects(known_only=True)
+            ends = done = yield from self._plain.objects(known_only=True, in_fence="```" in match[0])
             while ends:
                 yield from self.reader.space()
-                ends = (yield from self.reader.match(_WRAPPER_END)) is not None
+                ends = (yield from self.reader.match(WRAPPER_END)) is not None
         elif kind == "function":
             self.reader.at = match.start()
             done = yield from self._plain.group()

@@ -174,6 +174,40 @@ def test_an_object_without_tags_is_read_in_every_family(name: str) -> None:
         assert [(called, json.loads(arguments)) for called, arguments in calls] == [("get_weather", {"city": "Oslo"})]
 
 
+@pytest.mark.parametrize("name", TAGGED)
+@pytest.mark.parametrize(
+    ("before", "after", "is_call"),
+    [
+        ("[", "]", True),
+        ("[", "", True),
+        ("```json\n", "\n```\nDone.", True),
+        ("```json\n[", "]\n```\nDone.", True),
+        ("```json\n[", "\n```", True),
+        ("```json\n<tool_call>\n", "\n</tool_call>\n```", True),
+        ("[", ' and more"}}]', False),
+        ("[", '\nand more"}}]', False),
+        ("```json\n", ' and more"}}\n```', False),
+        ("```json\n[", '] and more"}}]\n```', False),
+    ],
+)
+def test_an_object_in_a_list_or_fence_is_a_call_only_if_that_may_go_on_or_end_there(
+    name: str, before: str, after: str, is_call: bool
+) -> None:
+    text = f'{before}{{"name": "get_weather", "arguments": {{"city": "Oslo"}}}}{after}'
+    for pieces in ([text], text):
+        [(called, arguments)] = read(format_named(name), pieces, TOOLS).calls
+        assert called == "get_weather"
+        assert is_json(arguments) is is_call, arguments
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
 def test_calls_that_stand_in_calls_without_end_are_content() -> None:
     text = '{"function": ' * 5000
     assert read(format_named("json"), [text], TOOLS).content == text
