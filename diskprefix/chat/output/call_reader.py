@@ -231,9 +231,9 @@ class CallReader:
         members: JsonObject = value if isinstance(value, dict) else {}
         if self._family.call.startswith("{NAME"):
             members = {"name": next(iter(members), None), "arguments": next(iter(members.values()), None)}
-        name = next((member for key, member in members.items() if key in NAME_KEYS), None)
-        if isinstance(name, dict):
-            return self._call_of(name)
+        name = _named(members)
+        while isinstance(name, dict):
+            members, name = name, _named(name)
         arguments: Any = next((member for key, member in members.items() if key in ARGUMENT_KEYS), {})
         if not isinstance(name, str) or not _NAME.fullmatch(name) or not isinstance(arguments, dict):
             return None
@@ -435,6 +435,11 @@ class CallReader:
 
 def _discard(text: str) -> None:
     """Ignores the text of a value, such as an id or a type."""
+
+
+def _named(members: JsonObject) -> object:
+    """Returns the name in an object that may be a call, or the object in its place; None if it has neither."""
+    return next((member for key, member in members.items() if key in NAME_KEYS), None)
 
 
 def _text(quoted: str | None) -> str | None:
