@@ -4,7 +4,7 @@ names, at their first use."""
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
@@ -99,9 +99,9 @@ def open_router(settings: Settings) -> Callable[[Settings], None] | None:
     return cast("Callable[[Settings], None] | None", _extra("router").open_router(settings))
 
 
-def known_names(settings: Settings) -> frozenset[str]:
-    """Returns the names of the models that are known besides a single served one."""
-    return cast("frozenset[str]", _extra("catalogue.catalogue").known_names(settings))
+def known_names(settings: Settings) -> Iterator[tuple[str, Path | None]]:
+    """Yields the names of the models that are known besides a single served one, each with its folder or file."""
+    return cast("Iterator[tuple[str, Path | None]]", _extra("catalogue.catalogue").known_names(settings))
 
 
 def _extra(name: str) -> Any:

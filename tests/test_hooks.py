@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     open_compression: Callable[[Settings, int, int], Compress] = compression.compress_of
     open_pictures: Callable[[PicturesModel], PictureProcessor] = pictures.open_pictures
     open_router: Callable[[Settings], Callable[[Settings], None] | None] = router.open_router
-    known_names: Callable[[Settings], frozenset[str]] = catalogue.known_names
+    known_names: Callable[[Settings], Iterator[tuple[str, Path | None]]] = catalogue.known_names
 
 
 def test_the_types_of_all_extras_are_compared() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
-from functools import cached_property
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from diskprefix.model.load.proposals import short_name
 from diskprefix.printable import shown
@@ -18,36 +18,49 @@ BUILT_IN = re.compile(
     r"(?:openai/)?(?:gpt-(?:3\.5|4|5)[\w.-]*|chatgpt-4o-latest|codex-mini-latest)|(?:anthropic/)?claude-[\w.@-]+"
     # Qwen Code's.
     r"|coder-model|qwen3-coder-(?:plus|flash)"
-    # Editors and scripts in which nobody chose one.
-    r"|"
 )
 _MOST_LOGGED = 64
 """The most names that are logged, each once."""
 
 
+def without_latest(name: str) -> str:
+    """Returns a name without the tag that Ollama's clients append to one without a tag."""
+    return name.removesuffix(":latest")
+
+
 class BuiltInNames:
     """Decides whether the only model answers to a name that is not its own. `models_here` returns the names of the
-    models on this machine, which is called once."""
+    models on this machine, each with its folder or file, None if it cannot be served. It waits for the disk."""
 
-    def __init__(self, *, are_refused: bool, models_here: Callable[[], frozenset[str]]) -> None:
+    def __init__(self, *, are_refused: bool, models_here: Callable[[], Iterable[tuple[str, Path | None]]]) -> None:
         self._are_refused, self._models_here = are_refused, models_here
+        self._are_read = False
+        self._means_served: dict[str, bool] = {}
+        """Names of models on this machine, without case → whether they mean the served one."""
         self._logged: set[str] = set()
 
-    @cached_property
-    def _known_here(self) -> frozenset[str]:
-        return self._models_here()
-
-    def prepare(self) -> None:
-        """Reads the names of the models on this machine, so that no request waits for that."""
-        if not self._are_refused:
-            _ = self._known_here
+    def prepare(self, origin: Path) -> None:
+        """Reads the names of the models on this machine before `origin` is served. If that fails, the failure is
+        logged, and names that programs have built in are refused: one of them may be another model's."""
+        try:
+            served = origin.resolve()
+            for name, path in self._models_here():
+                key = _key(name)
+                is_served = path is not None and path.resolve() == served
+                self._means_served[key] = is_served and self._means_served.get(key, True)
+        except Exception:
+            log.exception("the names of the models here cannot be read; only %s's own names are answered", origin.name)
+        else:
+            self._are_read = True
 
     def has(self, name: str, served: str) -> bool:
-        """Returns whether the model `served` answers to `name`: one that programs have built in, and that is no model
-        which can be fetched by it or is on this machine. Logs each name once."""
-        if self._are_refused or not BUILT_IN.fullmatch(name):
-            return False
-        if name and (short_name(name) is not None or name in self._known_here):
+        """Returns whether the model `served` answers to `name`: another name of its file on this machine, or one that
+        programs have built in, and that is no model which can be fetched by it or is here. Logs each of these once."""
+        if (means_served := self._means_served.get(_key(name))) is not None:
+            return means_served
+        # The empty name is of editors and scripts in which nobody chose one.
+        is_built_in = not name or BUILT_IN.fullmatch(without_latest(name)) is not None
+        if self._are_refused or not self._are_read or not is_built_in or short_name(name) is not None:
             return False
         if name not in self._logged and len(self._logged) < _MOST_LOGGED:
             self._logged.add(name)
@@ -58,3 +71,7 @@ class BuiltInNames:
                 shown(name),
             )
         return True
+
+
+def _key(name: str) -> str:
+    return without_latest(name).casefold()

@@ -213,11 +213,12 @@ class Daemon:
 
         try:
             serving = self._serve(report)
+            if not self.takes_any_name:
+                self._built_in_names.prepare(serving.engine.origin)
             _call_soon(loop, self._loaded, serving)
             # Prompts that are wholly stored are answered while the weights are read.
             serving.engine.finish_load()
             log.info("[start] all weights are in memory after %.1f s", self._elapsed_s())
-            self._built_in_names.prepare()
             _log_template_cost(serving.renderer)
         except DiskPrefixError as error:
             _call_soon(loop, self._failed, error)

@@ -14,7 +14,7 @@ from diskprefix.errors import ModelNotFound
 from diskprefix.model.load.gguf_file import model_stem
 from diskprefix.model.load.proposals import full_name, short_name
 from diskprefix.printable import shown
-from diskprefix.server.built_in_names import BuiltInNames
+from diskprefix.server.built_in_names import BuiltInNames, without_latest
 from diskprefix.server.threads import Threads
 from diskprefix.values import Scope, require_model_name
 
@@ -68,12 +68,14 @@ class Serving(Struct, frozen=True, eq=False):
     takes_any_name: bool = False
 
     def require_model(self, name: str | None) -> None:
-        """Raises `ModelNotFound` for another model's name. None means any model. The name of the model's file is also
-        accepted, the `:latest` that Ollama's clients append, and a name that programs have built in."""
-        if name is None or name in (self.model_name, f"{self.model_name}:latest"):
+        """Raises `ModelNotFound` for another model's name. None means any model. Also accepted are the name of the
+        model's file, other names of that file on this machine, and names that programs have built in, each also with
+        the `:latest` that Ollama's clients append."""
+        if name is None or without_latest(name) == without_latest(self.model_name):
             return
         require_model_name(name)
-        if self.takes_any_name or self.model_name == full_name(name) or name == model_stem(self.engine.origin):
+        is_file = without_latest(name) == model_stem(self.engine.origin)
+        if self.takes_any_name or self.model_name == full_name(name) or is_file:
             return
         if not self.built_in_names.has(name, self.model_name):
             raise ModelNotFound(f"model '{shown(name)}' is not served here; {self._instead_of(name)}", param="model")

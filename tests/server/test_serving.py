@@ -3,27 +3,42 @@
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from diskprefix import hooks
 from diskprefix.errors import ModelNotFound
 from diskprefix.model.load.proposals import short_names
 from diskprefix.server.built_in_names import BuiltInNames
 from diskprefix.server.serving import Serving
+from diskprefix.settings import Settings
 from tests.server.scripted import AppServer, scripted_app
 
 USER = {"role": "user", "content": "hello"}
 
 
-def names(*, are_refused: bool = False) -> BuiltInNames:
-    return BuiltInNames(are_refused=are_refused, models_here=lambda: frozenset({"claude-of-mine"}))
+FILE = Path("/models/Small-Instruct.Q4_1.gguf")
+HERE = {
+    "claude-of-mine": Path("/models/of-mine.gguf"),
+    "Claude-X:latest": Path("/models/x.gguf"),
+    "gpt-4-bad": None,
+    "gpt-3.5-turbo:latest": FILE,
+    "someone/Copy:v1": FILE,
+}
+
+
+def names(*, are_refused: bool = False, models_here: Any = HERE.items) -> BuiltInNames:
+    made = BuiltInNames(are_refused=are_refused, models_here=models_here)
+    made.prepare(FILE)
+    return made
 
 
 def serving(**changes: Any) -> Serving:
-    engine = SimpleNamespace(origin=Path("/models/Small-Instruct.Q4_1.gguf"))
+    engine = SimpleNamespace(origin=FILE)
     changes = {"built_in_names": names()} | changes
     values: dict[str, Any] = dict.fromkeys(Serving.__struct_fields__) | {"engine": engine, "takes_any_name": False}
     return Serving(**values | {"model_name": "Small-Instruct"} | changes)
@@ -42,9 +57,9 @@ def test_another_name_is_no_model(name: str) -> None:
 
 
 BUILT_IN = [
-    *("gpt-4", "gpt-4o", "gpt-4.1-mini", "gpt-5.1-codex-max", "gpt-3.5-turbo", "openai/gpt-5", "chatgpt-4o-latest"),
+    *("gpt-4", "gpt-4o", "gpt-4.1-mini", "gpt-5.1-codex-max", "gpt-3.5", "openai/gpt-5", "chatgpt-4o-latest"),
     *("claude-sonnet-4-5", "claude-3-5-haiku-20241022", "anthropic/claude-opus-4.6", "claude-opus-4@20250514"),
-    *("codex-mini-latest", "coder-model", "qwen3-coder-plus", ""),
+    *("codex-mini-latest", "coder-model", "qwen3-coder-plus", "", "gpt-4o:latest", "anthropic/claude-opus-5:latest"),
 ]
 
 
@@ -61,6 +76,12 @@ def test_the_only_model_answers_to_names_that_programs_have_built_in(name: str) 
         ("gpt-oss:20b", "; `diskprefix serve --model gpt-oss:20b` serves that"),
         ("qwen3-coder:30b", "; `diskprefix serve --model qwen3-coder:30b` serves that"),
         ("claude-of-mine", ""),
+        ("claude-of-mine:latest", ""),
+        ("claude-x", ""),
+        ("claude-X:latest", ""),
+        ("gpt-4-bad", ""),
+        ("gpt-4o:latest:latest", ""),
+        ("gpt-4o:8b", ""),
         ("gpt-4o\n", ""),
         ("my-gpt-4o", ""),
         (" ", ""),
@@ -70,6 +91,47 @@ def test_a_name_of_a_model_that_can_be_had_is_never_another_model(name: str, adv
     with pytest.raises(ModelNotFound) as refused:
         serving().require_model(name)
     assert refused.value.message.endswith(f"; 'Small-Instruct' is{advice}")
+
+
+@pytest.mark.parametrize("name", ["gpt-3.5-turbo", "gpt-3.5-turbo:latest", "someone/Copy:v1"])
+def test_another_name_of_the_served_file_is_answered(name: str) -> None:
+    serving().require_model(name)
+    serving(built_in_names=names(are_refused=True)).require_model(name)
+
+
+def test_a_name_that_also_means_another_model_is_not_answered() -> None:
+    twice = [("gpt-4o", FILE), ("GPT-4o", Path("/models/another.gguf"))]
+    for here in (twice, twice[::-1]):
+        assert not names(models_here=here.copy).has("gpt-4o", "Small-Instruct")
+
+
+def test_names_that_cannot_be_read_end_nothing_and_are_refused(
+    chat_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(_settings: Settings) -> Any:
+        raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "a name")
+
+    monkeypatch.setattr(hooks, "known_names", fails)
+    with scripted_app(chat_model) as server, server.client() as client:
+        statuses = [
+            client.post("/v1/chat/completions", json={"messages": [USER]} | model).status_code
+            for model in ({}, {"model": "gpt-4o"})
+        ]
+        assert (statuses, server.daemon.status) == ([200, 404], "ok")
+    assert "the names of the models here cannot be read" in caplog.text
+
+
+def test_names_are_read_before_the_first_request(chat_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+
+    def none_here(_settings: Settings) -> tuple[()]:
+        threads.append(threading.current_thread().name)
+        return ()
+
+    monkeypatch.setattr(hooks, "known_names", none_here)
+    with scripted_app(chat_model) as server, server.client() as client:
+        assert client.post("/v1/chat/completions", json={"messages": [USER], "model": "gpt-4o"}).status_code == 200
+    assert threads == ["load"]
 
 
 def test_each_short_name_of_a_model_is_that_model() -> None:
@@ -114,13 +176,20 @@ def test_with_strict_model_names_no_other_name_is_answered(chat_model: Path) -> 
 
 
 @pytest.mark.usefixtures("own_places")
-def test_the_only_model_does_not_answer_to_names_in_models_toml(chat_model: Path, tmp_path: Path) -> None:
+def test_the_only_model_answers_to_a_name_in_models_toml_if_it_means_its_file(chat_model: Path, tmp_path: Path) -> None:
     (tmp_path / "config" / "diskprefix").mkdir(parents=True)
     table = '[gpt-5-of-mine]\nmodel = "small"\naliases = ["claude-haiku-4-5"]\n'
+    table += f'[served-too]\nmodel = "{chat_model}"\naliases = ["gpt-4-too"]\n'
     (tmp_path / "config" / "diskprefix" / "models.toml").write_text(table)
     with scripted_app(chat_model) as server, server.client() as client:
         answered = {
             name: client.post("/v1/completions", json={"prompt": "x", "model": name}).status_code
-            for name in ("gpt-5-of-mine", "claude-haiku-4-5", "gpt-5")
+            for name in ("gpt-5-of-mine", "claude-haiku-4-5", "gpt-5", "served-too", "gpt-4-too")
         }
-    assert answered == {"gpt-5-of-mine": 404, "claude-haiku-4-5": 404, "gpt-5": 200}
+    assert answered == {
+        "gpt-5-of-mine": 404,
+        "claude-haiku-4-5": 404,
+        "gpt-5": 200,
+        "served-too": 200,
+        "gpt-4-too": 200,
+    }

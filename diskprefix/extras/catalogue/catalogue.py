@@ -29,7 +29,7 @@ from diskprefix.model.load.named_model import path_of, plain_name
 from diskprefix.model.load.proposals import full_name
 from diskprefix.native import build
 from diskprefix.printable import first_line, shown
-from diskprefix.server.built_in_names import BUILT_IN
+from diskprefix.server.built_in_names import BUILT_IN, without_latest
 from diskprefix.settings import OF_ONE_MODEL, Settings, config_home, flag_of
 from diskprefix.values import MOST_NAME_CHARS, require_model_name
 
@@ -67,19 +67,25 @@ def open_catalogue(settings: Settings) -> Catalogue | None:
     return Catalogue(settings) if is_asked else None
 
 
-def known_names(settings: Settings) -> frozenset[str]:
-    """Returns the names of the models that are known besides a single served one, with their aliases: those of
-    `models.toml`, and of the caches of the hub and of other programs. Warns if `models.toml` cannot be read."""
-    names = set[str]()
-    with suppress(OSError):
-        names.update(name for name, _ in cached_models())
-        names.update(name for model in found_models() for name in model.names)
+def known_names(settings: Settings) -> Iterator[tuple[str, Path | None]]:
+    """Yields the names of the models that are known besides a single served one, with their aliases: those of the
+    caches of the hub and of other programs, and of `models.toml`. Each comes with its folder or the first part of its
+    file, None if it has none here. Warns if `models.toml` cannot be read."""
+    yield from cached_models()
+    for model in found_models():
+        path = next(iter(model.parts), None)
+        yield from ((name, path) for name in model.names)
     if (file := _models_file(dataclasses.replace(settings, model=None))) is not None:
         try:
-            names.update(name for table in read_models_file(file) for name in (table.name, *table.aliases))
+            tables = read_models_file(file)
         except SettingsError as error:
             log.warning("[models] the names in models.toml are not known: %s", error.message)
-    return frozenset(names)
+            return
+        for table in tables:
+            path = None
+            with suppress(ModelError, OSError):
+                path = path_of(table.model)
+            yield from ((name, path) for name in (table.name, *table.aliases))
 
 
 def _models_file(settings: Settings) -> Path | None:
@@ -118,8 +124,8 @@ class Catalogue:
         folded = {known.casefold(): known for known in by_name}
         if near := get_close_matches(name.casefold(), folded, n=1):
             hint = f"the nearest name is {folded[near[0]]!r}"
-        if name and BUILT_IN.fullmatch(name):
-            hint += f"; `aliases = [{json.dumps(name)}]` in models.toml gives one of them this name"
+        if name and BUILT_IN.fullmatch(alias := without_latest(name)):
+            hint += f"; `aliases = [{json.dumps(alias)}]` in models.toml gives one of them this name"
         raise ModelNotFound(f"no model is called {shown(name)!r}; {hint}", param="model")
 
     def read_again(self) -> None:

@@ -23,17 +23,18 @@ def found_models() -> Iterator[FoundModel]:
     """Yields the models of Ollama, LM Studio, llama.cpp and `tools/bench models`. A name may come twice: the first has
     it."""
     for root in ollama_roots():
-        for model in ollama_models(root):
-            model.names += [name.removesuffix(":latest") for name in model.names if name.endswith(":latest")]
-            yield model
+        with suppress(OSError):
+            for model in ollama_models(root):
+                model.names += [name.removesuffix(":latest") for name in model.names if name.endswith(":latest")]
+                yield model
     for folder in map(_path, ("~/.lmstudio/models", "~/.cache/lm-studio/models")):
         for path in models_below(folder):
             below = path.relative_to(folder).with_name(path.name if path.is_dir() else model_stem(path))
             yield FoundModel(owner="LM Studio", names=[str(below)], parts=[path])
     caches = os.environ.get("XDG_CACHE_HOME") or ("~/Library/Caches" if sys.platform == "darwin" else "~/.cache")
     folder = _path(os.environ.get("LLAMA_CACHE") or f"{caches}/llama.cpp")
-    yield from (manifests := llama_cpp_models(folder))
     with suppress(OSError):
+        yield from (manifests := llama_cpp_models(folder))
         named = [part for model in manifests for part in model.parts]
         loose = [(model_stem(path), path) for path in gguf_models_in(folder) if path not in named]
         for name, path in (*loose, *cached_models(folder)):
@@ -71,10 +72,11 @@ def models_below(folder: Path) -> list[Path]:
     waiting = [(folder, 0)]
     while waiting:
         place, depth = waiting.pop()
-        if place.resolve() in seen:
-            continue
-        seen.add(place.resolve())
-        with suppress(OSError):
+        # Before Python 3.13 a link to itself is a `RuntimeError`.
+        with suppress(OSError, RuntimeError):
+            if place.resolve() in seen:
+                continue
+            seen.add(place.resolve())
             if is_model_folder(place):
                 models.append(place)
                 continue

@@ -185,15 +185,16 @@ def choose_quant(repo: str, files: Mapping[str, int], asked: str, free_bytes: in
 
 def cached_models(cache: Path | None = None) -> Iterator[tuple[str, Path]]:
     """Yields the models in the hub's cache, each with its name (`org/name`, or `org/name:quant`) and its folder or the
-    first part of its `.gguf` file. Models with a missing file are left out. `cache`: another folder with the
-    same layout."""
+    first part of its `.gguf` file. Models with a missing file are left out, and repositories that cannot be read.
+    `cache`: another folder with the same layout."""
     from huggingface_hub import constants
 
     for folder in sorted(Path(cache or constants.HF_HUB_CACHE).glob("models--*")):
         models: dict[str, Path] = {}
-        for snapshot in _snapshots(folder):
-            for name, files in _models_in(snapshot):
-                models.setdefault(name, files[0] if ":" in name else snapshot)
+        with suppress(OSError):
+            for snapshot in _snapshots(folder):
+                for name, files in _models_in(snapshot):
+                    models.setdefault(name, files[0] if ":" in name else snapshot)
         yield from models.items()
 
 
@@ -222,7 +223,7 @@ def _snapshots(folder: Path) -> list[Path]:
     """Returns the snapshots of a repository, the newest of its main branch first."""
     try:
         main = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
-    except OSError:
+    except (OSError, ValueError):
         main = ""
     snapshots = sorted(
         (folder / "snapshots").glob("*/"), key=lambda snapshot: (snapshot.name == main, snapshot.stat().st_mtime)

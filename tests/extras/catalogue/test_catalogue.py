@@ -299,7 +299,7 @@ def test_with_several_models_the_error_for_a_name_that_programs_have_built_in_gi
 ) -> None:
     (models_dir / "tiny-Q8_0.gguf").rename(models_dir / "gpt-4o.gguf")
     with pytest.raises(ModelNotFound) as refused:
-        Catalogue(Settings(models_dir=models_dir)).find("claude-opus-4-5")
+        Catalogue(Settings(models_dir=models_dir)).find("claude-opus-4-5:latest")
     [alias] = re.findall(r'`(aliases = \["claude-opus-4-5"\])` in models.toml', refused.value.message)
     file = written(tmp_path, f'[mine]\nmodel = "{models_dir}/deep/er/other.gguf"\n{alias}\n')
     catalogue = Catalogue(Settings(models_dir=models_dir, models_file=file))
@@ -314,9 +314,9 @@ def test_names_of_models_that_are_not_served_are_known(tmp_path: Path, caplog: p
     pulled(tmp_path, "org/gpt-4", "config.json", "model.safetensors")
     file = written(tmp_path, '[gpt-4o]\nmodel = "x"\naliases = ["claude-mine"]\n')
     asked = Settings(model="served", models_file=file)
-    assert known_names(asked) == {"org/gpt-4", "gpt-4o", "claude-mine"}
+    assert {name for name, _ in known_names(asked)} == {"org/gpt-4", "gpt-4o", "claude-mine"}
     file.write_text("[")
-    assert known_names(asked) == {"org/gpt-4"}
+    assert {name for name, _ in known_names(asked)} == {"org/gpt-4"}
     assert "the names in models.toml are not known: --models-file" in caplog.text
 
 

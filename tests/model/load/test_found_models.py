@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from diskprefix.errors import ModelError
-from diskprefix.extras.catalogue.catalogue import Catalogue, needs
+from diskprefix.extras.catalogue.catalogue import Catalogue, known_names, needs
 from diskprefix.model.load.found_models import found_models
 from diskprefix.model.load.gguf_file import part_paths
 from diskprefix.model.load.manifests import manifest_of
@@ -65,6 +65,29 @@ def test_models_of_ollama_have_the_names_that_ollama_list_shows(ollama: OllamaFo
     (row,) = [one for one in Catalogue(Settings()).models() if one.name == "qwen2.5:0.5b"]
     assert (row.origin, row.settings.served_model_name) == ("Ollama", "qwen2.5:0.5b")
     assert needs(row.settings).weights.keys() == needs(Settings(model="qwen2.5:0.5b")).weights.keys()  # type: ignore[union-attr]
+
+
+def test_a_place_that_cannot_be_read_hides_no_other(tmp_path: Path, ollama: OllamaFolder, gguf: bytes) -> None:
+    ollama.add("registry.ollama.ai/library/plain:1b", ollama.layer("model", gguf))
+    for place in ("home/.lmstudio/models", "hub/models--org--loop/snapshots", "cache/llama.cpp", "service/manifests"):
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / place).symlink_to(tmp_path / place)
+    for name in ("bytes", "whole"):
+        snapshot = tmp_path / f"hub/models--org--{name}" / "snapshots" / "1"
+        snapshot.mkdir(parents=True)
+        (snapshot / "whole-Q4_0.gguf").write_bytes(gguf)
+        (snapshot.parents[1] / "refs").mkdir()
+        (snapshot.parents[1] / "refs" / "main").write_bytes(b"\xff" if name == "bytes" else b"1")
+    (folder := tmp_path / "home/.cache/lm-studio/models/of/one").mkdir(parents=True)
+    (folder / "one.gguf").write_bytes(gguf)
+    here = dict(known_names(Settings()))
+    assert [*here] == [
+        "org/bytes:Q4_0",
+        "org/whole:Q4_0",
+        "plain:1b",
+        "of/one/one",
+    ]
+    assert here["plain:1b"] == path_of("plain:1b") == ollama.blob(gguf)
 
 
 def test_ollamas_newer_manifests_are_links_and_the_gguf_of_their_list_is_used(
