@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field, field_validator
 from diskprefix.api.anthropic_content import AnthropicMessageBody, TextBlock, defined_tools, neutral_messages
 from diskprefix.api.anthropic_tools import SEARCHES, AnthropicTool, AnthropicToolChoice, CustomTool, served_tools
 from diskprefix.api.anthropic_writer import MessageWriter
-from diskprefix.api.dialect import Head
+from diskprefix.api.dialect import Head, Json
 from diskprefix.api.fields import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -28,6 +28,7 @@ from diskprefix.api.fields import (
     StopString,
     optional,
     sampling_params,
+    without_sampling,
 )
 from diskprefix.api.offered_tools import OfferedTool, tool_fields
 from diskprefix.api.parsed_request import ParsedRequest, TextFormat, ToolChoice
@@ -66,10 +67,15 @@ class OutputConfig(Body):
     format: JsonFormat | None = optional("The format of the reply's text.")
 
 
-class CountTokensRequest(RequestBody, MarkableStrictly):
-    """`POST /v1/messages/count_tokens`: the fields that make the prompt."""
+def _of_counting(schema: Json) -> None:
+    schema["properties"] = without_sampling(schema["properties"])
+    schema["example"] = {"messages": [{"role": "user", "content": "Hello!"}]}
 
-    model_config = ConfigDict(json_schema_extra={"example": {"messages": [{"role": "user", "content": "Hello!"}]}})
+
+class CountTokensRequest(RequestBody, MarkableStrictly):
+    """`POST /v1/messages/count_tokens`: the fields that make the prompt. Those of `SamplingFields` change nothing."""
+
+    model_config = ConfigDict(json_schema_extra=_of_counting)
 
     messages: list[Annotated[AnthropicMessageBody | Unread, OrUnread(AnthropicMessageBody)]] = Field(
         min_length=1, max_length=MAX_MESSAGES, description="The conversation, oldest message first."

@@ -488,6 +488,11 @@ class SamplingFields(Body):
     )
 
 
+def without_sampling(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a body, or their schemas, without `SamplingFields`."""
+    return {name: value for name, value in fields.items() if name not in SamplingFields.model_fields}
+
+
 class TextFields(Body):
     """The field about the texts of a request, in every API."""
 

@@ -24,6 +24,8 @@ _DESCRIPTION = """An OpenAI-compatible server for one local model that keeps the
 prompt whose beginning was seen before is restored instead of computed, bit for bit, also after a restart of the daemon.
 
 Every reply says what the cache did (`prefix_cache`) and where the time went (`timings`)."""
+_OTHER_NAMES = {"stop": "stop_sequences", "repetition_penalty": "repeat_penalty"}
+"""Names of sampling → those that Anthropic's API and Ollama's have for the same."""
 _OF_BODIES = (400, 404, 408, 413, 415, 429)
 _OF_ALL_ROUTES = (403, 500, 503)
 """Another site's page, a failure, and too many connections or no model yet."""
@@ -61,12 +63,21 @@ def document_of(routes: Iterable[BaseRoute], sampling: Mapping[str, Any], *, wit
 
 
 def _tell_defaults(properties: dict[str, Any], sampling: Mapping[str, Any]) -> None:
-    """Writes the values that are used into the fields that a body may leave out."""
+    """Writes the values that are used into the fields that a body may leave out. A value that the field itself would
+    not take is only told: a default must be valid."""
     for name, default in sampling.items():
-        if name in properties:
-            field = properties[name]
-            field["default"] = default["value"]
-            field["description"] += f" Absent: {json.dumps(default['value'])} ({default['source']})."
+        for field in (properties[own] for own in (name, _OTHER_NAMES.get(name)) if own in properties):
+            value = default["value"]
+            field["description"] += f" Absent: {json.dumps(value)} ({default['source']})."
+            if _is_in_range(field, value):
+                field["default"] = value
+            else:
+                field.pop("default", None)
+
+
+def _is_in_range(field: dict[str, Any], value: Any) -> bool:
+    bounds = [option for option in field.get("anyOf", [field]) if {"minimum", "maximum"} & option.keys()]
+    return all(option.get("minimum", value) <= value <= option.get("maximum", value) for option in bounds)
 
 
 def _operation(route: AppRoute, method: str, about: About) -> dict[str, Any]:

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 from msgspec.structs import replace
 
 from diskprefix.engine.request import SamplingParams
+from diskprefix.settings import SAMPLING_BOUNDS
 from tests.cli.conftest import Run
 from tests.cli.conftest import run as run
 from tests.server.scripted import AppServer, ScriptedEngine, events_of, scripted_app
@@ -154,6 +156,33 @@ def test_the_server_says_what_is_used_and_where_it_is_from(recommending: AppServ
         assert {name: fields[name]["default"] for name in USED} == USED, body
         assert "Absent: 0.6 (generation_config.json)." in fields["temperature"]["description"]
     assert "Absent: 0.95 (default)." in page
+
+
+@pytest.mark.parametrize("extreme", [0, 1], ids=["least", "most"])
+def test_each_default_in_the_document_is_valid_and_each_name_of_a_field_has_it(
+    recommending: AppServer, extreme: int
+) -> None:
+    values = {name: bounds[extreme] for name, bounds in SAMPLING_BOUNDS.items()}
+    sampling = replace(
+        recommending.daemon.sampling, values=values, sources=dict.fromkeys((*values, "stop"), "x"), stop=("END",)
+    )
+    recommending.daemon.sampling = sampling
+    with recommending.client() as client:
+        document = client.get("/openapi.json").json()
+    schemas = document["components"]["schemas"]
+    for body, schema in schemas.items():
+        for name, field in schema.get("properties", {}).items():
+            if field.get("default") is not None:
+                whole = field | {"components": document["components"]}
+                assert Draft202012Validator(whole).is_valid(field["default"]), (body, name, field)
+    fields = {body: schemas[body]["properties"] for body in ("MessagesRequest", "ChatRequest", "OllamaOptions")}
+    assert "default" not in fields["MessagesRequest"]["temperature"] or not extreme
+    assert f"Absent: {values['temperature']} (x)." in fields["MessagesRequest"]["temperature"]["description"]
+    assert fields["MessagesRequest"]["stop_sequences"]["default"] == ["END"]
+    assert fields["ChatRequest"]["stop"]["default"] == fields["OllamaOptions"]["stop"]["default"] == ["END"]
+    penalties = [fields["OllamaOptions"][name]["default"] for name in ("repetition_penalty", "repeat_penalty")]
+    assert penalties == [values["repetition_penalty"]] * 2
+    assert not values.keys() & schemas["CountTokensRequest"]["properties"].keys()
 
 
 def test_ps_and_show_say_what_is_used_and_where_it_is_from(recommending: AppServer, model: Path, run: Run) -> None:

@@ -15,7 +15,15 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from diskprefix.api import fields
 from diskprefix.api.dialect import Head, Json, JsonLine
 from diskprefix.api.error_forms import error_body
-from diskprefix.api.fields import NotServed, OneOf, RequestBody, SamplingFields, empty_as, sampling_params
+from diskprefix.api.fields import (
+    NotServed,
+    OneOf,
+    RequestBody,
+    SamplingFields,
+    empty_as,
+    sampling_params,
+    without_sampling,
+)
 from diskprefix.api.figures import figures_reply
 from diskprefix.api.openai import Stop
 from diskprefix.api.openai_messages import (
@@ -73,13 +81,9 @@ class OllamaOptions(SamplingFields):
 
 
 def _without_sampling(schema: Json) -> None:
-    schema["properties"] = {name: schema["properties"][name] for name in _outside_options(schema["properties"])}
+    schema["properties"] = without_sampling(schema["properties"])
     asked = {"role": "user", "content": "Hello!"}
     schema["example"] = {"messages": [asked]} if "messages" in schema["properties"] else {"prompt": "Hello!"}
-
-
-def _outside_options(names: Any) -> list[str]:
-    return [name for name in names if name not in SamplingFields.model_fields]
 
 
 class OllamaBody(RequestBody):
@@ -105,7 +109,7 @@ class OllamaBody(RequestBody):
     @model_validator(mode="before")
     @classmethod
     def _leaves_sampling_out(cls, sent: Any) -> Any:
-        return {name: sent[name] for name in _outside_options(sent)} if isinstance(sent, dict) else sent
+        return without_sampling(sent) if isinstance(sent, dict) else sent
 
     @model_validator(mode="after")
     def _takes_sampling_of_options(self) -> OllamaBody:
