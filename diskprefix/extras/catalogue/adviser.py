@@ -82,7 +82,7 @@ def advised(free_bytes: int) -> ShortName:
     """Returns the model to fetch: the fastest model, with an agent's first prompt, that is good enough for agents and
     leaves a quarter of the memory free. If none is small enough, returns the good model that needs the least memory."""
     suitable = [row for row in short_names().values() if row.suits_agents]
-    small = [row for row in suitable if memory_bytes(row) <= _USABLE * free_bytes]
+    small = [row for row in suitable if leaves_room(row, free_bytes)]
     # Only guesses are compared: a measured time among them would favour or spoil its model.
     soonest = min(small, key=_guess, default=None)
     return soonest or min(suitable, key=memory_bytes)
@@ -92,15 +92,20 @@ def preference(name: str, file_bytes: int) -> tuple[bool, float]:
     """Returns the sort key of a fetched model that calls tools and fits. A model that could be `advised` is preferred,
     the fastest first, then the largest model."""
     row = short_name(name)
-    if row is not None and row.suits_agents and memory_bytes(row) <= _USABLE * available_ram_bytes():
+    if row is not None and row.suits_agents and leaves_room(row, available_ram_bytes()):
         return True, -_guess(row)
     return False, float(file_bytes)
 
 
-def offers() -> list[dict[str, Any]]:
+def leaves_room(row: ShortName, free_bytes: int) -> bool:
+    """Returns whether a model leaves a quarter of the free memory to other programs."""
+    return memory_bytes(row) <= _USABLE * free_bytes
+
+
+def offers(free_bytes: int) -> list[dict[str, Any]]:
     """Returns the models of the table for JSON: the advised one first, then the others that suit agents, each part by
-    memory. `first_prompt_s` is the time of an agent's first prompt."""
-    free_bytes = available_ram_bytes()
+    memory. `first_prompt_s` is the time of an agent's first prompt, None if the model's context is too short for it.
+    `is_advised` is true for a model of which `proposed` does not say that memory must be freed."""
     best = advised(free_bytes)
     made = []
     for row in short_names().values():
@@ -112,22 +117,23 @@ def offers() -> list[dict[str, Any]]:
                 "download_bytes": row.download_bytes,
                 "memory_bytes": memory_bytes(row),
                 "fits": memory_bytes(row) <= free_bytes,
-                "first_prompt_s": s_per_token * AGENT_TOKENS,
+                "first_prompt_s": s_per_token * AGENT_TOKENS if row.positions > AGENT_TOKENS else None,
                 "is_measured": is_measured,
                 "suits_agents": row.suits_agents,
-                "is_advised": row is best,
+                "is_advised": row is best and leaves_room(row, free_bytes),
             }
         )
-    return sorted(made, key=lambda offer: (not offer["is_advised"], not offer["suits_agents"], offer["memory_bytes"]))
+    return sorted(
+        made, key=lambda offer: (offer["name"] != best.name, not offer["suits_agents"], offer["memory_bytes"])
+    )
 
 
-def proposed() -> str:
+def proposed(free_bytes: int | None = None) -> str:
     """Returns the command that fetches the advised model, and why this one: its sizes, and the time of an agent's first
-    prompt."""
-    free_bytes = available_ram_bytes()
+    prompt. None: the memory that is free now."""
+    free_bytes = available_ram_bytes() if free_bytes is None else free_bytes
     row = advised(free_bytes)
-    memory = memory_bytes(row)
-    if memory <= _USABLE * free_bytes:
+    if leaves_room(row, free_bytes):
         reason = "the fastest that is good enough for agents and leaves a quarter of that free"
     else:
         reason = "the smallest that is good enough for agents: free some memory first"
@@ -139,6 +145,8 @@ def cost_text(row: ShortName) -> str:
     seconds, is_measured = prefill_s_per_token(row)
     how = "measured here" if is_measured else "a rough guess"
     lasts = f"an agent's first prompt takes {rough_duration(seconds * AGENT_TOKENS)}, {how}"
+    if row.positions <= AGENT_TOKENS:
+        lasts = "too few for an agent's first prompt"
     memory = f"{format_size(memory_bytes(row))} of memory with {min(TOLD_CONTEXT, row.positions):,} tokens"
     return f"{format_size(row.download_bytes)} to fetch, {memory}, {lasts}"
 

@@ -14,7 +14,7 @@ import click
 from diskprefix.cli.options import build_settings, nonempty, setting_options
 from diskprefix.cli.tooling import json_option, plain, print_json, print_table, status
 from diskprefix.errors import DiskPrefixError, ModelError, ModelNotFound
-from diskprefix.extras.catalogue.adviser import AGENT_TOKENS, TOLD_CONTEXT, cost_text, needs_of, offers
+from diskprefix.extras.catalogue.adviser import AGENT_TOKENS, TOLD_CONTEXT, cost_text, needs_of, offers, proposed
 from diskprefix.extras.catalogue.architectures import show_architectures, verified_of
 from diskprefix.extras.catalogue.catalogue import (
     Catalogue,
@@ -63,7 +63,7 @@ def list_models(architectures: bool, available: bool, as_json: bool, **flags: An
 
     With --available, the models that `pull` knows by a short name: the size of the file, the memory with 32,000 tokens,
     the time of an agent's first prompt on this machine, a guess unless a daemon has measured it, and what the model is
-    good for. The best for agents here is the first.
+    good for. The one that `doctor` advises for agents is the first.
 
     With --architectures, one column has the names used in folders, another those in .gguf files. A prefix is restored
     anywhere (at every token or block) or at checkpoints. Exact at token: the state of a token has the same bits however
@@ -112,9 +112,10 @@ def list_models(architectures: bool, available: bool, as_json: bool, **flags: An
 
 
 def _show_available(as_json: bool) -> None:
-    rows = offers()
+    free_bytes = available_ram_bytes()
+    rows, advice = offers(free_bytes), proposed(free_bytes)
     if as_json:
-        print_json({"free_bytes": available_ram_bytes(), "context": TOLD_CONTEXT, "models": rows})
+        print_json({"free_bytes": free_bytes, "context": TOLD_CONTEXT, "models": rows, "advice": advice})
         return
     cells = [
         (
@@ -122,16 +123,22 @@ def _show_available(as_json: bool) -> None:
             format_size(row["download_bytes"]),
             format_size(row["memory_bytes"]),
             "yes" if row["fits"] else "no",
-            rough_duration(row["first_prompt_s"]) + ("" if row["is_measured"] else " (a guess)"),
+            _first_prompt(row),
             "agents: the best here" if row["is_advised"] else "agents" if row["suits_agents"] else "chat",
         )
         for row in rows
     ]
     print_table(("name", "file", "memory", "fits", "first prompt", "good for"), cells, wrapped=())
     click.echo(
-        f"{format_size(available_ram_bytes())} of memory free; memory is with {TOLD_CONTEXT:,} tokens, the first "
-        f"prompt an agent's of {AGENT_TOKENS:,}, on this machine; fetch one: diskprefix pull {rows[0]['name']}"
+        f"{format_size(free_bytes)} of memory free; memory is with {TOLD_CONTEXT:,} tokens, or as many as the model "
+        f"takes, the first prompt an agent's of {AGENT_TOKENS:,}, on this machine\nfor agents here: {advice}"
     )
+
+
+def _first_prompt(row: dict[str, Any]) -> str:
+    if row["first_prompt_s"] is None:
+        return "too long for it"
+    return rough_duration(row["first_prompt_s"]) + ("" if row["is_measured"] else " (a guess)")
 
 
 @click.command("show", short_help="Show the memory, context and settings of a model.")

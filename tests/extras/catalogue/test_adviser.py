@@ -180,11 +180,39 @@ def test_list_shows_what_can_be_fetched_with_the_numbers_of_show_and_the_advised
         told = cost_text(short_names()[row["name"]])
         assert f"{format_size(row['download_bytes'])} to fetch" in told
         assert f"{format_size(row['memory_bytes'])} of memory with " in told
-        assert rough_duration(row["first_prompt_s"]) in told
+        lasts = row["first_prompt_s"]
+        assert (rough_duration(lasts) if lasts else "too few for an agent's first prompt") in told
         assert row["fits"] == (row["memory_bytes"] <= 20 * 10**9)
-    assert lines[-1].endswith("fetch one: diskprefix pull gpt-oss:20b")
+    assert lines[-1] == f"for agents here: {proposed()}"
     assert "(a guess)" in lines[2]
     run("list", "--available", "--architectures").assert_refused(2, "give one of them")
+
+
+@pytest.mark.parametrize("gib", [1, 4, 7, 9, 20, 64])
+def test_list_advises_what_doctor_advises(gib: int, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (adviser, list_command):
+        monkeypatch.setattr(module, "available_ram_bytes", lambda: gib << 30)
+    told = json.loads(run("list", "--available", "--json").stdout)
+    lines = run("list", "--available").stdout.splitlines()
+    is_enough = "free some memory first" not in proposed()
+    assert is_enough == (gib >= 9)
+    assert told["advice"] == proposed()
+    assert lines[-1] == f"for agents here: {proposed()}"
+    assert f"`diskprefix pull {told['models'][0]['name']}`" in proposed()
+    assert [row["name"] for row in told["models"] if row["is_advised"]] == [told["models"][0]["name"]] * is_enough
+    assert ["agents: the best here" in line for line in lines[1:-2]] == [row["is_advised"] for row in told["models"]]
+
+
+def test_no_time_is_told_of_a_prompt_that_a_model_cannot_take(run: Run) -> None:
+    short = {row.name for row in short_names().values() if row.positions <= adviser.AGENT_TOKENS}
+    assert {"phi4:14b", "smollm2:1.7b"} <= short
+    told = json.loads(run("list", "--available", "--json").stdout)["models"]
+    assert {row["name"] for row in told if row["first_prompt_s"] is None} == short
+    lines = {line.split()[0]: line for line in run("list", "--available").stdout.splitlines()[1:-2]}
+    assert {name for name, line in lines.items() if "too long for it" in line} == short
+    assert {name for name, line in lines.items() if "about" not in line and "a few seconds" not in line} == short
+    for row in short_names().values():
+        assert ("first prompt takes" in cost_text(row)) == (row.name not in short)
 
 
 def test_the_front_page_has_the_sizes_of_the_adviser() -> None:
