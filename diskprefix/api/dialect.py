@@ -138,8 +138,9 @@ class Dialect(BodyReader[B], Protocol[B]):
 class EarlyDialect(Protocol):
     """An API whose streams have events of their own while the model loads, as clients ignore comments."""
 
-    def early(self, body: Any, reply_id: str, /) -> ReplyWriter | None:
-        """Returns the writer of these events, which the reply's writer continues; None for a refused request."""
+    def early(self, body: Any, reply_id: str, model: str, /) -> ReplyWriter | None:
+        """Returns the writer of these events, which the reply's writer continues; None for a refused request. `model`
+        is the served one, "" if that is not known yet."""
 
 
 @runtime_checkable

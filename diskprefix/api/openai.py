@@ -194,9 +194,9 @@ def _progress(event: ProgressEvent) -> Json:
     }
 
 
-def early_head(body: OpenAIBody, reply_id: str) -> Head:
-    """Returns the values of a reply whose model is still loaded."""
-    return Head(id=reply_id, created=int(time.time()), model=body.model or "")
+def early_head(reply_id: str, model: str) -> Head:
+    """Returns the values of a reply whose prompt is not ready, and whose `model` may still be loaded."""
+    return Head(id=reply_id, created=int(time.time()), model=model)
 
 
 MAX_PROMPTS = 256
@@ -283,8 +283,8 @@ class Completions:
             raise InvalidRequest.at("suffix", "needs a prompt that is text, not token ids")
         return FillIn(prompt, body.suffix, "suffix", special_tokens_in_text=body.special_tokens_in_text or False)
 
-    def early(self, body: CompletionRequest, reply_id: str) -> OpenAIWriter:
-        return self.writer(body, early_head(body, reply_id))
+    def early(self, body: CompletionRequest, reply_id: str, model: str) -> OpenAIWriter:
+        return self.writer(body, early_head(reply_id, model))
 
     def writer(self, body: CompletionRequest, head: Head) -> OpenAIWriter:
         writer = CompletionWriter(head, include_usage=body.include_usage, with_logprobs=body.logprobs is not None)

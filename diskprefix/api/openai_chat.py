@@ -119,8 +119,8 @@ class Chat:
             limit_path="max_completion_tokens" if body.max_completion_tokens else "max_tokens",
         )
 
-    def early(self, body: ChatRequest, reply_id: str) -> OpenAIWriter:
-        return self.writer(body, early_head(body, reply_id))
+    def early(self, body: ChatRequest, reply_id: str, model: str) -> OpenAIWriter:
+        return self.writer(body, early_head(reply_id, model))
 
     def writer(self, body: ChatRequest, head: Head) -> OpenAIWriter:
         return ChatWriter(head, include_usage=body.include_usage, with_logprobs=bool(body.logprobs))

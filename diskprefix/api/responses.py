@@ -305,10 +305,10 @@ class Responses:
             left_out=[*self._offered.left_out, *left_out],
         )
 
-    def early(self, body: ResponseRequest, reply_id: str) -> ResponseWriter | None:
+    def early(self, body: ResponseRequest, reply_id: str, model: str) -> ResponseWriter | None:
         """Returns the writer of `response.created` and `response.in_progress` before the model is loaded."""
         with suppress(InvalidRequest):
-            head = Head(id=reply_id, created=int(time.time()), model=body.model or "")
+            head = Head(id=reply_id, created=int(time.time()), model=model)
             # This writer reports whether the response will be stored, and never writes a whole response.
             keep = (lambda _: None) if body.is_stored else None
             self._early = ResponseWriter(head, _echo_of(body), OutputItems(reply_id), keep=keep)

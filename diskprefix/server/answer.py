@@ -123,12 +123,17 @@ async def answer(request: Request, dialect: Dialect[B]) -> Response:
         preparing = asyncio.create_task(_response(request, dialect, body, held.pop_all()))
     early = None
     if is_stream and isinstance(dialect, EarlyDialect):
-        asked = with_sampling(body, daemon.sampling.values)
-        early = partial(daemon.threads.run, "writing", dialect.early, asked, reply_id(dialect, context))
-        del asked
+        early = partial(daemon.threads.run, "writing", _early, daemon, dialect, body, reply_id(dialect, context))
     # A body may have megabytes of pictures, and the reply may take minutes.
     del body
     return await respond_or_keep_alive(preparing, is_stream=is_stream, early=early)
+
+
+def _early(daemon: Daemon, dialect: EarlyDialect, body: RequestBody, id_: str) -> ReplyWriter | None:
+    """Returns the writer of events before the reply. While the model loads, its name and its sampling are not known."""
+    if daemon.serving is None:
+        return dialect.early(body, id_, "")
+    return dialect.early(with_sampling(body, daemon.sampling.values), id_, daemon.serving.model_name)
 
 
 async def _response(request: Request, dialect: Dialect[B], body: B, held: AsyncExitStack) -> Response:

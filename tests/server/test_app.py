@@ -83,8 +83,10 @@ class SlowLoad:
         return self._engine.load(settings, progress)
 
 
-ALIKE = ("id", "created_at", "store", "temperature", "top_p")
+ALIKE = ("id", "created_at", "store")
 """What all events of a response say alike, also those from before the model was loaded."""
+OF_MODEL = ("model", "temperature", "top_p")
+"""What is not known before."""
 
 
 def test_health_is_503_while_loading_and_requests_wait(chat_model: Path, engine: ScriptedEngine) -> None:
@@ -125,7 +127,7 @@ def test_a_waiting_request_gets_signs_of_life_and_its_result(
 ) -> None:
     monkeypatch.setattr(streaming, "KEEPALIVE_S", 0.01)
     load = SlowLoad(engine, error)
-    body = HELLO | {"stream": stream, "max_tokens": 5, "input": "hello"}
+    body = HELLO | {"stream": stream, "max_tokens": 5, "input": "hello", "model": "gpt-4o"}
     with (
         started_app(chat_model, load) as server,
         server.client() as client,
@@ -154,6 +156,9 @@ def test_a_waiting_request_gets_signs_of_life_and_its_result(
         assert (kinds.count("response.created"), kinds[0]) == (1, "response.created")
         ends = [event["response"] for event in events if "response" in event]
         assert len({tuple(response[name] for name in ALIKE) for response in ends}) == 1
+        told = [tuple(response[name] for name in OF_MODEL) for response in ends]
+        assert told[:-1] == [("", None, None)] * (len(ends) - 1)
+        assert told[-1] == (told[0] if error else ("scripted", 0.8, 0.95))
         for event in events:
             TypeAdapter[Any](ResponseStreamEvent).validate_json(json.dumps(event), strict=True)
     if not stream:

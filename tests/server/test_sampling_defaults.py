@@ -12,7 +12,9 @@ import pytest
 from jsonschema import Draft202012Validator
 from msgspec.structs import replace
 
+from diskprefix.api.responses import ResponseRequest, Responses
 from diskprefix.engine.request import SamplingParams
+from diskprefix.server import answer
 from diskprefix.settings import SAMPLING_BOUNDS
 from tests.cli.conftest import Run
 from tests.cli.conftest import run as run
@@ -139,6 +141,26 @@ def test_a_response_repeats_the_sampling_that_was_used(recommending: AppServer) 
     assert (whole["temperature"], whole["top_p"]) == (0.6, 0.95)
     responses = [event["response"] for event in events_of(own) if "response" in event]
     assert {(response["temperature"], response["top_p"]) for response in responses} == {(0.6, 0.5)}
+
+
+def test_events_before_the_reply_have_the_values_of_the_model_or_none(recommending: AppServer) -> None:
+    """The prompt of a loaded model may take long, too."""
+
+    def created() -> tuple[Any, ...]:
+        body = ResponseRequest(input="hello", model="gpt-4o")
+        writer = answer._early(recommending.daemon, Responses(), body, "resp_1")
+        assert writer is not None
+        [response, _] = [
+            event["response"] for event in events_of(b"".join(e.encode() for e in writer.begin()).decode())
+        ]
+        return response["model"], response["temperature"], response["top_p"]
+
+    serving = recommending.daemon.serving
+    assert serving is not None
+    assert created() == (serving.model_name, 0.6, 0.95)
+    recommending.daemon.serving = None
+    assert created() == ("", None, None)
+    recommending.daemon.serving = serving
 
 
 def test_the_server_says_what_is_used_and_where_it_is_from(recommending: AppServer) -> None:
