@@ -181,9 +181,7 @@ def test_the_server_says_what_is_used_and_where_it_is_from(recommending: AppServ
 
 
 @pytest.mark.parametrize("extreme", [0, 1], ids=["least", "most"])
-def test_each_default_in_the_document_is_valid_and_each_name_of_a_field_has_it(
-    recommending: AppServer, extreme: int
-) -> None:
+def test_each_default_in_the_document_is_valid_under_every_name(recommending: AppServer, extreme: int) -> None:
     values = {name: bounds[extreme] for name, bounds in SAMPLING_BOUNDS.items()}
     sampling = replace(
         recommending.daemon.sampling, values=values, sources=dict.fromkeys((*values, "stop"), "x"), stop=("END",)

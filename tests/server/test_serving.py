@@ -176,7 +176,7 @@ def test_with_strict_model_names_no_other_name_is_answered(chat_model: Path) -> 
 
 
 @pytest.mark.usefixtures("own_places")
-def test_the_only_model_answers_to_a_name_in_models_toml_if_it_means_its_file(chat_model: Path, tmp_path: Path) -> None:
+def test_names_in_models_toml_are_answered_if_they_mean_the_served_file(chat_model: Path, tmp_path: Path) -> None:
     (tmp_path / "config" / "diskprefix").mkdir(parents=True)
     table = '[gpt-5-of-mine]\nmodel = "small"\naliases = ["claude-haiku-4-5"]\n'
     table += f'[served-too]\nmodel = "{chat_model}"\naliases = ["gpt-4-too"]\n'
