@@ -569,7 +569,7 @@ UNREAD_CALL = {
 }
 
 
-def test_a_tool_that_comes_with_a_result_that_is_left_out_is_offered_before_it(
+def test_a_tool_beside_a_result_that_is_left_out_is_offered(
     agent_daemon: AppServer,
 ) -> None:
     chat = Chat(agent_daemon, MESSAGES)
@@ -584,9 +584,7 @@ def test_a_tool_that_comes_with_a_result_that_is_left_out_is_offered_before_it(
     assert chat.ask("read", "grep").startswith(prompt)
 
 
-def test_a_tool_that_is_found_by_a_search_that_is_left_out_is_offered_there(
-    client: httpx.Client, engine: ScriptedEngine
-) -> None:
+def test_a_tool_of_a_search_that_is_left_out_is_offered_there(client: httpx.Client, engine: ScriptedEngine) -> None:
     _, output = found(RESPONSES, "tool_7")
     history = [USER, UNREAD_CALL[RESPONSES], output | {"call_id": "m1"}, HM, USER]
     prompt_of(client, engine, RESPONSES, input=history, tools=offered(RESPONSES))

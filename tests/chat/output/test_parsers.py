@@ -190,9 +190,7 @@ def test_an_object_without_tags_is_read_in_every_family(name: str) -> None:
         ("```json\n[", '] and more"}}]\n```', False),
     ],
 )
-def test_an_object_in_a_list_or_fence_is_a_call_only_if_that_may_go_on_or_end_there(
-    name: str, before: str, after: str, is_call: bool
-) -> None:
+def test_a_call_in_a_list_or_fence_needs_its_end(name: str, before: str, after: str, is_call: bool) -> None:
     text = f'{before}{{"name": "get_weather", "arguments": {{"city": "Oslo"}}}}{after}'
     for pieces in ([text], text):
         [(called, arguments)] = read(format_named(name), pieces, TOOLS).calls
