@@ -198,9 +198,9 @@ class ChatTemplate:
 
     @cached_property
     def writes_late_system(self) -> bool:
-        """True if the template writes a system message after messages of any other role, behind them, without losing a
-        leading one (if it accepts both). Some write all system messages at the beginning, which changes the prompt from
-        there on."""
+        """True if the template writes a system message after messages of any other role, where it came, without losing
+        a leading one (if it accepts both). Some write all system messages at the beginning, which changes the prompt
+        from there on."""
         return all(starmap(self._writes_late_system, _AROUND_LATE_SYSTEM))
 
     def _writes_late_system(self, before: list[JsonObject], after: list[JsonObject]) -> bool:
