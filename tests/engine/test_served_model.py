@@ -238,7 +238,13 @@ def test_memory_is_taken_ahead_for_the_longest_prompt_and_a_turn_or_less_where_l
     model.config.max_position_embeddings = 1 << 20
     parts = {"config": model.config, "dtype": model.dtype, "device": model.device, "encoder": None}
     parts |= {"stops": [], "suppressed": []}
-    parts |= {"tokenizer": tiny.tokenizer(), "processor": None, "origin": None, "finish": None, "in_memory": None}
+    parts |= {
+        "tokenizer": tiny.tokenizer(),
+        "processor": None,
+        "origin": Path("tiny"),
+        "finish": None,
+        "in_memory": None,
+    }
     loaded: Any = SimpleNamespace(**parts, name="tiny", fit=fit)
     store = SimpleNamespace(longest_prompt=lambda: 3000, reads=SimpleNamespace(ask=lambda read: read()))
     cache: Any = SimpleNamespace(layout=layout, settings=Settings(), store=store, close=bool, on_forget=[])
