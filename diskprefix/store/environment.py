@@ -219,6 +219,8 @@ class Environment:
                 with txn:
                     yield txn
             finally:
+                # LMDB's package frees the place among the readers with the object, which an error's frames would keep.
+                del txn
                 if write:
                     self.write_lock.give_back()
                 self._count(-1)

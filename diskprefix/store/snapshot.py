@@ -72,6 +72,10 @@ class Snapshot:
         """The number of the last commit that this snapshot sees. For a write transaction, the number of its own
         commit."""
 
+    def close(self) -> None:
+        """Lets go of the transaction, which has a place among the file's readers as long as anything refers to it."""
+        del self._txn
+
     def node(self, name: bytes) -> NodeRecord | None:
         """Returns the index record of a stored node, or None; None for a ghost too. Raises `StoreCorrupt`."""
         node = self.node_or_ghost(name)

@@ -162,7 +162,12 @@ class StoreFile:
         may wait for the disk; a daemon reads with `reads`."""
         env = self.environment
         with env.transaction() as txn:
-            yield Snapshot(env.databases, txn, copy_payloads=not env.has_lock)
+            snapshot = Snapshot(env.databases, txn, copy_payloads=not env.has_lock)
+            del txn
+            try:
+                yield snapshot
+            finally:
+                snapshot.close()
 
     def read_epochs(self) -> Epochs:
         """Returns the epochs in the file, which a purge of another process changes. Raises `CacheError`."""

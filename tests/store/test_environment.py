@@ -45,6 +45,24 @@ def test_later_transactions_wait_while_the_map_is_fitted(tmp_path: Path) -> None
         assert map_bytes == [SMALL, LARGE], "that of the transaction within one, and that of the later one"
 
 
+def test_what_outlives_a_read_keeps_no_place_among_the_readers(tmp_path: Path) -> None:
+    """LMDB has 126 places for all processes of a folder."""
+    outlives: list[object] = []
+    with closing(open_store(tmp_path)) as store:
+        for _ in range(150):
+            with store.snapshot() as snapshot:
+                outlives.append(snapshot)
+            with pytest.raises(ValueError, match="damaged") as failure, store.snapshot() as snapshot:
+                raise ValueError("damaged")
+            outlives.append(failure.value)
+            with pytest.raises(ValueError, match="damaged") as failure, store.environment.transaction():
+                raise ValueError("damaged")
+            outlives.append(failure.value)
+        places = store.environment._env.readers().splitlines()[1:]
+    assert len(outlives) == 450
+    assert len(places) <= 2, places
+
+
 def test_later_transactions_are_refused_while_the_store_is_closed(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     env = store.environment

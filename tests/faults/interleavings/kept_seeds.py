@@ -31,5 +31,6 @@ KEPT_SEEDS: dict[int, dict[int, str]] = {
         64000092: "r23 got [35, 218] as a turn, not [44, 231]",
         80007307: "got ErrorEvent(error=NotReady('the daemon is stopping')) behind its end",
         80001360: "a request waits for a read that never ends",
+        110000402: "mdb_txn_begin: MDB_READERS_FULL: Environment maxreaders limit reached",
     },
 }

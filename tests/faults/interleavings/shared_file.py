@@ -100,8 +100,7 @@ def opened(path: Path, *, readonly: bool, **options: Any) -> Any:
         data.touch(0o600)
     place = (data.stat().st_dev, data.stat().st_ino)
     if place not in _files:
-        # What a failed transaction has read keeps its place among the readers until it is collected, after the history.
-        shared = {"map_size": _map_bytes[0], "lock": True, "max_readers": 4096}
+        shared = {"map_size": _map_bytes[0], "lock": True}
         _files[place] = _File(open_lmdb(path, **options | shared))
     return SharedEnvironment(place)
 
