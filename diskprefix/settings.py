@@ -205,6 +205,13 @@ class Settings:
         is_common=True,
         choices=("auto", "native"),
     )
+    packed_weights: str = _model(
+        "auto",
+        "The folder where weights stay as a CPU computes with them: the next start maps them instead of packing them "
+        "again. A file takes as much as the model's, and is made once, in idle time, if the disk has room. auto: "
+        "$XDG_CACHE_HOME/diskprefix/weights.",
+        metavar="auto|off|PATH",
+    )
     kv_type: str = _model(
         "auto",
         "The data type of keys and values in memory and on disk: auto (the type of the computation) or q8 (8 bits, "

@@ -165,6 +165,11 @@ def checksum(payload: bytes | memoryview, seed: int = 0) -> int:
     return xxhash.xxh3_64_intdigest(payload, seed=seed)
 
 
+def content_digest(content: bytes | memoryview) -> bytes:
+    """Returns the 128-bit xxh3 of some bytes."""
+    return xxhash.xxh3_128_digest(content)
+
+
 def file_digest(path: Path, before_piece: Callable[[], None] = lambda: None) -> str:
     """Returns the 128-bit xxh3 of a file as 32 hex digits. Calls `before_piece` before each read. Raises `OSError`."""
     digest = xxhash.xxh3_128()

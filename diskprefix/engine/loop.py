@@ -13,6 +13,7 @@ from diskprefix.engine.fetches import Fetches, ReadJob
 from diskprefix.engine.forward import StateLost, forward
 from diskprefix.engine.idle.ahead import Ahead
 from diskprefix.engine.idle.idle_work import IdleWork
+from diskprefix.engine.idle.kept_weights import KeptWeights
 from diskprefix.engine.idle.recheck import Recheck
 from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.pictures.picture_rows import PictureRowsSource
@@ -54,7 +55,7 @@ class Loop:
         """The final logits of fully stored prompts. They are loaded before the state. Filled on any thread."""
         self._idle = IdleWork(served, self._fetches.begin_read, inbox.wake)
         recheck = Recheck(self._idle)
-        self._idle.tasks = [recheck, Ahead(self._idle, served.ahead)]
+        self._idle.tasks = [recheck, Ahead(self._idle, served.ahead), KeptWeights(self._idle, served.keep_weights())]
 
         def compare_soon() -> None:
             recheck.note_due()

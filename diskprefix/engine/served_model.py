@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
 from functools import cached_property
@@ -109,6 +109,7 @@ class ServedModel:
         """The clock that measures steps."""
         self.fit = loaded.fit
         self._finish_load = loaded.finish
+        self._models = (loaded,) if draft is None else (loaded, draft.loaded)
         self.in_memory = loaded.in_memory
         """A future that is done once all weights are in memory. No step is computed before."""
         self._kv_limit = self._share_kv_memory(draft)
@@ -155,6 +156,11 @@ class ServedModel:
                 self.cache.warm_up(sequence)
         except (ContextTooLong, NotReady, MemoryError) as error:
             log.warning("[engine] there is no memory for any request: %s", error)
+
+    def keep_weights(self) -> Iterator[None]:
+        """Writes packed weights for later starts, a piece at a time. For after `in_memory`."""
+        for model in self._models:
+            yield from model.keep_weights()
 
     def finish_load(self) -> None:
         """Waits until all weights are in memory. Raises the errors of `begin_load`."""

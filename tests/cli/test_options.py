@@ -70,6 +70,7 @@ def values_of(folder: Path, model: Path) -> dict[str, str]:
         "engine": "plan",
         "dtype": "float32",
         "weights": "native",
+        "packed_weights": str(folder / "weights"),
         "kv_type": "q8",
         "kernels": of_this_cpu()[0],
         "rows": "15",

@@ -17,6 +17,7 @@ from msgspec import Struct
 from diskprefix.cli.tooling import existing_folder
 from diskprefix.errors import CacheError, NotReady, SettingsError, StoreCorrupt, StoreFormatError
 from diskprefix.extras.daemon_call import running_daemon
+from diskprefix.file_system import REMOTE, VOLATILE, file_system
 from diskprefix.model.load.imports import INSTALL
 from diskprefix.printable import shown
 from diskprefix.settings import Settings
@@ -26,8 +27,6 @@ from diskprefix.store.store import Store
 from diskprefix.units import format_size
 
 Level: TypeAlias = Literal["ok", "note", "problem", "skipped"]
-
-_VOLATILE, _REMOTE = {"tmpfs", "ramfs"}, {"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph", "glusterfs"}
 
 
 class Finding(Struct, frozen=True):
@@ -103,11 +102,11 @@ def folder_findings(settings: Settings) -> Iterator[Finding]:
         yield Finding("folder", "problem", f"{place} cannot be written", advice)
         return
     yield Finding("folder", "ok", f"{folder}{'' if place == folder else ' will be created'}")
-    kind = _file_system(place)
-    if kind in _VOLATILE:
+    kind = file_system(place)
+    if kind in VOLATILE:
         text = f"{kind}: the store is lost at the next boot"
         yield Finding("file system", "problem", text, "give a --kv-cache-dir on a disk")
-    elif kind in _REMOTE:
+    elif kind in REMOTE:
         text = f"{kind}: the store's file is not safe on a network"
         yield Finding("file system", "problem", text, "give a --kv-cache-dir on a local disk")
     else:
@@ -195,18 +194,3 @@ def _get(settings: Settings, path: str) -> dict[str, Any]:
     except NotReady:
         return {}
     return body if isinstance(body, dict) else {}
-
-
-def _file_system(place: Path) -> str:
-    """Returns Linux's name for the type of the file system that holds a folder, or "" if it is unknown."""
-    try:
-        lines = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return ""
-    real, best, kind = place.resolve(), -1, ""
-    for fields in map(str.split, lines):
-        mount = Path(fields[1].replace("\\040", " ")) if len(fields) > 2 else None
-        # Of two file systems at one place, the later one is seen.
-        if mount is not None and real.is_relative_to(mount) and len(mount.parts) >= best:
-            best, kind = len(mount.parts), fields[2]
-    return kind

@@ -156,23 +156,45 @@ def _as_dict(config: Any) -> dict[str, Any]:
 def weights_digest(files: Sequence[Path], parts: Sequence[Path] = ()) -> str:
     """Returns the identity of the content of a model's weight files: 32 hex digits. Folders and times do not matter,
     nor do the names of `parts`, whose order is known."""
-    ordered = [*sorted(files, key=lambda file: file.name), *parts]
-    digests = [remembered_digest(file) for file in ordered]
+    return _joined([remembered_digest(file) for file in _ordered(files, parts)])
+
+
+def known_weights_digest(files: Sequence[Path], parts: Sequence[Path] = ()) -> str | None:
+    """Returns `weights_digest` without reading a file, None if one must be read for it. Raises `OSError`."""
+    digests = [_remembered(file.resolve()) for file in _ordered(files, parts)]
+    return None if None in digests else _joined([digest for digest in digests if digest is not None])
+
+
+def _ordered(files: Sequence[Path], parts: Sequence[Path]) -> list[Path]:
+    return [*sorted(files, key=lambda file: file.name), *parts]
+
+
+def _joined(digests: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()[:32]
 
 
-_digests = Memo("digests", version=3)
+_digests = Memo("digests", version=4)
 
 
 def remembered_digest(file: Path) -> str:
-    """Returns `tokens.file_digest`, remembered until path, size, time or inode change. Raises `OSError`."""
+    """Returns `tokens.file_digest`, remembered until path, size, times or inode change. Raises `OSError`."""
     path = file.resolve()
-    stamp = [*file_stamp(path)]
-    record = _digests.get(str(path))
-    if isinstance(record, dict) and record.get("stamp") == stamp and isinstance(record.get("digest"), str):
-        return str(record["digest"])
+    stamp = _stamp(path)
+    if (known := _remembered(path)) is not None:
+        return known
     digest = file_digest(path)
-    if [*file_stamp(path)] == stamp and time.time() - path.stat().st_mtime > 2.0:
+    if _stamp(path) == stamp and time.time() - path.stat().st_mtime > 2.0:
         # A younger file could change again without a visible change of its modification time.
         _digests.put(str(path), {"stamp": stamp, "digest": digest})
     return digest
+
+
+def _remembered(path: Path) -> str | None:
+    record = _digests.get(str(path))
+    is_of_file = isinstance(record, dict) and record.get("stamp") == _stamp(path)
+    return str(record["digest"]) if is_of_file and isinstance(record.get("digest"), str) else None
+
+
+def _stamp(path: Path) -> list[int]:
+    """Returns what changes when a file is written or replaced, also if its time is set back."""
+    return [*file_stamp(path), path.stat().st_ctime_ns]

@@ -22,6 +22,7 @@ from diskprefix.model.load.draft_layer import further_layers
 from diskprefix.model.load.memory import LargePages
 from diskprefix.model.load.mxfp4 import Mxfp4Experts
 from diskprefix.model.part_options import ExpertsForm
+from diskprefix.model.quants.file_matrix import MatrixPacking
 from diskprefix.model.slots import HEAD
 from diskprefix.model.weights import Quants, Weights
 
@@ -38,7 +39,7 @@ _OF_EXPERT = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("do
 
 class FolderWeights(Weights):
     """The weights of a decoder in a folder. `config` is the configuration of the whole model. `is_unread`: nothing is
-    read, memory has arbitrary numbers. `keeps_quants`: in bfloat16, the MXFP4 of gpt-oss is kept. Raises `ModelError`
+    read, memory has arbitrary numbers. With a `packing`, in bfloat16, the MXFP4 of gpt-oss is kept. Raises `ModelError`
     if there are no embeddings."""
 
     def __init__(
@@ -49,10 +50,10 @@ class FolderWeights(Weights):
         *,
         has_draft_layer: bool = False,
         is_unread: bool = False,
-        keeps_quants: bool = True,
+        packing: MatrixPacking | None = None,
     ) -> None:
         super().__init__(dtype, has_draft_layer=has_draft_layer)
-        self._keeps_quants, self._quants = keeps_quants, dict[str, Mapping[str, Quants]]()
+        self._packing, self._quants = packing, dict[str, Mapping[str, Quants]]()
         self._config, self._is_unread = config.get_text_config(decoder=True), is_unread
         self._is_tied = getattr(config, "tie_word_embeddings", False)  # The text's own says nothing.
         self._form = SlotNames.of(self._config).experts
@@ -86,17 +87,19 @@ class FolderWeights(Weights):
         )
 
     def finish_reading(self) -> None:
-        """All weights are in memory."""
+        """Raises `ModelError` for a file that is cut short, `OSError`, `MemoryError`."""
+        if self._packing is not None:
+            self._packing.finish_packing()
 
     def expert_quants(self, name: str, form: ExpertsForm) -> Mapping[str, Quants]:
-        if not self._keeps_quants:
+        if self._packing is None:
             return {}
         if name not in self._quants:
             quants = dict[str, Quants]()
             for matrix in (form.first, "down_proj"):
                 if (stored := Mxfp4Experts.of(f"{name}.{matrix}", self._found)) is None:
                     return {}
-                quants |= stored.packed(matrix, form, self._places, is_unread=self._is_unread)
+                quants |= stored.packed(matrix, form, self._packing, is_unread=self._is_unread)
             self._quants[name] = quants
         return self._quants[name]
 

@@ -15,7 +15,6 @@ from diskprefix.model.gguf.known_families import architecture_of
 from diskprefix.model.gguf.metadata import Metadata
 from diskprefix.model.gguf.sources import head_dim
 from diskprefix.model.load.draft_layer import has_known_draft_layer
-from diskprefix.model.load.fingerprint import weights_digest
 from diskprefix.model.load.gguf_file import block_of, part_paths, read_tensors
 from diskprefix.model.load.gguf_header import FileTensor
 from diskprefix.model.load.gguf_rope import scale_positions
@@ -124,10 +123,6 @@ class GgufModel(Struct, frozen=True, kw_only=True, eq=False):
             has_draft_layer=has_draft_layer,
             is_unread=is_unread,
         )
-
-    def digest(self) -> str:
-        """Returns the identity of the content of the file's parts. Raises `OSError`."""
-        return weights_digest([], self.parts)
 
 
 def rotated_of(config: Any) -> set[int]:

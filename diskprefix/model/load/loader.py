@@ -34,7 +34,7 @@ from diskprefix.model.load.checkpoint import (
 )
 from diskprefix.model.load.draft_layer import further_layers, has_known_draft_layer
 from diskprefix.model.load.embedded import EMBEDDED, embedded_file
-from diskprefix.model.load.fingerprint import weights_digest
+from diskprefix.model.load.fingerprint import known_weights_digest, weights_digest
 from diskprefix.model.load.fit import Fit, ModelNeeds, needs_of_file_model, needs_of_folder
 from diskprefix.model.load.generation_config import reply_tokens
 from diskprefix.model.load.gguf_file import file_stamp, forget_headers, offer_packs, part_paths
@@ -43,6 +43,7 @@ from diskprefix.model.load.imports import INSTALL, transformers_quietly
 from diskprefix.model.load.kinds import ModelKind, config_of_plan, kind_of_plan, plan_config, require_served_kind
 from diskprefix.model.load.memory import available_bytes, explain_out_of_memory, use_gpu
 from diskprefix.model.load.named_model import is_embedded, name_faster, own_path, plain_name, require_named
+from diskprefix.model.load.packed_weights import PackedFiles
 from diskprefix.model.load.picture_processor import PictureProcessor, PicturesModel
 from diskprefix.model.load.read_tokenizer import read_tokenizer
 from diskprefix.model.load.tokenizer import Tokenizer
@@ -104,6 +105,9 @@ class LoadedModel(Struct, frozen=True, kw_only=True, eq=False):
     """Returns when all weights are in memory. Raises the errors of `load_model`."""
     in_memory: Future[None]
     """The end of `finish`."""
+    keep_weights: Callable[[], Iterator[None]] = lambda: iter(())
+    """Writes for later starts what this start has packed, a piece at a time (see `PackedFiles.keep`). For after
+    `in_memory`."""
 
     @property
     def weights(self) -> Weights | None:
@@ -129,6 +133,8 @@ class _ModelSource(Struct, frozen=True, kw_only=True, eq=False, dict=True):
     context: int | None
     reason: str
     """Why it has no plan."""
+    packed_files: PackedFiles | None
+    """Where packed weights stay for later starts."""
 
     @cached_property
     def whole(self) -> PreTrainedConfig:
@@ -147,7 +153,11 @@ class _ModelSource(Struct, frozen=True, kw_only=True, eq=False, dict=True):
         return needs.of(self.kv_type, self.context)
 
     def digest(self) -> str:
-        return weights_digest(self.files) if self.gguf is None else self.gguf.digest()
+        return weights_digest(*self._digested)
+
+    @property
+    def _digested(self) -> tuple[Sequence[Path], Sequence[Path]]:
+        return (self.files, ()) if self.gguf is None else ((), self.gguf.parts)
 
     def reply_tokens(self) -> ReplyTokens:
         """Returns the tokens that end a reply, and those that never come. Raises `ModelError`."""
@@ -155,19 +165,31 @@ class _ModelSource(Struct, frozen=True, kw_only=True, eq=False, dict=True):
             return self.gguf.metadata.reply_tokens
         return reply_tokens(self.path)
 
-    def new_packing(self) -> MatrixPacking | None:
-        """Returns what packs the quants of a file, if they are kept. Raises `ModelError` without the operators."""
-        if self.gguf is None or self.weights != "auto":
+    @cached_property
+    def packing(self) -> MatrixPacking | None:
+        """What packs quants, if the model's are kept; what an earlier start has packed is mapped. Raises `ModelError`
+        without the operators."""
+        if self.weights != "auto":
             return None
         from diskprefix.model.quants.file_matrix import MatrixPacking
         from diskprefix.model.quants.forms import compiled
 
-        return MatrixPacking(compiled())
+        # A digest that must be computed first would cost more than packing.
+        digest = None if self.packed_files is None else known_weights_digest(*self._digested)
+        if self.packed_files is None or digest is None:
+            return MatrixPacking(compiled())
+        return MatrixPacking(compiled(), self.packed_files.opened(digest, compiled()))
 
-    def decoder_weights(self, packing: MatrixPacking | None, *, is_unread: bool = False) -> Weights:
+    def keep(self, digest: str, in_memory: Future[None]) -> Iterator[None]:
+        """Writes what was packed for later starts, a piece at a time, unless the load has failed."""
+        is_whole = in_memory.done() and in_memory.exception() is None
+        if self.packed_files is not None and self.packing is not None and self.packing.has_packed and is_whole:
+            yield from self.packed_files.keep(digest, self.packing)
+
+    def decoder_weights(self, *, is_unread: bool = False) -> Weights:
         """Returns the weights for a plan. For the arguments see `GgufWeights`."""
         if self.gguf is not None:
-            return self.gguf.decoder_weights(self.dtype, packing, is_unread=is_unread)
+            return self.gguf.decoder_weights(self.dtype, self.packing, is_unread=is_unread)
         from diskprefix.model.load.folder_weights import FolderWeights
 
         tensors, has_draft_layer = stored_tensors(self.path, self.files), self.kind.has_draft_layer
@@ -175,7 +197,7 @@ class _ModelSource(Struct, frozen=True, kw_only=True, eq=False, dict=True):
             *(tensors, self.config, self.dtype),
             has_draft_layer=has_draft_layer,
             is_unread=is_unread,
-            keeps_quants=self.weights == "auto",
+            packing=self.packing,
         )
 
     def take(self, weights: Weights, page_tokens: int) -> PlanRuntime:
@@ -294,6 +316,7 @@ def begin_load(settings: Settings, progress: Report, flag: str = "--model") -> L
         read_modules=lambda: source.for_modules().modules(),
         finish=finish,
         in_memory=in_memory,
+        keep_weights=partial(source.keep, digest, in_memory),
     )
 
 
@@ -316,10 +339,9 @@ def clock_into(timings: dict[str, float]) -> Clock:
 def _begin_plan(source: _ModelSource, page_tokens: int, failing: ExitStack) -> PlanRuntime:
     """Makes the plan of a model, and begins to read and pack its weights. If the load fails later, `failing` stops the
     packing."""
-    packing = source.new_packing()
-    if packing is not None:
-        failing.callback(packing.stop)
-    return source.take(source.decoder_weights(packing), page_tokens)
+    if source.packing is not None:
+        failing.callback(source.packing.stop)
+    return source.take(source.decoder_weights(), page_tokens)
 
 
 def _done_once(work: Callable[[], None]) -> tuple[Callable[[], None], Future[None]]:
@@ -348,7 +370,7 @@ def unread_weights(settings: Settings) -> tuple[Weights, Any] | str:
     if source.reason:
         return source.reason
     with _load_failures(source.path):
-        return source.decoder_weights(source.new_packing(), is_unread=True), source.config
+        return replace(source, packed_files=None).decoder_weights(is_unread=True), source.config
 
 
 def _source(
@@ -405,6 +427,7 @@ def _source(
             kv_type=settings.kv_type,
             context=settings.context,
             reason=_no_plan(settings, known_reason(config, dtype, device.partition(":")[0])),
+            packed_files=PackedFiles.of(settings.packed_weights),
         )
         if source.reason:
             require_own_type(settings, source.reason)

@@ -7,8 +7,8 @@ same codes in another order, so the products of these compute with them as they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import numpy as np
 from msgspec import Struct
@@ -16,14 +16,15 @@ from msgspec import Struct
 from diskprefix.errors import ModelError
 from diskprefix.kv.numbers import converted, dtype_of
 from diskprefix.model.load.checkpoint import BLOCKS, MXFP4, SCALES, StoredTensor
-from diskprefix.model.load.memory import LargePages
 from diskprefix.model.part_options import ExpertsForm
+from diskprefix.model.quants.file_matrix import MatrixPacking
 from diskprefix.model.quants.forms import compiled, weights_of
 from diskprefix.model.quants.quant_form import FILE_FORMS
 from diskprefix.model.weights import Quants
 from diskprefix.native import ROWS
-from diskprefix.native.compute_threads import num_threads
+from diskprefix.native.library import Operators
 from diskprefix.native.packing import pack
+from diskprefix.tokens import content_digest as digest_of
 
 FORM = FILE_FORMS[MXFP4]
 _BLOCK = 16
@@ -81,26 +82,16 @@ class Mxfp4Experts(Struct, frozen=True):
         content[..., 1:] = pairs.view(np.uint8).reshape(blocks.shape)
         return content.reshape(rows, -1)
 
-    def packed(self, name: str, form: ExpertsForm, places: LargePages, *, is_unread: bool) -> dict[str, Quants]:
-        """Returns the quants of the parts of a parameter, `gate` and `up` or `down`, packed for the products. An expert
-        is read at a time. Raises `ModelError`, `OSError`, `MemoryError`."""
-        experts, rows, columns = self.shape
-        orders = form.halves(name, np.arange(rows, dtype=np.int32)[None])
-        if any(order.shape[1] % ROWS for order in orders.values()):
+    def packed(self, name: str, form: ExpertsForm, packing: MatrixPacking, *, is_unread: bool) -> dict[str, Quants]:
+        """Returns the quants of the parts of a parameter, `gate` and `up` or `down`, which are packed for the products
+        until `finish_packing` of `packing`. Raises `ModelError`, `MemoryError`."""
+        _, rows, _ = self.shape
+        halves = form.halves(name, np.arange(rows, dtype=np.int32)[None])
+        parts = _ExpertParts(self, tuple(np.ascontiguousarray(order[0]) for order in halves.values()))
+        if any(len(order) % ROWS for order in parts.orders):
             raise ModelError(f"{self.blocks.name} has {rows} rows, which is not a multiple of {2 * ROWS}")
-        packed_parts = {
-            part: np.empty(shape, np.uint8) if is_unread else places.take(shape, np.uint8)
-            for part, order in orders.items()
-            for shape in [(experts, *FORM.packed_shape(order.shape[1], columns))]
-        }
-
-        def pack_expert(expert: int) -> None:
-            content = self.rows_of(expert)
-            for part, order in orders.items():
-                pack(compiled(), MXFP4, content, np.ascontiguousarray(order[0]), packed_parts[part][expert], threads=1)
-
-        _with_all_threads(pack_expert, 0 if is_unread else experts)
-        return {part: Quants(packed, FORM) for part, packed in packed_parts.items()}
+        packed = np.empty(parts.packed_shape, np.uint8) if is_unread else packing.take(parts)
+        return {part: Quants(of_part, FORM) for part, of_part in zip(halves, packed, strict=True)}
 
     def transposed(self, out: np.ndarray) -> np.ndarray:
         """Fills the parameter as modules have it, [experts, columns, rows], in its type. An expert is read at a time.
@@ -113,8 +104,35 @@ class Mxfp4Experts(Struct, frozen=True):
         return out
 
 
-def _with_all_threads(work: Callable[[int], None], count: int) -> None:
-    """Does work for each number below `count`, on as many threads as compute. Raises the first error."""
-    with ThreadPoolExecutor(num_threads(), "weights") as pool:
-        for done in [pool.submit(work, number) for number in range(count)]:
-            done.result()
+class _ExpertParts(Struct, frozen=True, eq=False):
+    """The parts of a parameter, as one matrix [parts, experts, rows, columns]. Row i of a part is row `order[i]` of the
+    parameter; all parts have as many."""
+
+    experts: Mxfp4Experts
+    orders: tuple[np.ndarray, ...]
+
+    @property
+    def kind(self) -> str:
+        return MXFP4
+
+    @property
+    def content_digest(self) -> bytes:
+        blocks = self.experts.blocks
+        named = repr((blocks.name, blocks.shape, len(self.orders))).encode()
+        return digest_of(named + b"".join(order.tobytes() for order in self.orders))
+
+    @property
+    def packed_shape(self) -> tuple[int, ...]:
+        experts, _, columns = self.experts.shape
+        return len(self.orders), experts, *FORM.packed_shape(len(self.orders[0]), columns)
+
+    def tasks(self, operators: Operators, out: np.ndarray) -> Iterator[Callable[[], None]]:
+        """Yields functions that each pack an expert; see `PackableMatrix`."""
+        parts = out.reshape(self.packed_shape)
+
+        def pack_expert(expert: int) -> None:
+            content = self.experts.rows_of(expert)
+            for order, packed in zip(self.orders, parts, strict=True):
+                pack(operators, MXFP4, content, order, packed[expert], threads=1)
+
+        yield from (partial(pack_expert, expert) for expert in range(parts.shape[1]))

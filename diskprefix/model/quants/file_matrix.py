@@ -6,12 +6,14 @@ main thread makes the plan and reads the tokenizer.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import prod
 from threading import Thread
+from typing import Protocol
 
 import numpy as np
 from msgspec import Struct
@@ -20,12 +22,16 @@ from diskprefix.errors import ModelError
 from diskprefix.kv.numbers import converted
 from diskprefix.model.load.gguf_header import FileTensor, cut_short
 from diskprefix.model.load.memory import LargePages
+from diskprefix.model.load.packed_file import Packable, PackedFile, PackedMatrix
 from diskprefix.model.quants.forms import weights_of
 from diskprefix.model.quants.quant_form import FILE_FORMS, QuantForm
 from diskprefix.native import ROWS
 from diskprefix.native.compute_threads import num_threads
 from diskprefix.native.library import Operators, operators
 from diskprefix.native.packing import pack, pack_file
+from diskprefix.tokens import content_digest as digest_of
+
+log = logging.getLogger("diskprefix")
 
 _PIECE_BYTES = 1 << 24
 """Bytes that are read from a file at a time."""
@@ -75,10 +81,11 @@ class FileMatrix(Struct, frozen=True, eq=False):
         return " and ".join({tensor.kind for tensor in self.tensors})
 
     @property
-    def key(self) -> Hashable:
-        """A value that is equal for matrices with the same weights."""
-        order = None if self.order is None else self.order.tobytes()
-        return self.shape, tuple(tensor.name for tensor in self.tensors), order
+    def content_digest(self) -> bytes:
+        """A digest that is equal for matrices with the same weights, of one model."""
+        of_rows = b"" if self.order is None else self.order.tobytes()
+        named = repr((self.shape, *((tensor.name, tensor.kind, tensor.shape) for tensor in self.tensors)))
+        return digest_of(named.encode() + of_rows)
 
     @property
     def num_rows(self) -> int:
@@ -221,43 +228,67 @@ class FileRows(Struct, frozen=True, eq=False):
         return self.tensor.numbers(self.content, self.first)
 
 
+class PackableMatrix(Packable, Protocol):
+    """A matrix whose parts can be packed at a time."""
+
+    def tasks(self, operators: Operators, out: np.ndarray) -> Iterator[Callable[[], None]]:
+        """Yields functions that each pack a part of the quants into `out`, uint8 [strips, ..], on the calling thread.
+        They raise `ModelError` if the file is cut short, `OSError`, `MemoryError`."""
+
+
 class MatrixPacking:
     """Packs matrices into large pages, on all compute threads except the caller's, which joins the work in
-    `finish_packing`. Not thread-safe."""
+    `finish_packing`. What an earlier start has `stored` is compared with its digest instead. Not thread-safe."""
 
-    def __init__(self, operators: Operators) -> None:
-        self._operators = operators
-        self._packed: dict[Hashable, np.ndarray] = {}
+    def __init__(self, operators: Operators, stored: PackedFile | None = None) -> None:
+        self.operators, self.stored = operators, stored
+        self.matrices: dict[bytes, PackedMatrix] = {}
+        """The matrices that were taken, by their digests."""
+        self.has_packed = False
+        """Whether a matrix was packed, so that the next start could map it."""
         self._tasks: deque[Callable[[], None]] = deque()
         self._failures: list[Exception] = []
         self._threads: list[Thread] = []
         self._places = LargePages()
 
-    def take(self, matrix: FileMatrix) -> np.ndarray:
-        """Returns the memory of a matrix, and starts packing it if that has not started. `finish_packing` waits for its
-        end. Raises `MemoryError`."""
-        key = matrix.key
-        if key not in self._packed:
-            self._packed[key] = packed = self._places.take(matrix.packed_shape, np.uint8)
-            self._tasks += matrix.tasks(self._operators, _strips(packed))
+    def take(self, matrix: PackableMatrix) -> np.ndarray:
+        """Returns the memory of a matrix, and starts packing or comparing it if that has not started. `finish_packing`
+        waits for its end. Raises `MemoryError`."""
+        digest = matrix.content_digest
+        if digest not in self.matrices:
+            packed = None if self.stored is None else self.stored.matrix(matrix)
+            if packed is not None:
+                self._tasks.append(partial(self._compare, matrix, packed))
+            else:
+                packed, self.has_packed = self._places.take(matrix.packed_shape, np.uint8), True
+                self._tasks += matrix.tasks(self.operators, _strips(packed))
+            self.matrices[digest] = PackedMatrix(digest, matrix.kind, packed)
             self._threads = [thread for thread in self._threads if thread.is_alive()]
             while len(self._threads) < num_threads() - 1:
                 self._threads.append(Thread(target=self._work, name="weights", daemon=True))
                 self._threads[-1].start()
-        return self._packed[key]
+        return self.matrices[digest].packed
 
-    def finish_packing(self) -> dict[Hashable, np.ndarray]:
-        """Returns all packed matrices by their keys. Raises `ModelError` for a cut file, `OSError`, `MemoryError`."""
+    def finish_packing(self) -> None:
+        """Returns when all matrices are in memory. Raises `ModelError` for a cut file, `OSError`, `MemoryError`."""
         self._work()
         self._wait()
         for failure in self._failures:
             raise failure
-        return self._packed
 
     def stop(self) -> None:
         """Stops packing. Matrices that are not packed yet stay without content."""
         self._tasks.clear()
         self._wait()
+
+    def _compare(self, matrix: PackableMatrix, packed: np.ndarray) -> None:
+        """Packs a matrix in its place if what was stored is damaged."""
+        assert self.stored is not None, "it has the matrix"
+        if not self.stored.is_intact(matrix.content_digest):
+            log.warning("[model] a packed matrix in %s is damaged: it is packed anew", self.stored.path)
+            self.has_packed = True
+            for task in matrix.tasks(self.operators, _strips(packed)):
+                task()
 
     def _wait(self) -> None:
         for thread in self._threads:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any, TypeAlias
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,13 +18,14 @@ from transformers import GptOssForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from diskprefix.errors import ModelError
+from diskprefix.model.load import mxfp4, packed_weights
 from diskprefix.model.load.checkpoint import StoredTensor, stored_tensors
 from diskprefix.model.load.fit import needs_of_folder
 from diskprefix.model.load.loader import LoadedModel, load_model
-from diskprefix.model.load.memory import LargePages
 from diskprefix.model.load.mxfp4 import FORM, Mxfp4Experts
 from diskprefix.model.part_options import ExpertsForm
-from diskprefix.model.quants.forms import weights_of
+from diskprefix.model.quants.file_matrix import MatrixPacking
+from diskprefix.model.quants.forms import compiled, weights_of
 from diskprefix.settings import Settings
 from tests import forked
 from tests.engine.driving import done, load, run, tokens, tokens_of
@@ -96,7 +99,9 @@ def test_the_numbers_are_those_of_transformers_bit_for_bit(tmp_path: Path) -> No
         scales.reshape(-1)[:255] = torch.arange(255, dtype=torch.uint8)
         expected = convert_moe_packed_tensors(blocks, scales).transpose(1, 2)
         experts = stored(tmp_path / name, name, blocks, scales)
-        parts = experts.packed(name, GPT_OSS, LargePages(), is_unread=False)
+        packing = MatrixPacking(compiled())
+        parts = experts.packed(name, GPT_OSS, packing, is_unread=False)
+        packing.finish_packing()
         assert [*parts] == (["gate", "up"] if name == "gate_up_proj" else ["down"])
         for part, quants in parts.items():
             own = {"gate": expected[:, ::2], "up": expected[:, 1::2], "down": expected}[part]
@@ -121,6 +126,23 @@ def test_a_folder_has_the_logits_of_transformers(dtype: str, weights: str, most:
     errors = (logits.float() - expected).abs().amax(1) / expected.std()
     # In bfloat16, a router may choose another expert for a token.
     assert float(errors.quantile(1.0 if dtype == "float32" else 0.5)) < most
+
+
+def test_the_next_start_maps_packed_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_folder(tmp_path / "m")
+    for file in (tmp_path / "m").iterdir():
+        os.utime(file, (1e9, 1e9))  # Its digest is remembered.
+    monkeypatch.setattr(packed_weights, "LEAST_BYTES", 0)
+    first = loaded(tmp_path / "m", packed_weights=str(tmp_path / "weights"))
+    for _ in first.keep_weights():
+        pass
+    monkeypatch.setattr(mxfp4, "pack", Mock(side_effect=AssertionError("nothing is packed")))
+    second = loaded(tmp_path / "m", packed_weights=str(tmp_path / "weights"))
+    for found in (first, second):
+        assert found.weights is not None
+    before, after = (dict(found.weights.named()) for found in (first, second) if found.weights is not None)
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(before[name], after[name]) for name in before)
 
 
 def test_a_server_restores_what_it_computed(tmp_path: Path) -> None:

@@ -1,0 +1,230 @@
+"""Packed matrices of a model in a file, which later starts map instead of packing them again.
+
+The file has the matrices, each from a page on, a table (`_Contents`, MessagePack), and an end of fixed size: a name,
+the version, the size of the table and its digest. So a file that was cut has no end. The table has a digest of each
+matrix, and of a small known matrix of each kind as the operators packed it: what another packer has made is not read.
+`packed_weights.py` says where the files are.
+
+The map is private: where the file's contents are damaged, the matrix is packed in their place, in memory alone.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+import struct
+from collections.abc import Container, Iterator, Sequence
+from math import prod
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from diskprefix.file_system import REMOTE, file_system
+from diskprefix.model.load.memory import LargePages
+from diskprefix.model.quants.quant_form import FILE_FORMS
+from diskprefix.native import ROWS
+from diskprefix.native.library import Operators
+from diskprefix.native.packing import TYPES, pack
+from diskprefix.tokens import content_digest as digest_of
+
+VERSION = 1
+"""Rises when the same matrices would lie otherwise in a file."""
+_END = struct.Struct("<8sIQ16s")
+_NAME = b"dpweight"
+_MAX_TABLE_BYTES = 1 << 28
+_PAGE = 1 << 12
+_READ_BYTES = 1 << 24
+
+
+class UnusableFile(Exception):
+    """A file of packed matrices cannot be used. The message says why."""
+
+
+class Packable(Protocol):
+    """A matrix that can be packed. `content_digest` tells which bytes of the model's files it consists of, and
+    `packed_shape` is uint8 [.., strips, units, bytes of a unit]."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def content_digest(self) -> bytes: ...
+
+    @property
+    def packed_shape(self) -> tuple[int, ...]: ...
+
+
+class PackedMatrix(Struct, frozen=True, eq=False):
+    """A matrix as it is packed: uint8 `packed`, of a `kind` of `native.packing.TYPES`. For `content_digest` see
+    `Packable`."""
+
+    content_digest: bytes
+    kind: str
+    packed: np.ndarray
+
+
+class _Place(Struct, frozen=True):
+    kind: str
+    offset: int
+    shape: tuple[int, ...]
+    digest: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape)
+
+
+class _Contents(Struct, frozen=True):
+    known: dict[str, bytes]
+    """The digest of the known matrix of each kind, as it was packed."""
+    places: dict[bytes, _Place]
+    """The matrices by their `content_digest`."""
+
+
+class PackedFile:
+    """The matrices of an open file. For any thread."""
+
+    def __init__(self, path: Path, contents: _Contents, matrices: np.ndarray, mapped: mmap.mmap | None) -> None:
+        self.path, self._contents, self._matrices, self._mapped = path, contents, matrices, mapped
+
+    @classmethod
+    def open(cls, path: Path, operators: Operators) -> PackedFile:
+        """Maps a file, or reads it where it comes over a network. Raises `UnusableFile`, `OSError`, `MemoryError`."""
+        flags = os.O_NOFOLLOW | os.O_NONBLOCK
+        with open(path, "rb", opener=lambda name, given: os.open(name, given | flags)) as file:
+            _require_private(file)
+            contents, end = _read_contents(file)
+            _require_packer(contents, operators)
+            return cls(path, contents, *_mapped(file, end))
+
+    def matrix(self, source: Packable) -> np.ndarray | None:
+        """Returns the memory of a packed matrix, None if the file has none for this source. It may be written to: the
+        file stays as it is."""
+        place = self._contents.places.get(source.content_digest)
+        if place is None or (place.kind, place.shape) != (source.kind, source.packed_shape):
+            return None
+        return self._matrices[place.offset : place.offset + place.num_bytes].reshape(place.shape)
+
+    def is_intact(self, content_digest: bytes) -> bool:
+        """Compares a matrix with its digest. Reads all of it, so that its pages are in memory."""
+        place = self._contents.places[content_digest]
+        content = self._matrices[place.offset : place.offset + place.num_bytes]
+        if self._mapped is not None and len(content) and hasattr(mmap, "MADV_WILLNEED"):
+            # From a cold disk in large pieces.
+            self._mapped.madvise(mmap.MADV_WILLNEED, place.offset, place.num_bytes)
+        return digest_of(content.data) == place.digest
+
+    def __contains__(self, content_digest: object) -> bool:
+        return content_digest in self._contents.places
+
+    def others(self, taken: Container[bytes]) -> Iterator[PackedMatrix]:
+        """Yields the matrices that are not among those `taken`, and are intact."""
+        for content_digest, place in self._contents.places.items():
+            if content_digest not in taken and self.is_intact(content_digest):
+                content = self._matrices[place.offset : place.offset + place.num_bytes]
+                yield PackedMatrix(content_digest, place.kind, content.reshape(place.shape))
+
+
+def packed_bytes(matrices: Sequence[PackedMatrix]) -> int:
+    """Returns how many bytes a file of these matrices has at most."""
+    return sum(matrix.packed.nbytes + _PAGE for matrix in matrices) + 256 * (1 + len(matrices))
+
+
+def write_packed(file: BinaryIO, matrices: Sequence[PackedMatrix], operators: Operators) -> Iterator[None]:
+    """Writes and syncs a file, and yields after each piece of 16 MiB. Raises `OSError`."""
+    places, offset = dict[bytes, _Place](), 0
+    for matrix in matrices:
+        content = matrix.packed.reshape(-1)
+        places[matrix.content_digest] = _Place(matrix.kind, offset, matrix.packed.shape, digest_of(content.data))
+        for first in range(0, len(content), _READ_BYTES):
+            file.write(content[first : first + _READ_BYTES].data)
+            yield
+        file.write(bytes(-len(content) % _PAGE))
+        offset += len(content) + -len(content) % _PAGE
+    kinds = sorted({matrix.kind for matrix in matrices})
+    table = msgspec.msgpack.encode(_Contents({kind: _known(operators, kind) for kind in kinds}, places))
+    file.write(table)
+    file.write(_END.pack(_NAME, VERSION, len(table), digest_of(table)))
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _require_private(file: BinaryIO) -> None:
+    status = os.fstat(file.fileno())
+    if not stat.S_ISREG(status.st_mode):
+        raise UnusableFile("it is not a file")
+    if status.st_uid != os.geteuid():
+        raise UnusableFile(f"it belongs to another user (uid {status.st_uid})")
+    if status.st_mode & 0o077:
+        raise UnusableFile(f"other users may read or write it (mode {stat.S_IMODE(status.st_mode):o})")
+
+
+def _read_contents(file: BinaryIO) -> tuple[_Contents, int]:
+    """Returns the table, and where the matrices end. Everything is compared before it is used."""
+    size = os.fstat(file.fileno()).st_size
+    if size < _END.size:
+        raise UnusableFile("it is cut short")
+    end = os.pread(file.fileno(), _END.size, size - _END.size)
+    name, version, table_bytes, digest = _END.unpack(end.ljust(_END.size, b"\0"))
+    if name != _NAME:
+        raise UnusableFile("it is cut short or damaged")
+    if version != VERSION:
+        raise UnusableFile(f"its version is {version}, not {VERSION}")
+    at = size - _END.size - table_bytes
+    if at < 0 or table_bytes > _MAX_TABLE_BYTES:
+        raise UnusableFile("its end is damaged")
+    content = os.pread(file.fileno(), table_bytes, at)
+    if digest_of(content) != digest:
+        raise UnusableFile("its table is damaged")
+    try:
+        contents = msgspec.msgpack.decode(content, type=_Contents)
+    except msgspec.DecodeError as error:
+        raise UnusableFile("its table is damaged") from error
+    for place in contents.places.values():
+        if place.kind not in TYPES or min(place.shape, default=-1) < 0 or place.offset < 0:
+            raise UnusableFile("its table is damaged")
+        if place.offset + place.num_bytes > at:
+            raise UnusableFile("a matrix is beyond its end")
+    return contents, at
+
+
+def _require_packer(contents: _Contents, operators: Operators) -> None:
+    for kind in {place.kind for place in contents.places.values()}:
+        if contents.known.get(kind) != _known(operators, kind):
+            raise UnusableFile("another version of diskprefix has packed it")
+
+
+def _known(operators: Operators, kind: str) -> bytes:
+    """Returns the digest of a matrix of two strips in every order of columns and rows that packing knows, packed."""
+    _, weights, num_bytes = TYPES[kind]
+    blocks = max(1, 256 // weights)
+    content = np.random.default_rng(blocks).integers(0, 256, (2 * ROWS, blocks * num_bytes), np.uint8)
+    order = np.arange(2 * ROWS, dtype=np.int32)[::-1].copy()
+    packed = np.zeros(FILE_FORMS[kind].packed_shape(2 * ROWS, blocks * weights), np.uint8)
+    factors = np.ones(2 * ROWS, np.float32) if kind == "NVFP4" else None
+    pack(operators, kind, content, order, packed, factors, threads=1)
+    return digest_of(packed.data)
+
+
+def _mapped(file: BinaryIO, size: int) -> tuple[np.ndarray, mmap.mmap | None]:
+    """Returns the matrices, uint8 [size], and their map if they are mapped."""
+    if not size:
+        return np.empty(0, np.uint8), None
+    if file_system(Path(file.name)) in REMOTE:
+        # A page of a map that does not arrive would end the process.
+        content, at = LargePages().take((size,), np.uint8), 0
+        # Bound: each round reads some of it.
+        while at < size:
+            if not (piece := os.pread(file.fileno(), min(_READ_BYTES, size - at), at)):
+                raise UnusableFile("it is cut short")
+            content[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
+            at += len(piece)
+        return content, None
+    # Private and writable; without MAP_NORESERVE the kernel would count it as memory that may be needed.
+    flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+    mapped = mmap.mmap(file.fileno(), size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    return np.frombuffer(mapped, np.uint8), mapped

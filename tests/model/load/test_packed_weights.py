@@ -1,0 +1,436 @@
+"""Packed weights are made once and mapped by later starts, and what is wrong with a file costs packing and one line."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from diskprefix.model.load import packed_file, packed_weights
+from diskprefix.model.load.loader import LoadedModel, load_model
+from diskprefix.model.load.packed_file import PackedFile, PackedMatrix, UnusableFile, write_packed
+from diskprefix.model.load.packed_weights import PackedFiles
+from diskprefix.model.quants import file_matrix
+from diskprefix.native import packing
+from diskprefix.native.library import Operators, operators
+from diskprefix.native.packing import TYPES
+from diskprefix.settings import Settings
+from diskprefix.tokens import content_digest
+from tests.model import tiny
+
+pytestmark = pytest.mark.usefixtures("cache")
+
+
+@pytest.fixture
+def compiled() -> Operators:
+    found = operators()
+    if found is None:
+        pytest.skip("no compiled operators")
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _keeps_small_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_weights, "LEAST_BYTES", 0)
+
+
+@pytest.fixture
+def model(compiled: Operators, tmp_path: Path) -> Path:
+    assert compiled
+    file = tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q4_1")
+    # What was written a moment ago may still change: its digest is not remembered.
+    os.utime(file, (1e9, 1e9))
+    return file
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "weights"
+
+
+@pytest.fixture
+def packed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts the calls of the packer for a model's files."""
+    counts, own = Counter[str](), packing.pack_file
+
+    def pack_file(*args: Any) -> None:
+        counts["calls"] += 1
+        own(*args)
+
+    monkeypatch.setattr(file_matrix, "pack_file", pack_file)
+    return counts
+
+
+def load(model: Path, folder: Path, **settings: Any) -> LoadedModel:
+    return load_model(Settings(model=str(model), packed_weights=str(folder), **settings), lambda _line: None)
+
+
+def keep(loaded: LoadedModel) -> None:
+    for _ in loaded.keep_weights():
+        pass
+
+
+def weights_of(loaded: LoadedModel) -> dict[str, bytes]:
+    assert loaded.weights is not None
+    return {name: np.ascontiguousarray(weights).tobytes() for name, weights in loaded.weights.named()}
+
+
+def file_in(folder: Path) -> Path:
+    (file,) = folder.iterdir()
+    return file
+
+
+def put(path: Path, content: bytes | bytearray) -> None:
+    """Replaces a file: one that is mapped must not change."""
+    new = path.with_name("new")
+    new.write_bytes(content)
+    new.chmod(0o600)
+    new.replace(path)
+
+
+def write(path: Path, matrices: list[PackedMatrix]) -> None:
+    with path.with_name("new").open("wb") as file:
+        for _ in write_packed(file, matrices, _compiled()):
+            pass
+    put(path, path.with_name("new").read_bytes())
+
+
+def stored(path: Path) -> list[PackedMatrix]:
+    return list(PackedFile.open(path, _compiled()).others(()))
+
+
+def test_the_next_start_maps_what_the_first_has_packed(model: Path, folder: Path, packed: Counter[str]) -> None:
+    first = load(model, folder)
+    assert packed.pop("calls") > 10
+    keep(first)
+    assert file_in(folder).stat().st_mode & 0o777 == 0o600
+    inode = file_in(folder).stat().st_ino
+    second = load(model, folder)
+    keep(second)
+    assert not packed
+    assert weights_of(second) == weights_of(first)
+    assert file_in(folder).stat().st_ino == inode, "it is not made again"
+
+
+def test_a_model_of_other_names_and_folders_is_mapped_too(model: Path, folder: Path, packed: Counter[str]) -> None:
+    first = load(model, folder)
+    keep(first)
+    other = model.rename(model.with_name("other.gguf"))
+    load(other, folder)  # Its digest is computed, beside packing.
+    packed.clear()
+    again = load(other, folder)
+    assert not packed
+    assert weights_of(again) == weights_of(first)
+
+
+@pytest.mark.parametrize("replace", [False, True], ids=["written over", "replaced"])
+def test_another_model_under_the_same_name_and_time_is_packed(
+    model: Path, folder: Path, packed: Counter[str], *, replace: bool
+) -> None:
+    keep(load(model, folder))
+    before, content = model.stat(), bytearray(model.read_bytes())
+    content[-1] ^= 1
+    if replace:
+        model.unlink()
+    model.write_bytes(content)
+    os.utime(model, ns=(before.st_atime_ns, before.st_mtime_ns))
+    packed.clear()
+    other = load(model, folder)
+    assert packed
+    keep(other)
+    assert len(list(folder.iterdir())) == 2
+
+
+def test_small_models_and_off_keep_nothing(model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep(load(model, Path("off")))
+    monkeypatch.setattr(packed_weights, "LEAST_BYTES", 1 << 30)
+    keep(load(model, folder))
+    assert not folder.exists()
+    assert not Path("off").exists()
+
+
+def test_a_file_of_other_settings_gets_what_it_lacks(model: Path, folder: Path, packed: Counter[str]) -> None:
+    """With and without a draft layer, say: the file has the matrices of both, and neither start makes it anew."""
+    first = load(model, folder)
+    keep(first)
+    path = file_in(folder)
+    write(path, stored(path)[3:])
+    packed.clear()
+    second = load(model, folder)
+    assert packed.pop("calls") == 3
+    keep(second)
+    load(model, folder)
+    assert not packed
+    assert weights_of(second) == weights_of(first)
+
+
+def test_matrices_that_a_start_does_not_take_stay_in_the_file(model: Path, folder: Path) -> None:
+    keep(load(model, folder))
+    path, other = file_in(folder), PackedMatrix(bytes(16), "Q4_1", np.ones((1, 2, 3), np.uint8))
+    matrices = stored(path)
+    write(path, [*matrices[1:], other])
+    keep(load(model, folder))
+    contents = {matrix.content_digest: matrix.packed for matrix in stored(path)}
+    assert np.array_equal(contents.pop(bytes(16)), other.packed)
+    assert contents.keys() == {matrix.content_digest for matrix in matrices}
+
+
+def _compiled() -> Operators:
+    compiled = operators()
+    assert compiled is not None
+    return compiled
+
+
+def flip_each_matrix(path: Path) -> list[bytes]:
+    """Returns the file once for each matrix, with a bit of it flipped."""
+    content = path.read_bytes()
+    with path.open("rb") as file:
+        contents, _ = packed_file._read_contents(file)
+    results = []
+    for number, entry in enumerate(contents.places.values()):
+        damaged = bytearray(content)
+        damaged[entry.offset + number * 7919 % entry.num_bytes] ^= 1 << number % 8
+        results.append(bytes(damaged))
+    return results
+
+
+def test_a_flipped_bit_of_any_matrix_is_packed_anew_and_the_file_too(
+    model: Path, folder: Path, packed: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    first = load(model, folder)
+    keep(first)
+    path = file_in(folder)
+    for content in flip_each_matrix(path):
+        put(path, content)
+        packed.clear()
+        caplog.clear()
+        second = load(model, folder)
+        assert weights_of(second) == weights_of(first)
+        assert packed.pop("calls") == 1
+        assert [line for line in caplog.messages if "damaged" in line] == [
+            f"[model] a packed matrix in {path} is damaged: it is packed anew"
+        ]
+        keep(second)
+        load(model, folder)
+        assert not packed, "the file was made anew"
+
+
+def _cut(path: Path, at: int) -> None:
+    put(path, path.read_bytes()[:at])
+
+
+def _change(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 0xFF
+    put(path, content)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "empty": (lambda path: _cut(path, 0), "it is cut short"),
+    "a byte": (lambda path: _cut(path, 1), "it is cut short"),
+    "without its last byte": (lambda path: _cut(path, -1), "it is cut short or damaged"),
+    "without its table": (lambda path: _cut(path, 4096), "it is cut short or damaged"),
+    "another name": (lambda path: _change(path, -36), "it is cut short or damaged"),
+    "another version": (lambda path: _change(path, -28), "its version is 254, not 1"),
+    "a table of another size": (lambda path: _change(path, -24), "its table is damaged"),
+    "a table of a size beyond the file": (lambda path: _change(path, -17), "its end is damaged"),
+    "another table": (lambda path: _change(path, -50), "its table is damaged"),
+    "readable by others": (lambda path: path.chmod(0o640), "other users may read or write it (mode 640)"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_file_that_cannot_be_used_is_named_once_and_made_anew(
+    kind: str, model: Path, folder: Path, packed: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    first = load(model, folder)
+    keep(first)
+    path = file_in(folder)
+    damage, reason = DAMAGE[kind]
+    damage(path)
+    packed.clear()
+    with caplog.at_level("INFO"):
+        second = load(model, folder)
+    assert weights_of(second) == weights_of(first)
+    assert packed["calls"] > 10
+    (line,) = [line for line in caplog.messages if "packed weights" in line]
+    assert line.startswith(f"[model] the packed weights in {path} are made anew: {reason}")
+    keep(second)
+    packed.clear()
+    load(model, folder)
+    assert not packed, "it was made anew"
+
+
+def _link(path: Path) -> None:
+    path.symlink_to(path.rename(path.with_suffix(".x")))
+
+
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path, 0o600)
+
+
+@pytest.mark.parametrize("other", [_link, _pipe])
+def test_something_else_in_the_place_of_the_file_is_replaced(
+    other: Callable[[Path], None], model: Path, folder: Path, packed: Counter[str]
+) -> None:
+    keep(load(model, folder))
+    path = file_in(folder)
+    other(path)
+    packed.clear()
+    keep(load(model, folder))
+    assert packed.pop("calls") > 10
+    assert path.is_file()
+    assert not path.is_symlink()
+    load(model, folder)
+    assert not packed
+
+
+def test_a_folder_in_the_place_of_the_file_costs_one_line(
+    model: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keep(load(model, folder))
+    path = file_in(folder)
+    path.unlink()
+    path.mkdir()
+    with caplog.at_level("INFO"):
+        keep(load(model, folder))
+    assert [line for line in caplog.messages if "packed weights" in line] == [
+        f"[model] the packed weights are not kept in {folder}: Is a directory"
+    ]
+
+
+def test_what_another_packer_made_is_not_read(
+    model: Path, folder: Path, packed: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(load(model, folder))
+    own = packing.pack
+
+    def pack(
+        operators: Operators, kind: str, content: Any, order: Any, out: np.ndarray, *args: Any, **more: Any
+    ) -> None:
+        own(operators, kind, content, order, out, *args, **more)
+        out.reshape(-1)[0] ^= 1
+
+    monkeypatch.setattr(packed_file, "pack", pack)
+    packed.clear()
+    second = load(model, folder)
+    assert packed.pop("calls") > 10
+    keep(second)
+    load(model, folder)
+    assert not packed, "it converges"
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_the_known_matrix_of_each_type_tells_packers_apart(kind: str, compiled: Operators) -> None:
+    """Also one that takes rows in another order, or only some of the columns."""
+    digest = packed_file._known(compiled, kind)
+    assert digest == packed_file._known(compiled, kind)
+    own = packing.pack
+
+    def forwards(*args: Any, **more: Any) -> None:
+        operators, kind, content, order, *others = args
+        own(operators, kind, content, order[::-1].copy(), *others, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed_file, "pack", forwards)
+        assert packed_file._known(compiled, kind) != digest
+
+
+def test_a_table_that_points_beyond_the_file_is_refused(tmp_path: Path, compiled: Operators) -> None:
+    path = tmp_path / "file"
+    for shape, offset in (((1, 1, 1 << 40), 0), ((1, 1, 1), 1 << 62), ((-1, -1, 1), 0), ((1, 1, 1), -1)):
+        entry = packed_file._Place("Q4_1", offset, shape, bytes(16))
+        table = msgspec.msgpack.encode(packed_file._Contents({}, {bytes(16): entry}))
+        digest = content_digest(table)
+        path.write_bytes(table + packed_file._END.pack(packed_file._NAME, packed_file.VERSION, len(table), digest))
+        path.chmod(0o600)
+        with pytest.raises(UnusableFile, match=r"its table is damaged|beyond its end"):
+            PackedFile.open(path, compiled)
+
+
+def test_a_full_disk_keeps_nothing_and_says_so(
+    model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    loaded = load(model, folder)
+    with monkeypatch.context() as patch, caplog.at_level("INFO"):
+        usage = type("Usage", (), {"total": 1 << 40, "free": 1000})()
+        patch.setattr(shutil, "disk_usage", lambda _path: usage)
+        keep(loaded)
+    assert not list(folder.iterdir())
+    assert "[model] the packed weights are not kept" in caplog.text
+
+    def refused(*_: Any) -> Any:
+        yield
+        raise OSError(28, "No space left on device")
+
+    caplog.clear()
+    with monkeypatch.context() as patch, caplog.at_level("INFO"):
+        patch.setattr(packed_weights, "write_packed", refused)
+        keep(loaded)
+    assert not list(folder.iterdir()), "nothing stays of it"
+    assert "are not kept in" in caplog.text
+    assert "No space left on device" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_costs_one_line(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocked = tmp_path / "blocked"
+    blocked.write_bytes(b"")
+    with caplog.at_level("INFO"):
+        keep(load(model, blocked / "weights"))
+    assert [line for line in caplog.messages if "packed weights" in line] == [
+        f"[model] the packed weights are not kept in {blocked / 'weights'}: Not a directory"
+    ]
+
+
+def test_the_file_that_was_not_used_for_longest_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    for age, name in enumerate(("new", "middle", "old")):
+        file = folder / f"{name}.packed"
+        file.write_bytes(bytes(1000))
+        os.utime(file, (1e9 - age, 1e9 - age))
+    files = PackedFiles(folder)
+    assert [path.stem for path, _ in files.all()] == ["old", "middle", "new"]
+    usage = type("Usage", (), {"total": 12_000, "free": 9_000})()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage)
+    files._make_room("own", 900)
+    assert [path.stem for path, _ in files.all()] == ["middle", "new"], "a quarter of the disk is for all"
+
+
+def test_a_writer_that_was_killed_leaves_nothing_that_stays(model: Path, folder: Path) -> None:
+    """Killed at any piece: the next start removes what it wrote, and never takes it for whole."""
+    program = textwrap.dedent(
+        f"""
+        import os, signal, sys
+        from pathlib import Path
+        from diskprefix.model.load import packed_file, packed_weights
+        packed_weights.LEAST_BYTES = 0
+        packed_file._READ_BYTES = 2048
+        from diskprefix.model.load.loader import load_model
+        from diskprefix.settings import Settings
+        loaded = load_model(Settings(model={str(model)!r}, packed_weights={str(folder)!r}), lambda _line: None)
+        for number, _ in enumerate(loaded.keep_weights()):
+            if number == int(sys.argv[1]):
+                os.kill(os.getpid(), signal.SIGKILL)
+        """
+    )
+    for number in (0, 1, 5, 10):
+        ended = subprocess.run([sys.executable, "-c", program, str(number)], check=False)
+        assert ended.returncode == -signal.SIGKILL
+        assert not list(folder.glob("*.packed"))
+    keep(load(model, folder))
+    assert [file.suffix for file in folder.iterdir()] == [".packed"]
