@@ -228,6 +228,30 @@ def run_together(engine: Engine, requests: Iterable[GenerateRequest]) -> list[Cl
     return clients
 
 
+class BusyClient:
+    """Sends a request as soon as the last one was answered: the engine is never idle within the block."""
+
+    def __init__(self, inbox: Inbox) -> None:
+        self.num_answered, self._inbox, self._is_over = 0, inbox, False
+
+    def __enter__(self) -> BusyClient:
+        self._send()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over = True
+
+    def _send(self) -> None:
+        prompt = tokens(100, seed=1000 + self.num_answered % 3)
+        self._inbox.submit(request(prompt, max_tokens=8), self._on_event)
+
+    def _on_event(self, event: Event) -> None:
+        if isinstance(event, DoneEvent):
+            self.num_answered += 1
+            if not self._is_over:
+                self._send()
+
+
 def alone(engine: Engine, one: GenerateRequest) -> Client:
     """Computes the request from its beginning, with nobody else."""
     (client,) = run_together(engine, [replace(one, cache=replace(one.cache, scope=parse_scope("off", param="scope")))])

@@ -21,9 +21,8 @@ from diskprefix.engine.idle import recheck
 from diskprefix.engine.idle.ahead_jobs import AheadModel
 from diskprefix.engine.idle.idle_work import IdleWork
 from diskprefix.engine.idle.recheck import Recheck
-from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.loop import Engine
-from diskprefix.engine.request import DoneEvent, Event
+from diskprefix.engine.request import DoneEvent
 from diskprefix.errors import StoreFull, StoreUnavailable
 from diskprefix.identity import identity_of_build, is_outdated
 from diskprefix.kv.page_cache import PageCache
@@ -37,7 +36,7 @@ from diskprefix.store.schema import BUILD_BYTES, ENCODED_PICTURES, ModelRecord, 
 from diskprefix.store.store import Store
 from diskprefix.tokens import NO_PROMPT, TokenIds, root_hash
 from diskprefix.values import SHARED, CacheReport
-from tests.engine.driving import Client, done, load, request, run, running, tokens, write_model
+from tests.engine.driving import BusyClient, Client, done, load, request, run, running, tokens, write_model
 from tests.server.daemon_process import DaemonProcess, ask, clean_environment, serve_flags
 from tests.waiting import wait_for
 
@@ -632,30 +631,6 @@ def test_a_request_goes_before_the_recheck(opened: Opened, monkeypatch: pytest.M
     assert ran[0] == ran[1], "it began again"
     second.pages.forget_idle()
     wait_for(lambda: second.pages.pool.used_bytes == used)
-
-
-class BusyClient:
-    """Sends a request as soon as the last one was answered: the engine is never idle within the block."""
-
-    def __init__(self, inbox: Inbox) -> None:
-        self.num_answered, self._inbox, self._is_over = 0, inbox, False
-
-    def __enter__(self) -> BusyClient:
-        self._send()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over = True
-
-    def _send(self) -> None:
-        prompt = tokens(100, seed=1000 + self.num_answered % 3)
-        self._inbox.submit(request(prompt, max_tokens=8), self._on_event)
-
-    def _on_event(self, event: Event) -> None:
-        if isinstance(event, DoneEvent):
-            self.num_answered += 1
-            if not self._is_over:
-                self._send()
 
 
 @pytest.fixture

@@ -167,7 +167,7 @@ class _ModelSource(Struct, frozen=True, kw_only=True, eq=False, dict=True):
 
     @cached_property
     def packing(self) -> MatrixPacking | None:
-        """What packs quants, if the model's are kept; what an earlier start has packed is mapped. Raises `ModelError`
+        """Packs quants, if the model's are kept, and maps those that an earlier start has packed. Raises `ModelError`
         without the operators."""
         if self.weights != "auto":
             return None
@@ -402,11 +402,9 @@ def _source(
             name_faster(path, files, progress)
         # Only models that are exact at every token use it.
         uses_draft_layer = settings.uses_draft_layer and device == "cpu" and operators() is not None
+        read = partial(_read_file, path, progress) if is_file else partial(_read_folder, path, files)
         with _load_failures(path):
-            if is_file:
-                headers = _read_file(path, progress, uses_draft_layer=uses_draft_layer)
-            else:
-                headers = _read_folder(path, files, uses_draft_layer=uses_draft_layer)
+            headers = read(uses_draft_layer=uses_draft_layer)
         config = headers.config
         text = config.get_text_config(decoder=True)
         if isinstance(text, ModelConfig):
