@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from math import prod
+from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Protocol
 
@@ -35,6 +36,8 @@ log = logging.getLogger("diskprefix")
 
 _PIECE_BYTES = 1 << 24
 """Bytes that are read from a file at a time."""
+_IDLE_S = 1.0
+"""Seconds that a thread waits for another matrix."""
 _FLOATING = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 _TASK_BYTES = 1 << 26
 """Bytes that a thread packs before it needs Python's lock again, which an import may hold for milliseconds."""
@@ -246,7 +249,8 @@ class MatrixPacking:
         """The matrices that were taken, by their digests."""
         self.has_packed = False
         """Whether a matrix was packed, so that the next start could map it."""
-        self._tasks: deque[Callable[[], None]] = deque()
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        """None ends a thread."""
         self._failures: list[Exception] = []
         self._threads: list[Thread] = []
         self._places = LargePages()
@@ -258,10 +262,11 @@ class MatrixPacking:
         if digest not in self.matrices:
             packed = None if self.stored is None else self.stored.matrix(matrix)
             if packed is not None:
-                self._tasks.append(partial(self._compare, matrix, packed))
+                self._tasks.put(partial(self._compare, matrix, packed))
             else:
                 packed, self.has_packed = self._places.take(matrix.packed_shape, np.uint8), True
-                self._tasks += matrix.tasks(self.operators, _strips(packed))
+                for task in matrix.tasks(self.operators, _strips(packed)):
+                    self._tasks.put(task)
             self.matrices[digest] = PackedMatrix(digest, matrix.kind, packed)
             self._threads = [thread for thread in self._threads if thread.is_alive()]
             while len(self._threads) < num_threads() - 1:
@@ -271,6 +276,7 @@ class MatrixPacking:
 
     def finish_packing(self) -> None:
         """Returns when all matrices are in memory. Raises `ModelError` for a cut file, `OSError`, `MemoryError`."""
+        self._end_threads()
         self._work()
         self._wait()
         for failure in self._failures:
@@ -278,8 +284,24 @@ class MatrixPacking:
 
     def stop(self) -> None:
         """Stops packing. Matrices that are not packed yet stay without content."""
-        self._tasks.clear()
+        self._clear()
+        self._end_threads()
         self._wait()
+
+    def _end_threads(self) -> None:
+        """Ends each thread, and the caller's own work, after the tasks."""
+        for _ in range(len(self._threads) + 1):
+            self._tasks.put(None)
+
+    def _clear(self) -> None:
+        """Drops the tasks, but no sign that ends a thread."""
+        dropped = list[Callable[[], None] | None]()
+        with suppress(Empty):
+            # Bound: nothing is added meanwhile but by `take`, which has its end.
+            while True:
+                dropped.append(self._tasks.get_nowait())
+        for _ in range(dropped.count(None)):
+            self._tasks.put(None)
 
     def _compare(self, matrix: PackableMatrix, packed: np.ndarray) -> None:
         """Packs a matrix in its place if what was stored is damaged."""
@@ -293,15 +315,16 @@ class MatrixPacking:
     def _wait(self) -> None:
         for thread in self._threads:
             thread.join()
+        # Without the signs for threads that had ended before.
+        self._threads, self._tasks = [], SimpleQueue()
 
     def _work(self) -> None:
-        while self._tasks:
-            try:
-                task = self._tasks.popleft()
-            except IndexError:
-                return  # another thread took the last task
-            try:
-                task()
-            except Exception as error:  # noqa: BLE001 - `finish_packing` raises it
-                self._failures.append(error)
-                self._tasks.clear()
+        # A thread that was forgotten, as its model is not served, ends too.
+        with suppress(Empty):
+            # Bound: `_end_threads` ends it.
+            while (task := self._tasks.get(timeout=_IDLE_S)) is not None:
+                try:
+                    task()
+                except Exception as error:  # noqa: BLE001 - `finish_packing` raises it
+                    self._failures.append(error)
+                    self._clear()

@@ -166,6 +166,23 @@ def test_matrices_packed_together_equal_those_packed_alone(
         assert np.array_equal(found[matrix.content_digest].packed, packed_alone(compiled, matrix))
 
 
+def test_matrices_that_are_taken_later_are_packed_too(
+    file: Path, compiled: Operators, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the threads have ended meanwhile, and if the work ended twice."""
+    monkeypatch.setattr(module, "num_threads", lambda: 3)
+    monkeypatch.setattr(module, "_IDLE_S", 0.001)
+    matrices = [FileMatrix.whole(tensor) for tensor in read_tensors([file])[1] if tensor.kind == "Q4_1"]
+    packing = MatrixPacking(compiled)
+    for matrix in matrices:
+        packing.take(matrix)
+        for thread in packing._threads:
+            thread.join()
+        packing.finish_packing()
+        assert np.array_equal(packing.matrices[matrix.content_digest].packed, packed_alone(compiled, matrix))
+        packing.finish_packing()
+
+
 def test_a_load_that_fails_leaves_no_thread(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started, own = list[Thread](), Thread.start
 
