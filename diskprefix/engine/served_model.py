@@ -107,8 +107,7 @@ class ServedModel:
         """The maximum number of rows of a step."""
         self.pace, self.clock = Pace(), time.perf_counter
         """The clock that measures steps."""
-        self.fit = loaded.fit
-        self._finish_load = loaded.finish
+        self.fit, self._finish_load = loaded.fit, loaded.finish
         self._models = (loaded,) if draft is None else (loaded, draft.loaded)
         self.in_memory = loaded.in_memory
         """A future that is done once all weights are in memory. No step is computed before."""

@@ -265,9 +265,8 @@ def begin_load(settings: Settings, progress: Report, flag: str = "--model") -> L
     --chat-template, each with a message of one line.
     """
     timings: dict[str, float] = {}
-    clock = clock_into(timings)
+    clock, check = clock_into(timings), partial(_require_fit, settings)
     template = read_template(settings.chat_template)
-    check = partial(_require_fit, settings)
     with ExitStack() as failing:
         source = _source(settings, progress, clock, flag, check)
         progress("loading the weights")
