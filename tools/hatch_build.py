@@ -1,6 +1,7 @@
 """Compiles the C++ operators while a wheel is made, and lists the parts of the wheel in it.
 
 Without a compiler, the wheel has no operators. `CXX` and `_PYTHON_HOST_PLATFORM` choose the compiler and the platform.
+`DISKPREFIX_VARIANTS` is one of the `EXTENTS` in `diskprefix/native/build.py`: a wheel for other machines needs `all`.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class CompileOperators(BuildHookInterface):  # type: ignore[misc]
         assert spec.loader is not None
         build = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(build)
-        build.main(for_every_cpu=True)
-        if build.is_complete(for_every_cpu=True):
+        build.main()
+        if build.is_complete(build.chosen_extent()):
             build_data["pure_python"] = False
             platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
             build_data["tag"] = f"py3-none-{platform}"

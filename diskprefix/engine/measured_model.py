@@ -27,7 +27,7 @@ from diskprefix.model.plan_fingerprint import fingerprint_of_plan
 from diskprefix.model.planned import NotExact, PlanRuntime
 from diskprefix.model.runtime import Runtime
 from diskprefix.model.self_check import check
-from diskprefix.native.library import REMEDY, are_missing, described, operators
+from diskprefix.native.library import REMEDY, are_missing, described, of_another_cpu, operators
 from diskprefix.progress import Report
 from diskprefix.settings import Settings
 from diskprefix.store.pieces import LAYOUT_VERSION
@@ -113,6 +113,8 @@ def _by_plan(loaded: LoadedModel, runtime: PlanRuntime, settings: Settings) -> M
     )
     check(runtime.weights, loaded.config, runtime.layout, str(fingerprint), loaded.finish)
     log.info("[model] kernels: %s", described())
+    if settings.kernels == "auto" and (advice := of_another_cpu()):
+        log.warning("[model] prompts and replies could be faster: %s", advice)
     if loaded.processor is not None and loaded.encoder is not None:
         versions = compiled.identity if settings.fingerprint == "strict" else ""
         loaded.processor.computed_by = partial(_runs_encoder, loaded.encoder, versions)

@@ -2,7 +2,7 @@
 
 It needs a C++ compiler and nothing else. This module imports the standard library only, as it also runs while the
 package is installed. `python diskprefix/native/build.py` builds what is missing or out of date: the variants that this
-CPU can run. A wheel has those of every CPU (`tools/hatch_build.py`). The compiler says for which CPU it compiles, so
+CPU needs, or what `DISKPREFIX_VARIANTS`, one of `EXTENTS`, asks for. The compiler says for which CPU it compiles, so
 `CXX=aarch64-linux-gnu-g++` builds a library for ARM64, with all of its variants.
 """
 
@@ -20,13 +20,19 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 SOURCES = Path(__file__).parent / "source"
 _CONTROL_GROUPS = Path(__file__).parent.parent / "control_groups.py"
 LIBRARY = Path(__file__).parent / "_operators.so"
 _DIGEST_AT = b"diskprefix source "
 """The text before the digest in the library. The names of the requested variants follow the digest."""
+EXTENTS = ("needed", "runnable", "all")
+"""Which variants a library has: those that this CPU needs (the best one, `amx`, and `baseline` for a machine that gets
+an older CPU), those that it can run (the tests compare them), or those of every CPU of its kind (a wheel that is given
+to others)."""
 _TICK_S = 4.0
 """The longest time without a word while the operators are compiled."""
 
@@ -34,6 +40,7 @@ _TICK_S = 4.0
 # unrolled, and prompts would take twice as long.
 _OPTIMISED = ("-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-fpeel-loops")
 _FLAGS = (*_OPTIMISED, "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread", "-w")
+_WITH_OWN_BITS = "amx"
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
 _VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -43,13 +50,17 @@ _VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
         "avx512": _AVX512,
         "avx2_vnni": (*_AVX2, "-mavxvnni"),
         "avx2": _AVX2,
+        # Compiled in less than half the time. CPUs without AVX2 (before 2013) compute prompts a third longer, replies
+        # half as long again; they are slow anyway, because they multiply and add in double precision.
+        "baseline": ("-O1", "-fno-tree-vectorize", "-fno-peel-loops"),
     },
     "aarch64": {
         "neon_i8mm": ("-march=armv8.2-a+dotprod+i8mm",),
         "neon_dot": ("-march=armv8.2-a+dotprod",),
+        "baseline": (),
     },
 }
-"""The variants for each kind of CPU, with their flags. All have `baseline` after them."""
+"""The variants for each kind of CPU, the best first, with their flags. Other kinds have `baseline` alone."""
 
 
 class BuildError(Exception):
@@ -70,14 +81,14 @@ def is_current() -> bool:
     return _tried() is not None
 
 
-def is_complete(*, for_every_cpu: bool = False) -> bool:
-    """Returns whether the library is there, made from these sources, with all variants that this CPU can run, or
-    `for_every_cpu` of its kind."""
+def is_complete(extent: str = "needed") -> bool:
+    """Returns whether the library is there, made from these sources, with all variants of one of the `EXTENTS`."""
     tried = _tried()
     if tried is None:
         return False
-    known = [*_VARIANTS.get(_kind(platform.machine()), {}), "baseline"]
-    return set(known if for_every_cpu else _runnable(known, LIBRARY)) <= set(tried)
+    known = list(flags_of(_kind(platform.machine())))
+    wanted = _candidates(known if extent == "all" else _runnable(known, LIBRARY), extent)
+    return {first for first, *_ in wanted} <= set(tried)
 
 
 def _tried() -> list[str] | None:
@@ -100,13 +111,13 @@ def _runnable(names: Sequence[str], library: Path) -> list[str]:
     return [name for name in names if can_run(name.encode())]
 
 
-def build(*, for_every_cpu: bool = False, say: Callable[[str], None] = lambda _: None) -> None:
-    """Compiles the library: the variants that this CPU can run, or `for_every_cpu` of the kind that the compiler
-    compiles for. Tells `say` how far it is every few seconds. Raises `BuildError`."""
+def build(extent: str = "needed", say: Callable[[str], None] = lambda _: None) -> None:
+    """Compiles the library with the variants of one of the `EXTENTS`, for another kind of CPU than this one with all.
+    Tells `say` how far it is every few seconds. Raises `BuildError`."""
     compiler = _compiler()
     with tempfile.TemporaryDirectory(prefix=".build-", dir=LIBRARY.parent) as folder:
-        names = _wanted(compiler, Path(folder), for_every_cpu)
-        objects = _compiled(compiler, Path(folder), names, say)
+        wanted = _wanted(compiler, Path(folder), extent)
+        objects = _compiled(compiler, Path(folder), wanted, say)
         library = Path(folder, LIBRARY.name)
         _run([*compiler, "-shared", "-pthread", *map(str, objects), "-o", str(library)])
         # The linker takes the umask. Whoever may write to the library runs code in this process.
@@ -122,45 +133,63 @@ def _compiler() -> list[str]:
     raise BuildError(f"no C++ compiler was found ({' '.join(named) or 'c++, g++, clang++'})")
 
 
-def _wanted(compiler: Sequence[str], folder: Path, for_every_cpu: bool) -> list[str]:
-    """Returns the names of the variants to compile. `library.cpp`, compiled without variants, says which ones this
-    CPU can run."""
-    known = [*_VARIANTS.get(_target(compiler), {}), "baseline"]
-    if for_every_cpu or _target(compiler) != _kind(platform.machine()):
-        return known
+def _wanted(compiler: Sequence[str], folder: Path, extent: str) -> list[list[str]]:
+    """Returns the `_candidates` to compile. `library.cpp`, compiled without variants, says which ones this CPU can
+    run."""
+    known = list(flags_of(target(compiler)))
+    if extent == "all" or target(compiler) != _kind(platform.machine()):
+        return _candidates(known, "all")
     probe = folder / "probe.so"
     defined = ["-DVARIANTS=", '-DCOMPILER=""', '-DSOURCE=""', "-shared"]
     done = _done([*compiler, *_FLAGS, *defined, str(SOURCES / "library.cpp"), "-o", str(probe)])
-    return known if done.returncode else _runnable(known, probe)
+    return _candidates(known, "all") if done.returncode else _candidates(_runnable(known, probe), extent)
 
 
-def _compiled(compiler: Sequence[str], folder: Path, wanted: Sequence[str], say: Callable[[str], None]) -> list[Path]:
-    """Returns the object files. Leaves out variants for which the compiler is too old, except `baseline`."""
-    flags = {**_VARIANTS.get(_target(compiler), {}), "baseline": ()}
+def _candidates(names: Sequence[str], extent: str) -> list[list[str]]:
+    """Returns lists of variants, the best first. A library has the first one of each that the compiler can compile."""
+    if extent != "needed":
+        return [[name] for name in names]
+    special = (_WITH_OWN_BITS, "baseline")
+    best = [name for name in names if name not in special]
+    return [*([best] if best else []), *([name] for name in names if name in special)]
 
-    def compile_variant(name: str) -> subprocess.CompletedProcess[bytes]:
-        own = [*flags[name], f"-DVARIANT={name}"]
-        return _done(_command(compiler, "variant.cpp", folder / f"{name}.o", own))
+
+def _compiled(
+    compiler: Sequence[str], folder: Path, wanted: Sequence[Sequence[str]], say: Callable[[str], None]
+) -> list[Path]:
+    """Returns the object files of the `wanted` candidates. Leaves out variants for which the compiler is too old,
+    except `baseline`."""
+    flags = flags_of(target(compiler))
+
+    def compile_first(names: Sequence[str]) -> dict[str, subprocess.CompletedProcess[bytes]]:
+        done: dict[str, subprocess.CompletedProcess[bytes]] = {}
+        for name in names:
+            own = [*flags[name], f"-DVARIANT={name}"]
+            done[name] = _done(_command(compiler, "variant.cpp", folder / f"{name}.o", own))
+            if done[name].returncode == 0:
+                break
+        return done
 
     # Each takes up to 400 MiB of memory.
     with ThreadPoolExecutor(runpy.run_path(str(_CONTROL_GROUPS))["num_cpus"]()) as pool:
-        # The last ones take longest.
-        running = {name: pool.submit(compile_variant, name) for name in reversed(wanted)}
-        _watch(list(running.values()), say)
-    done = {name: running[name].result() for name in wanted}
-    names = [name for name, process in done.items() if process.returncode == 0]
+        # The last ones take longest, but for `baseline`.
+        running = [pool.submit(compile_first, names) for names in [*reversed(wanted[:-1]), wanted[-1]]]
+        _watch(running, say)
+    done = dict(chain.from_iterable(compiled.result().items() for compiled in running))
+    tried = [name for name in flags if name in done]
+    names = [name for name in tried if done[name].returncode == 0]
     if "baseline" not in names:
         raise BuildError(_first_error(done["baseline"].stderr.decode(errors="replace")))
     described = "".join(char for char in _first_line_of(compiler, "--version") if char not in '"\\')
     variants = " ".join(f"V({name})" for name in names)
-    source = f"{_DIGEST_AT.decode()}{digest()} {' '.join(wanted)}"
+    source = f"{_DIGEST_AT.decode()}{digest()} {' '.join(tried)}"
     defined = [f"-DVARIANTS={variants}", f'-DCOMPILER="{described}"', f'-DSOURCE="{source}"']
     _run(_command(compiler, "library.cpp", folder / "library.o", defined))
     _run(_command(compiler, "team.cpp", folder / "team.o", []))
     return [folder / f"{name}.o" for name in [*names, "library", "team"]]
 
 
-def _watch(running: Sequence[Future[subprocess.CompletedProcess[bytes]]], say: Callable[[str], None]) -> None:
+def _watch(running: Sequence[Future[Any]], say: Callable[[str], None]) -> None:
     """Reports progress to `say` until all are done."""
     began, left = time.monotonic(), set(running)
     while left:
@@ -169,7 +198,12 @@ def _watch(running: Sequence[Future[subprocess.CompletedProcess[bytes]]], say: C
         left = wait(left, timeout=_TICK_S, return_when=FIRST_COMPLETED).not_done
 
 
-def _target(compiler: Sequence[str]) -> str:
+def flags_of(kind: str) -> dict[str, tuple[str, ...]]:
+    """Returns the variants for a kind of CPU, the best first, with their flags."""
+    return _VARIANTS.get(kind, {"baseline": ()})
+
+
+def target(compiler: Sequence[str]) -> str:
     """Returns the kind of CPU that the compiler compiles for."""
     return _kind(_first_line_of(compiler, "-dumpmachine").partition("-")[0])
 
@@ -204,9 +238,19 @@ def _first_error(messages: str) -> str:
     return next((line for line in lines if "error" in line), lines[0] if lines else "the compiler failed")
 
 
-def main(*, for_every_cpu: bool = False) -> int:
-    """Builds the library if it is missing or out of date. A failure is no error: torch's kernels are used instead."""
-    if is_complete(for_every_cpu=for_every_cpu):
+def chosen_extent() -> str:
+    """Returns the one of the `EXTENTS` that the environment asks for. Ends the process with a message if it is none."""
+    extent = os.environ.get("DISKPREFIX_VARIANTS") or EXTENTS[0]
+    if extent not in EXTENTS:
+        sys.exit(f"DISKPREFIX_VARIANTS: {extent!r} is not one of {', '.join(EXTENTS)}")
+    return extent
+
+
+def main() -> int:
+    """Builds the library if it is missing, out of date, or lacks variants that are asked for. A failure is no error:
+    torch's kernels are used instead."""
+    extent = chosen_extent()
+    if is_complete(extent):
         return 0
     on_terminal = sys.stderr.isatty()
 
@@ -214,7 +258,7 @@ def main(*, for_every_cpu: bool = False) -> int:
         print(f"\r\033[K{text}" if on_terminal else text, end="" if on_terminal else "\n", file=sys.stderr, flush=True)
 
     try:
-        build(for_every_cpu=for_every_cpu, say=say)
+        build(extent, say)
         ended = ""
     except (BuildError, OSError) as error:
         ended = f"the C++ operators were not compiled, torch's take their place: {error}\n"

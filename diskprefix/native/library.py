@@ -105,6 +105,23 @@ def has_bfloat16_rows() -> bool:
         return False
 
 
+def of_another_cpu() -> str:
+    """Returns what to do if the operators were compiled for another CPU and this one could run better ones, else ""."""
+    there = variants()
+    better = [name for name in VARIANTS[: VARIANTS.index(there[0])] if _lacks(name)] if there else []
+    return f"{', '.join(better)} {_MOVED}" if better else ""
+
+
+def _lacks(variant: str) -> bool:
+    """Returns whether this CPU can run a variant that nobody tried to compile. If the compiler was too old for it, to
+    install again would not help."""
+    try:
+        library, name = _opened(), variant.encode()
+    except Unavailable:
+        return False
+    return bool(library.diskprefix_can_run(name)) and name not in library.diskprefix_source().split()
+
+
 def require_kernels(kernels: str, rows: str = "8") -> None:
     """Raises `SettingsError` if `--kernels` is neither `auto`, `torch` nor a variant for this CPU, or if there are none
     for `--rows`. Imports no torch."""
@@ -114,9 +131,10 @@ def require_kernels(kernels: str, rows: str = "8") -> None:
         if kernels not in ("auto", _OF_BFLOAT16):
             raise SettingsError(f"--rows bf16 needs the kernels {_OF_BFLOAT16}, not {kernels}; leave --kernels out")
         if not has_bfloat16_rows():
-            raise SettingsError("--rows bf16 needs a CPU with AMX, which this one is not; leave --rows out")
+            why = f"{_OF_BFLOAT16}, which {_MOVED}" if _lacks(_OF_BFLOAT16) else "a CPU with AMX, which this one is not"
+            raise SettingsError(f"--rows bf16 needs {why}; leave --rows out")
     elif kernels != "auto" and kernels not in (there := variants()):
-        why = "" if there else f": {_loaded('auto', '8')[1]}"
+        why = f": {_UNNEEDED}" if _lacks(kernels) else "" if there else f": {_loaded('auto', '8')[1]}"
         raise SettingsError(f"--kernels: {kernels!r} is not one of {', '.join(('auto', 'torch', *there))}{why}")
 
 
@@ -157,12 +175,20 @@ def are_missing() -> bool:
     return _chosen[0] != "torch" and operators() is None
 
 
+_AGAIN = "pip install --force-reinstall --no-deps ."
 REMEDY = (
     "install a C++ compiler (Debian and Ubuntu: `apt install g++`, Fedora: `dnf install gcc-c++`, macOS: "
-    "`xcode-select --install`) and diskprefix again (`pip install --force-reinstall --no-deps .` in its clone), or "
+    f"`xcode-select --install`) and diskprefix again (`{_AGAIN}` in its clone), or "
     "install a wheel of `tools/release`, which needs no compiler"
 )
 """What to do where the compiled operators are missing."""
+_MOVED = (
+    f"was not compiled, as diskprefix was installed on another CPU: install it here (`{_AGAIN}` in its clone), or a "
+    "wheel of `tools/release`, which has the operators of all CPUs"
+)
+_UNNEEDED = (
+    f"only what this CPU needs was compiled; `DISKPREFIX_VARIANTS=runnable {_AGAIN}` compiles all that it can run"
+)
 
 
 @lru_cache
@@ -212,4 +238,5 @@ def _opened() -> ctypes.CDLL:
     library.diskprefix_operators.argtypes = (ctypes.c_char_p,)
     library.diskprefix_operators.restype = ctypes.POINTER(_Table)
     library.diskprefix_compiler.restype = ctypes.c_char_p
+    library.diskprefix_source.restype = ctypes.c_char_p
     return library

@@ -96,7 +96,8 @@ def test_it_checks_everything_without_the_weights(run: Run, chat_model: Path, tm
         ("x86_64", "AVX512", ("avx2", "baseline"), "torch", {"torch": "ok", "kernels": "auto takes avx2"}),
         ("x86_64", "AVX2", (), "auto", {"torch": "ok", "kernels": "C++ compiler"}),
         ("x86_64", "AVX2", (), "torch", {"torch": "ok", "kernels": "C++ compiler"}),
-        ("x86_64", "DEFAULT", ("baseline",), "auto", {"torch": "no AVX2", "kernels": "ok"}),
+        ("x86_64", "AVX512", ("baseline",), "auto", {"torch": "ok", "kernels": "install it here"}),
+        ("x86_64", "DEFAULT", ("avx2", "baseline"), "auto", {"torch": "no AVX2", "kernels": "ok"}),
         ("aarch64", "DEFAULT", (), "auto", {"torch": "ok", "kernels": "C++ compiler"}),
     ],
 )
@@ -112,6 +113,7 @@ def test_what_could_compute_faster_is_told(
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(library, "variants", lambda: there)
     monkeypatch.setattr(library, "described", lambda: "native" if there and kernels != "torch" else "torch")
+    monkeypatch.setattr(library, "of_another_cpu", lambda: "install it here" if there == ("baseline",) else "")
     found = by_check(torch_findings(Settings(kernels=kernels)))
     levels(found)
     told = {check: found[check].advice or found[check].level for check in expected}

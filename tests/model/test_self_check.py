@@ -50,6 +50,22 @@ def test_missing_operators_are_a_warning_with_the_remedy_unless_they_were_left_o
     )
 
 
+@pytest.mark.parametrize("is_chosen", [False, True])
+def test_operators_of_another_cpu_are_a_warning_with_the_remedy_unless_they_were_chosen(
+    is_chosen: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernels = library.variants()[0] if is_chosen else "auto"
+    monkeypatch.setattr(library, "VARIANTS", ("newest", *library.VARIANTS))
+    monkeypatch.setattr(library, "_lacks", lambda name: name == "newest")
+    library.choose(kernels)
+    settings = Settings(model=str(tiny.write_folder(tmp_path / "m")), kernels=kernels)
+    assert measured(loader.begin_load(settings, lambda _: None), settings).layout.exact_at == "token"
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert ["newest was not compiled" in line and "pip install" in line for line in warnings] == [True] * (
+        not is_chosen
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "reason"), [("zaya", "no family has zaya"), ("deepseek_v4", "its state is not cached")]
 )

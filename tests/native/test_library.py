@@ -163,7 +163,7 @@ def use_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, refused: str, cp
 
 def test_a_variant_that_the_compiler_is_too_old_for_is_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = use_compiler(folder, monkeypatch, refused="-mamx-tile")
-    build.build()
+    build.build("all")
     left = "V(avx512_vnni) V(avx512) V(avx2_vnni) V(avx2) V(baseline)"
     expected = f'-DVARIANTS={left} -DCOMPILER="an odd compiler 1.0"'
     assert expected in calls.read_text()
@@ -212,35 +212,119 @@ def test_a_library_of_other_sources_is_out_of_date(folder: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists() or platform.machine() != "x86_64", reason="Linux says it")
-def test_a_clone_compiles_exactly_the_variants_that_this_cpu_can_run(tmp_path: Path) -> None:
+def test_the_tests_have_all_variants_that_this_cpu_can_run_and_an_installation_the_best(tmp_path: Path) -> None:
     flags = set(next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if "flags" in line).split())
-    known = build._wanted(build._compiler(), tmp_path, for_every_cpu=True)
-    assert known == [name for name in NEEDED_FLAGS if not name.startswith("neon")]
-    expected = [name for name in known if NEEDED_FLAGS[name] <= flags]
-    assert build._wanted(build._compiler(), tmp_path, for_every_cpu=False) == expected
-    assert sorted(of_this_cpu()) == sorted(set(expected) - {"amx"})
-    assert build.is_complete()
+    known = NEEDED_FLAGS.keys() - {"neon_i8mm", "neon_dot"}
+    assert {name for [name] in build._wanted(build._compiler(), tmp_path, "all")} == known
+    runnable = [name for [name] in build._wanted(build._compiler(), tmp_path, "runnable")]
+    assert set(runnable) == {name for name in known if NEEDED_FLAGS[name] <= flags}
+    assert sorted(of_this_cpu()) == sorted(set(runnable) - {"amx"})
+    assert [build.is_complete(extent) for extent in ("needed", "runnable")] == [True, True]
+    needed = [name for name, *_ in build._wanted(build._compiler(), tmp_path, "needed")]
+    assert set(needed) == {of_this_cpu()[0], "baseline", *({"amx"} & set(runnable))}
 
 
-@pytest.mark.parametrize(("cpu", "runnable"), [("x86_64", ["avx2", "baseline"]), ("riscv64", ["baseline"])])
-def test_a_wheel_and_a_better_cpu_rebuild_the_library(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, cpu: str, runnable: list[str]
-) -> None:
-    use_compiler(folder, monkeypatch, refused="-mamx-tile", cpu=cpu)
-    monkeypatch.setattr(platform, "machine", lambda: cpu)
-    monkeypatch.setattr(build, "_runnable", lambda _names, _library: runnable)
-    assert build.main() == 0
-    compiled = (folder / "calls").read_text()
-    assert {name for name in NEEDED_FLAGS if f"-DVARIANT={name} " in compiled} == set(runnable)
-    assert f'-DSOURCE="diskprefix source {build.digest()} {" ".join(runnable)}"' in compiled
-    build.LIBRARY.write_bytes(f"diskprefix source {build.digest()} {' '.join(runnable)}\0".encode())
-    assert build.is_complete()
-    assert build.is_complete(for_every_cpu=True) == (cpu == "riscv64")
-    monkeypatch.setattr(build, "_runnable", lambda names, _library: list(names))
-    assert build.is_complete() == (cpu == "riscv64")
+def rebuilt(folder: Path, extent: str) -> list[str]:
+    """Builds a library of an extent if it is not complete. Returns the variants that were compiled."""
     (folder / "calls").write_text("")
-    assert build.main(for_every_cpu=True) == 0
-    assert ("-DVARIANT=avx512" in (folder / "calls").read_text()) == (cpu == "x86_64")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DISKPREFIX_VARIANTS", extent)
+        assert build.main() == 0
+    calls = (folder / "calls").read_text()
+    if tried := re.search(rf'-DSOURCE="(diskprefix source {build.digest()}.*?)"', calls):
+        build.LIBRARY.write_bytes(tried[1].encode() + b"\0")
+    assert build.is_complete(extent)
+    return [name for name in NEEDED_FLAGS if f"-DVARIANT={name} " in calls]
+
+
+def test_an_installation_is_compiled_anew_for_a_better_cpu_for_the_tests_and_for_others(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_compiler(folder, monkeypatch, refused="-no-flag")
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    runnable = ["avx2", "baseline"]
+    monkeypatch.setattr(build, "_runnable", lambda _names, _library: runnable)
+    assert rebuilt(folder, "needed") == ["avx2", "baseline"]
+    assert rebuilt(folder, "runnable") == []
+    runnable = ["amx", "avx512_vnni", "avx512", "avx2", "baseline"]
+    assert rebuilt(folder, "needed") == ["amx", "avx512_vnni", "baseline"]
+    assert rebuilt(folder, "needed") == []
+    assert rebuilt(folder, "runnable") == runnable
+    assert rebuilt(folder, "needed") == []
+    assert rebuilt(folder, "all") == ["amx", "avx512_vnni", "avx512", "avx2_vnni", "avx2", "baseline"]
+    assert rebuilt(folder, "runnable") == []
+
+
+def test_where_the_compiler_is_too_old_for_the_best_variant_the_next_one_takes_its_place(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_compiler(folder, monkeypatch, refused="-mavx512vnni")
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(build, "_runnable", lambda _names, _library: ["avx512_vnni", "avx512", "avx2", "baseline"])
+    assert rebuilt(folder, "needed") == ["avx512_vnni", "avx512", "baseline"]
+    assert b" avx512_vnni avx512 baseline\0" in build.LIBRARY.read_bytes()
+    assert rebuilt(folder, "needed") == []
+
+
+def test_an_unknown_extent_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert build.chosen_extent() == "needed"
+    monkeypatch.setenv("DISKPREFIX_VARIANTS", "every")
+    with pytest.raises(SystemExit, match=r"^DISKPREFIX_VARIANTS: 'every' is not one of needed, runnable, all$"):
+        build.main()
+
+
+# A machine gets another CPU.
+
+TABLES = """
+#include "interface.h"
+namespace diskprefix {
+static int32_t fail() { return 1; }
+#define FAIL(name) (decltype(Operators::name)) fail
+extern const Operators baseline;
+const Operators baseline = {"baseline",    FAIL(require_matrix), FAIL(attention), FAIL(pack),
+                            FAIL(look_up), FAIL(run),            FAIL(split),     FAIL(join)};
+}
+"""
+
+
+def use_library_of_another_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch, tried: str) -> None:
+    """A library that has `baseline` alone, for which the variants `tried` were requested."""
+    tables, made = folder / "tables.cpp", folder / "_operators.so"
+    tables.write_text(TABLES, encoding="utf-8")
+    defined = ["-DVARIANTS=V(baseline)", '-DCOMPILER=""', f'-DSOURCE="diskprefix source {build.digest()} {tried}"']
+    sources = [str(tables), str(build.SOURCES / "library.cpp"), f"-I{build.SOURCES}"]
+    flags = [*build._FLAGS, "-shared", *defined]
+    subprocess.run([*build._compiler(), *flags, *sources, "-o", str(made)], check=True, capture_output=True)
+    monkeypatch.setattr(build, "LIBRARY", made)
+    library._loaded.cache_clear()
+
+
+def test_on_another_cpu_than_it_was_installed_on_baseline_is_taken_and_it_is_told_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    better = of_this_cpu()[:-1]
+    use_library_of_another_cpu(tmp_path, monkeypatch, "neon_i8mm baseline")
+    assert library.variants() == ("baseline",)
+    assert library.described() == "native (baseline)"
+    told = library.of_another_cpu()
+    assert told.startswith(f"{', '.join(better)} was not compiled, as diskprefix was installed on another CPU: ")
+    assert "`pip install --force-reinstall --no-deps .`" in told
+    with pytest.raises(SettingsError, match=r"^--kernels: '\w+' is not one of auto, torch, baseline: .*=runnable pip"):
+        library.choose(better[0])
+    with pytest.raises(SettingsError, match=r"^--kernels: 'avx9' is not one of auto, torch, baseline$"):
+        library.choose("avx9")
+
+
+def test_a_variant_that_the_compiler_could_not_compile_is_not_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_library_of_another_cpu(tmp_path, monkeypatch, " ".join(NEEDED_FLAGS))
+    assert library.variants() == ("baseline",)
+    assert library.of_another_cpu() == ""
+
+
+def test_an_installation_for_this_cpu_misses_nothing() -> None:
+    assert library.of_another_cpu() == ""
 
 
 def test_the_cpus_of_a_core_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ def build(cache: Path, compiler: Sequence[str], flags: Sequence[str], link: Sequ
     source, common = NATIVE / "source", [*compiler, *_FLAGS, *flags]
     # The flags of each variant of the operators come from `native/build.py`.
     module = _build_module()
-    chosen = {**module._VARIANTS.get(module._target(compiler), {}), "baseline": ()}
+    chosen = module.flags_of(module.target(compiler))
     named = " ".join(f"V({name})" for name in chosen)
     jobs = [(source / "library.cpp", ['-DCOMPILER=""', '-DSOURCE=""', f"-DVARIANTS={named}"])]
     jobs += [(source / "variant.cpp", [*own, f"-DVARIANT={name}"]) for name, own in chosen.items()]

@@ -142,7 +142,7 @@ def build_archives(commit: str, work: Path, targets: tuple[Target, ...], address
         with tarfile.open(archive) as packed:
             packed.extractall(folder, filter="data")
         (sources,) = folder.iterdir()
-        chosen = {"CXX": target.compiler, "_PYTHON_HOST_PLATFORM": target.platform}
+        chosen = {"CXX": target.compiler, "_PYTHON_HOST_PLATFORM": target.platform, "DISKPREFIX_VARIANTS": "all"}
         run(*hatchling, "--target", "wheel", folder=sources, variables=variables | chosen)
         wheels = list(made.glob(f"*-{target.platform}.whl"))
         if not wheels:

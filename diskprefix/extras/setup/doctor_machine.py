@@ -69,7 +69,7 @@ def _installed_torch_findings(settings: Settings) -> Iterator[Finding]:
 
 def _kernels_finding(kernels: str) -> Finding:
     """Returns the finding about the kernels: those chosen, those that this CPU supports, and faster ones."""
-    from diskprefix.native.library import REMEDY, choose, described, variants
+    from diskprefix.native.library import REMEDY, choose, described, of_another_cpu, variants
 
     choose(kernels)
     names, there, advice = described(), variants(), ""
@@ -77,6 +77,8 @@ def _kernels_finding(kernels: str) -> Finding:
         advice = f"leave --kernels out: auto takes {there[0]}, which is faster"
     elif not names.startswith("native"):
         advice = REMEDY
+    else:
+        advice = of_another_cpu()
     has = f"; this CPU has {', '.join(there)}" if there else ""
     return Finding("kernels", "note" if advice else "ok", f"operators: {names}{has}", advice)
 
