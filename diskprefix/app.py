@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from diskprefix import hooks
 from diskprefix.cache.policy.scope import parse_scope
+from diskprefix.file_system import lost_with_container
 from diskprefix.native.compute_threads import limit_libraries
 from diskprefix.settings import Settings
 from diskprefix.units import format_size
@@ -49,6 +50,8 @@ def serve(settings: Settings) -> None:
     except FolderUnavailable as error:
         if not error.passing:
             raise
+    if lost := lost_with_container(settings.kv_cache_dir):
+        log.warning("[disk-cache] the cache and fetched models end with this container: %s", lost)
     require_on_disk(settings.kv_cache_dir, settings.kv_cache_budget or 0)
     run_router = hooks.open_router(settings)
     if run_router is not None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from diskprefix import file_system
 from diskprefix.errors import StoreCorrupt
 from diskprefix.extras import daemon_call
 from diskprefix.extras.catalogue import catalogue
@@ -143,14 +144,21 @@ def test_a_folder_that_cannot_be_written_or_that_others_may_write_to_is_a_proble
     assert (found.check, found.level, str(tmp_path) in found.text) == ("folder", "problem", True)
 
 
+ROOT_MOUNT = "1 0 8:1 / / rw - ext4 /dev/a rw"
+
+
 @pytest.mark.parametrize(
     ("mounts", "kind", "level"),
     [
-        ("/dev/a / ext4 rw", "ext4", "ok"),
-        ("none {at} tmpfs rw\n/dev/a / ext4 rw", "tmpfs", "problem"),
-        ("/dev/a / ext4 rw\nnone {at} tmpfs rw\nhost:/x {at} nfs4 rw", "nfs4", "problem"),
-        ("/dev/a / ext4 rw\nnone {at}-else tmpfs rw", "ext4", "ok"),
-        ("/dev/a / ext4 rw\nbad", "ext4", "ok"),
+        (ROOT_MOUNT, "ext4", "ok"),
+        (f"2 1 0:5 / {{at}} rw shared:1 - tmpfs none rw\n{ROOT_MOUNT}", "tmpfs", "problem"),
+        (
+            f"{ROOT_MOUNT}\n2 1 0:5 / {{at}} rw - tmpfs none rw\n3 1 0:6 / {{at}} rw - nfs4 host:/x rw",
+            "nfs4",
+            "problem",
+        ),
+        (f"{ROOT_MOUNT}\n2 1 0:5 / {{at}}-else rw - tmpfs none rw", "ext4", "ok"),
+        (f"{ROOT_MOUNT}\nbad\n2 1 0:5 / {{at}} - \n", "ext4", "ok"),
         ("", "", "ok"),
     ],
 )
@@ -161,9 +169,21 @@ def test_a_file_system_that_forgets_or_is_remote_is_a_problem(
     folder = tmp_path / "with space"
     folder.mkdir()
     at = str(folder.resolve()).replace(" ", "\\040")
-    monkeypatch.setattr(Path, "read_text", lambda *_args, **_how: mounts.format(at=at))
+    monkeypatch.setattr(file_system, "_MOUNTS", tmp_path / "mountinfo")
+    (tmp_path / "mountinfo").write_text(mounts.format(at=at), encoding="utf-8")
     found = by_check(folder_findings(Settings(kv_cache_dir=folder)))["file system"]
     assert (found.level, kind in found.text) == (level, True)
+
+
+def test_a_store_that_ends_with_its_container_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_system, "_MOUNTS", tmp_path / "mountinfo")
+    (tmp_path / "mountinfo").write_text("1 0 0:30 / / rw - overlay overlay rw", encoding="utf-8")
+    levels = []
+    for volume in ("", str(tmp_path)):
+        monkeypatch.setenv(file_system.VOLUME, volume)
+        found = by_check(folder_findings(Settings(kv_cache_dir=tmp_path)))["file system"]
+        levels.append((found.level, f"-v diskprefix:{tmp_path}" in found.advice))
+    assert levels == [("ok", False), ("problem", True)]
 
 
 @pytest.mark.parametrize(

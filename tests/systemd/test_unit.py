@@ -21,6 +21,7 @@ from diskprefix.server.process import process
 from diskprefix.settings import SETTINGS, Settings, default_kv_cache_dir, flag_of
 from diskprefix.units import parse_duration, parse_size
 from tests.closing import needs
+from tools.releasing.image import instructions
 
 ROOT = Path(__file__).parent.parent.parent
 SYSTEMD = ROOT / "systemd"
@@ -147,12 +148,7 @@ def test_systemd_finds_little_that_a_taken_over_service_could_do(unit: str, tmp_
 
 
 def steps() -> list[tuple[str, str]]:
-    """Instructions of the container file with their arguments; lines that go on are joined."""
-    text = (SYSTEMD / "Containerfile").read_text(encoding="utf-8")
-    lines = [line for line in text.split("\n") if not line.lstrip().startswith("#")]
-    joined = re.sub(r"\\\n\s*", " ", "\n".join(lines))
-    found = [line.partition(" ") for line in map(str.strip, joined.split("\n")) if line]
-    return [(instruction, arguments.strip()) for instruction, _, arguments in found]
+    return instructions((SYSTEMD / "Containerfile").read_text(encoding="utf-8"))
 
 
 def said(instruction: str) -> list[str]:

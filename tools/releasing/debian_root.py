@@ -36,12 +36,14 @@ def own_sources(system: Path = Path("/")) -> list[Path]:
     return [path for path in present if _ENTRY.search(path.read_text(encoding="utf-8"))][:1]
 
 
-def make_archive(archive: Path, suite: str) -> None:
+def make_archive(
+    archive: Path, suite: str, packages: Sequence[str] = PACKAGES, variables: Mapping[str, str] | None = None
+) -> None:
     """Writes an archive of a new root. The packages come from this machine's sources if it is a Debian."""
     archive.parent.mkdir(parents=True, exist_ok=True)
     part = archive.with_name(archive.name + ".part.tar")
-    command = ("mmdebstrap", "--quiet", "--variant=minbase", f"--include={','.join(PACKAGES)}", suite, part)
-    run(*command, *own_sources())
+    command = ("mmdebstrap", "--quiet", "--variant=minbase", f"--include={','.join(packages)}", suite, part)
+    run(*command, *own_sources(), variables=variables)
     part.replace(archive)
 
 

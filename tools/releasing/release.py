@@ -22,6 +22,7 @@ import click
 from diskprefix.progress import Report
 from tools.measuring.options import run_tool
 from tools.releasing.environment import ROOT, ReleaseError, programs, run
+from tools.releasing.image import make_image, require_image_programs
 
 GLIBC = (2, 28)
 """The oldest glibc that the wheels run with: the same as for torch's wheels."""
@@ -235,7 +236,10 @@ def _chosen(machines: tuple[str, ...]) -> tuple[Target, ...]:
 @click.option("--tag", default="", help="Build the commit of this tag, and check that it is ready to be published.")
 @click.option("--address", default="", help="The project's address, for an index and for the links of the first page.")
 @click.option("--once", is_flag=True, help="Build once, without comparing two builds.")
-def main(folder: Path, commit: str, machines: tuple[str, ...], tag: str, address: str, once: bool) -> None:
+@click.option("--image", "with_image", is_flag=True, help="Also make an OCI image of the wheel for this machine's CPU.")
+def main(
+    folder: Path, commit: str, machines: tuple[str, ...], tag: str, address: str, once: bool, with_image: bool
+) -> None:
     """Build the wheels and the source archive of a commit, and check them.
 
     Each wheel holds the operators, compiled for every kind of x86_64 or aarch64 CPU, and needs no compiler where it is
@@ -245,6 +249,9 @@ def main(folder: Path, commit: str, machines: tuple[str, ...], tag: str, address
     With --tag, the version must be that of the tag, its section of the changelog must have a date, and the first page
     must say how to install the package from an index.
 
+    With --image, a new Debian root with the wheel becomes an image for containers, which `podman load` takes. That
+    needs root, and Debian's packages mmdebstrap and umoci, but no daemon and no registry.
+
     \b
     Exit codes: 0 done; 1 something cannot be released; 2 wrong usage.
     """
@@ -253,6 +260,11 @@ def main(folder: Path, commit: str, machines: tuple[str, ...], tag: str, address
         click.echo(f"release: {text}", err=True)
 
     targets = _chosen(machines)
+    of_image = [index for index, target in enumerate(targets) if with_image and target.machine == platform.machine()]
+    if with_image:
+        require_image_programs()
+        if not of_image:
+            raise ReleaseError(f"--image needs the wheel for {platform.machine()}")
     named = f"refs/tags/{tag}" if tag else commit
     commit = run("git", "-C", ROOT, "rev-parse", "--verify", f"{named}^{{commit}}").strip()
     with _workplace() as work:
@@ -270,6 +282,12 @@ def main(folder: Path, commit: str, machines: tuple[str, ...], tag: str, address
         for target, wheel in zip(targets, archives[1:], strict=True):
             say(f"checking {wheel.name}")
             check_wheel(wheel, version, target, work / f"checked-{target.machine}")
+        for index in of_image:
+            say("making the image")
+            made_at = run("git", "-C", ROOT, "log", "-1", "--format=%ct", commit).strip()
+            (work / "image").mkdir()
+            wheel = archives[1 + index]
+            archives.append(make_image(wheel, version, targets[index].machine, work / "image", made_at))
         folder.mkdir(parents=True, exist_ok=True)
         written = [Path(shutil.copy2(path, folder)) for path in archives]
     sums = "".join(f"{digest_of(path)}  {path.name}\n" for path in written)

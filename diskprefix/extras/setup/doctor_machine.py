@@ -17,7 +17,7 @@ from msgspec import Struct
 from diskprefix.cli.tooling import existing_folder
 from diskprefix.errors import CacheError, NotReady, SettingsError, StoreCorrupt, StoreFormatError
 from diskprefix.extras.daemon_call import running_daemon
-from diskprefix.file_system import REMOTE, VOLATILE, file_system
+from diskprefix.file_system import REMOTE, VOLATILE, file_system, lost_with_container
 from diskprefix.model.load.imports import INSTALL
 from diskprefix.printable import shown
 from diskprefix.settings import Settings
@@ -105,7 +105,9 @@ def folder_findings(settings: Settings) -> Iterator[Finding]:
         return
     yield Finding("folder", "ok", f"{folder}{'' if place == folder else ' will be created'}")
     kind = file_system(place)
-    if kind in VOLATILE:
+    if lost := lost_with_container(place):
+        yield Finding("file system", "problem", f"{kind}: the store ends with this container", lost)
+    elif kind in VOLATILE:
         text = f"{kind}: the store is lost at the next boot"
         yield Finding("file system", "problem", text, "give a --kv-cache-dir on a disk")
     elif kind in REMOTE:
