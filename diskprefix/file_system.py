@@ -32,7 +32,7 @@ def mount_of(folder: Path) -> Mount | None:
         lines = _MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return None
-    real, found, depth = folder.resolve(), None, -1
+    real, innermost, depth = folder.resolve(), None, -1
     for own, _, kind in (line.partition(" - ") for line in lines):
         fields = own.split()
         if len(fields) < 5 or not kind:
@@ -40,8 +40,8 @@ def mount_of(folder: Path) -> Mount | None:
         root, place = (field.replace("\\040", " ") for field in fields[3:5])
         # Of two file systems at one place, the later one is seen.
         if real.is_relative_to(place) and len(Path(place).parts) >= depth:
-            found, depth = Mount(place, root, kind.split()[0]), len(Path(place).parts)
-    return found
+            innermost, depth = Mount(place, root, kind.split()[0]), len(Path(place).parts)
+    return innermost
 
 
 def file_system(place: Path) -> str:

@@ -90,7 +90,7 @@ def test_the_same_layers_make_the_same_image_whenever_it_is_made(config: Config,
 def test_a_container_sees_what_the_last_layer_has(config: Config, tmp_path: Path) -> None:
     image = written(tmp_path, config)
     in_image(image, tmp_path / "read")
-    command = ["umoci", "unpack", "--rootless", "--image", f"{tmp_path / 'read'}:diskprefix", tmp_path / "bundle"]
+    command = ["umoci", "unpack", "--rootless", "--image", f"{tmp_path / 'read'}:diskprefix", str(tmp_path / "bundle")]
     subprocess.run(command, check=True, capture_output=True)
     assert (tmp_path / "bundle/rootfs/etc/passwd").read_text(encoding="utf-8") == "of the wheel"
     process = json.loads((tmp_path / "bundle/config.json").read_bytes())["process"]

@@ -29,7 +29,7 @@ _INSTALLED = ("opt/diskprefix", "var/cache/diskprefix", "etc/passwd", "etc/group
 
 
 class Config(Struct, frozen=True):
-    """What an image says of its containers. `user` is `UID:GID`."""
+    """The description of an image's containers. `user` is `UID:GID`."""
 
     variables: dict[str, str]
     user: str
@@ -55,8 +55,8 @@ def instructions(text: str) -> list[tuple[str, str]]:
     """Returns the instructions of a container file with their arguments; lines that go on are joined."""
     lines = [line for line in text.split("\n") if not line.lstrip().startswith("#")]
     joined = re.sub(r"\\\n\s*", " ", "\n".join(lines))
-    found = [line.partition(" ") for line in map(str.strip, joined.split("\n")) if line]
-    return [(instruction, arguments.strip()) for instruction, _, arguments in found]
+    steps = [line.partition(" ") for line in map(str.strip, joined.split("\n")) if line]
+    return [(instruction, arguments.strip()) for instruction, _, arguments in steps]
 
 
 def config_of(text: str) -> Config:
