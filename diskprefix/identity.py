@@ -67,6 +67,14 @@ def identity_fields(text: str) -> dict[str, str]:
         raise ValueError(f"not an identity: {error}") from error
 
 
+def has_same_weights(a: str, b: str) -> bool:
+    """Returns whether two identities are of the same weights, however they are computed."""
+    with suppress(ValueError):
+        digests = [identity_fields(text).get("weights_digest") for text in (a, b)]
+        return digests[0] is not None and digests[0] == digests[1]
+    return False
+
+
 def is_outdated(identity: str, own: Iterable[str]) -> bool:
     """Returns whether an identity differs from one of our `own` only by the build: this build cannot use its state.
     Tenants may differ."""

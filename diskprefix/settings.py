@@ -107,6 +107,9 @@ class Setting(Struct, frozen=True, kw_only=True):
     kind: Kind
     is_common: bool = False
     """Shown by `--help`, not by `--help-all` only."""
+    parts_cache: bool = False
+    """It changes the identity of what is computed (`identity.Fingerprint`), for some models at least: prefixes saved
+    with one value are not found with another."""
     metavar: str | None = None
     unset: str | None = None
     """The default as the help shows it, if the value is None or depends on the machine."""
@@ -180,12 +183,14 @@ class Settings:
         "cpu, cuda (AMD too), cuda:1, xpu (Intel), mps, Vulkan0 and so on. auto uses an accelerator if there is one.",
         is_common=True,
         metavar="NAME",
+        parts_cache=True,
     )
     engine: str = _model(
         "auto",
         "plan (CPUs), llama (llama.cpp's library) or grid (transformers); auto takes llama if it has a GPU.",
         is_common=True,
         choices=("auto", "plan", "llama", "grid"),
+        parts_cache=True,
     )
     gpu_layers: int | None = _model(
         None,
@@ -193,17 +198,20 @@ class Settings:
         kind="integer",
         bounds=(0, 10_000),
         unset="as many as have room there",
+        parts_cache=True,
     )
     dtype: str = _model(
         "auto",
         "The data type of the computation. auto uses the type of the weights.",
         choices=("auto", "bfloat16", "float16", "float32"),
+        parts_cache=True,
     )
     weights: str = _model(
         "auto",
         "The weights in memory. auto keeps the quantization of a .gguf file, native unpacks it.",
         is_common=True,
         choices=("auto", "native"),
+        parts_cache=True,
     )
     packed_weights: str = _model(
         "auto",
@@ -215,14 +223,15 @@ class Settings:
     kv_type: str = _model(
         "auto",
         "The data type of keys and values in memory and on disk: auto (the type of the computation) or q8 (8 bits, "
-        "about half the size; three quarters for Qwen2 models, whose keys keep their type). Prefixes saved with one "
-        "type are not found with the other.",
+        "about half the size; three quarters for Qwen2 models, whose keys keep their type).",
         choices=("auto", "q8"),
+        parts_cache=True,
     )
     kernels: str = _model(
         "auto",
         "The operators on a CPU: auto (the best compiled variant for it), a variant such as avx2, or torch.",
         metavar="auto|torch|VARIANT",
+        parts_cache=True,
     )
     rows: str = _model(
         "8",
@@ -230,6 +239,7 @@ class Settings:
         "slower), with the same bits on every CPU; or bf16 (fast prompts, slower replies), which needs AMX and "
         "shares saved prefixes with such CPUs only.",
         choices=("8", "15", "bf16"),
+        parts_cache=True,
     )
     served_model_name: str | None = _model(
         None, "The model's name in the API.", is_common=True, metavar="NAME", unset="the model's own"
@@ -250,10 +260,11 @@ class Settings:
     speculative: str = _model(
         "auto",
         "Speculative decoding where it is faster; replies do not change. ngram drafts from earlier text that a reply "
-        "repeats, mtp with the draft layer that some models have, auto with both. For models with such a layer, off "
-        "and ngram do not find prefixes saved with auto and mtp.",
+        "repeats, mtp with the draft layer that some models have, auto with both. Saved prefixes of models with "
+        "such a layer are in two parts: those of auto and mtp, and those of off and ngram.",
         is_common=True,
         choices=("off", "ngram", "mtp", "auto"),
+        parts_cache=True,
     )
     draft_model: str | None = _model(
         None,
@@ -332,6 +343,7 @@ class Settings:
         metavar="N",
         unset="the positions of the model, as far as --kv-memory has room; factors for long texts",
         bounds=(16, 1 << 30),
+        parts_cache=True,
     )
     router: bool = _server(
         False,
@@ -425,14 +437,16 @@ class Settings:
     )
     block_size: int = _cache(
         256,
-        "The number of tokens in a block and in a prefill step. Prefixes of one size are not found with another.",
+        "The number of tokens in a block and in a prefill step.",
         bounds=(16, 65536),
+        parts_cache=True,
     )
     fingerprint: str = _cache(
         "strict",
         "strict: use saved state only where the model computes the same bits. portable: share it between machines with "
         "different kernels, devices and library versions.",
         choices=("strict", "portable"),
+        parts_cache=True,
     )
     namespace_key_file: Path | None = _shared(
         None,
@@ -599,6 +613,8 @@ class Settings:
 SETTINGS: dict[str, Setting] = {field.name: field.metadata["setting"] for field in fields(Settings) if field.metadata}
 """The `Setting` of each field by its name, in the order of the help."""
 
+PARTING = tuple(name for name, setting in SETTINGS.items() if setting.parts_cache)
+"""The settings that part the cache."""
 PER_MODEL = frozenset(
     {
         *(

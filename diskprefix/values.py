@@ -72,6 +72,7 @@ MissReason: TypeAlias = Literal[
     "not_stored",
     "partial",
     "other_key",
+    "other_settings",
     "diverged",
     "too_short",
     "off",
@@ -493,7 +494,8 @@ class CacheReport(Struct, frozen=True, kw_only=True):
 
     `restored` prompt tokens were not computed; their state came from `source` in `restore_ms`. `matched` tokens were
     found in the store; if they are more, `refused` is the reason. `miss_reason` is None unless `is_miss`.
-    server/README.md explains each reason.
+    server/README.md explains each reason. For `other_settings`, `stored_with` are the options that the stored prefix
+    was made with and this start lacks, by flag.
 
     `saved`: `none` if there was nothing to save, `queued` if the writer has it, `stored` if it was stored before,
     `dropped` if not all could be saved, because of `dropped_because`. `broken` is a difference from an earlier prompt
@@ -507,6 +509,7 @@ class CacheReport(Struct, frozen=True, kw_only=True):
     restored: int = 0
     source: StateSource = "none"
     miss_reason: MissReason | None = None
+    stored_with: Mapping[str, str] = msgspec.field(default_factory=dict)
     matched: int = 0
     refused: Refused | None = None
     restore_ms: float = 0.0
@@ -532,7 +535,7 @@ class CacheReport(Struct, frozen=True, kw_only=True):
             ("selection", "broken_line", "broken_tool", "broken_date", "rewriting"),
             asdict(self) | asdict(self.selection),
         )
-        shown = {name: value for name, value in values.items() if name not in hidden and value not in (None, ())}
+        shown = {name: value for name, value in values.items() if name not in hidden and value not in (None, (), {})}
         return " ".join(["[disk-cache]", *(f"{name}={_logged(value)}" for name, value in shown.items())])
 
 
@@ -541,6 +544,8 @@ def _logged(value: Any) -> str:
         return ",".join(
             ":".join(map(str, element)) if isinstance(element, tuple) else str(element) for element in value
         )
+    if isinstance(value, Mapping):
+        return ",".join(f"{name}:{element}" for name, element in value.items())
     if isinstance(value, bool):
         return str(value).lower()
     return f"{value:.2f}" if isinstance(value, float) else str(value)

@@ -48,6 +48,7 @@ def _cache_reply(done: DoneEvent) -> dict[str, Any]:
         "restored": report.restored,
         "source": report.source if report.restored or report.miss_reason is None else None,
         "miss_reason": report.miss_reason,
+        "stored_with": report.stored_with or None,
         "diverged_at": report.diverged_at,
         "boundary": selection.kept,
         "boundary_reason": selection.reason,

@@ -21,14 +21,25 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Literal, TypeAlias
+
+from msgspec.structs import replace
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.identity import identity_of_build
-from diskprefix.store.schema import BUILD_BYTES, NO_BUILD, ModelRecord, RootRecord, decode_record, model_key
+from diskprefix.store.schema import (
+    BUILD_BYTES,
+    NO_BUILD,
+    ModelRecord,
+    OptionValue,
+    RootRecord,
+    decode_record,
+    model_key,
+)
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
 from diskprefix.tokens import root_hash
@@ -48,10 +59,18 @@ def build_digest(build: str) -> bytes:
 class BuildBits:
     """The identity of one model, and what is known of the bits of this build. For any thread."""
 
-    def __init__(self, store: Store, model: str, identity: Callable[[str], str], build: str) -> None:
-        """`identity` and `build` are those of `PrefixCache`. Without a `build`, the identity says what computes."""
+    def __init__(
+        self,
+        store: Store,
+        model: str,
+        identity: Callable[[str], str],
+        build: str,
+        options: Mapping[str, OptionValue] = MappingProxyType({}),
+    ) -> None:
+        """The arguments are those of `PrefixCache`. Without a `build`, the identity says what computes."""
         self.state: BitsState = "unknown" if build else "settled"
         self._store, self._model, self._build = store, model, build
+        self.options = options
         self.digest = build_digest(build)
         """The build, as nodes have it."""
         self.equal = frozenset({self.digest, NO_BUILD})
@@ -116,11 +135,13 @@ class BuildBits:
         identity = self._identity(str(SHARED))
         if self.state == "unknown":
             return None
+        record = ModelRecord(model=self._model, identity=identity, options={**self.options})
         if self.state == "other" or self._has_own_root:
             own = identity_of_build(identity, self._build)
-            return ModelRecord(model=self._model, identity=own, builds=(self.digest,), has_own_root=True)
-        builds = self._left if self.state == "unchecked" else tuple(sorted(self.equal - {NO_BUILD}))
-        return ModelRecord(model=self._model, identity=identity, builds=builds)
+            return replace(record, identity=own, builds=(self.digest,), has_own_root=True)
+        return replace(
+            record, builds=self._left if self.state == "unchecked" else tuple(sorted(self.equal - {NO_BUILD}))
+        )
 
     def recall(self) -> bool:
         """Reads what the store says about this build. Returns whether that is news. Raises `CacheError`."""

@@ -7,9 +7,10 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any
 
 from msgspec.structs import asdict
@@ -17,6 +18,7 @@ from msgspec.structs import asdict
 from diskprefix.cache.build_bits import BuildBits
 from diskprefix.cache.cost_model import CostModel
 from diskprefix.cache.namespaces import Beginning, TenantNamespaces
+from diskprefix.cache.other_settings import count_stored_otherwise
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cache.policy.write_budget import Spending
 from diskprefix.cache.tiered_store import TieredStore
@@ -30,18 +32,21 @@ from diskprefix.store.epochs import Epoch, Epochs
 from diskprefix.store.notes import TenantNotes
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.purge import Purged, PurgeFilter, delete_entry, purge
-from diskprefix.store.schema import ModelRecord, NodeKind, RootRecord
+from diskprefix.store.schema import ModelRecord, NodeKind, OptionValue, RootRecord
 from diskprefix.store.statistics.lost_tokens import LostTokens, of_last_day
 from diskprefix.store.statistics.savings import Savings, Tally
 from diskprefix.store.store import Store
 from diskprefix.store.written import WrittenBytes
 from diskprefix.tokens import TokenIds, root_hash
+from diskprefix.units import counted
 from diskprefix.values import SHARED, CacheOptions, Tenant
 
 log = logging.getLogger("diskprefix")
 
 _NOTE_TTL_S = 30 * 86400.0
 """The time to live of notes without `--kv-cache-ttl`. OpenAI keeps responses as long."""
+_MOST_LOGGED = 3
+"""The combinations of options that a start names."""
 _PURGE_S = 10.0
 """The maximum time that a purge waits for the writer, and for the shared tier."""
 
@@ -51,8 +56,8 @@ class PrefixCache:
 
     `identity` returns the canonical text that identifies the model's numbers for a tenant (`model.load.fingerprint`).
     The hash of this text is the root of all that the tenant stores. `tokenizer` is the tokenizer's folder, for the
-    record. `build` says what computes, if the identity does not. For `on_prompts` see `TenantNamespaces`. `beside` is
-    the cache of another model in the same store; the two share their threads.
+    record. `build` says what computes, if the identity does not. For `on_prompts` see `TenantNamespaces`, for `options`
+    `ModelRecord`. `beside` is the cache of another model in the same store; the two share their threads.
     """
 
     def __init__(
@@ -66,6 +71,7 @@ class PrefixCache:
         *,
         tokenizer: str = "",
         build: str = "",
+        options: Mapping[str, OptionValue] = MappingProxyType({}),
         beside: PrefixCache | None = None,
     ) -> None:
         self.settings, self.layout = settings, layout
@@ -87,7 +93,7 @@ class PrefixCache:
         self._tokenizer = tokenizer
         self._secret = store.secret
         """The secret of the names in memory, also when another file has taken the store's place."""
-        self.bits = BuildBits(store, model_name, identity, "" if layout.unsupported else build)
+        self.bits = BuildBits(store, model_name, identity, "" if layout.unsupported else build, options)
         self.tiers = self.tiered.tiers_of(self.bits.accepts)
         """The tiers of this machine with the state that this build may use, the nearest first."""
         self._model: ModelRecord | None = None
@@ -104,6 +110,21 @@ class PrefixCache:
             self.writer.housekeeping.least_bytes = layout.bytes_per_token * settings.block_size + layout.state_bytes
             self.writer.housekeeping.check_room()
         self.cost_model = CostModel(settings.kv_cache_gate, layout.loaded_bytes)
+        if options and self.has_own_threads:
+            with suppress(CacheError):
+                self._log_stored_otherwise()
+
+    def _log_stored_otherwise(self) -> None:
+        """Logs how many saved prompts of the model were made with other options, and with which. Raises
+        `CacheError`."""
+        with self.store.reads.snapshot() as snapshot:
+            counts = count_stored_otherwise(snapshot, self.bits.identity(str(SHARED)), self.bits.options)
+        for number, text in counts[:_MOST_LOGGED]:
+            were, them = ("was", "it") if number == 1 else ("were", "them")
+            made = f"{counted(number, 'saved prompt')} of this model {were} made with {text}"
+            log.info("[disk-cache] %s; this start does not find %s", made, them)
+        if others := sum(number for number, _ in counts[_MOST_LOGGED:]):
+            log.info("[disk-cache] %s more with further options; `diskprefix inspect` lists all", f"{others:,}")
 
     @property
     def on_forget(self) -> list[Callable[[], None]]:

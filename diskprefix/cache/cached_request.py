@@ -458,6 +458,7 @@ class CachedRequest:
             restored=restored.num_tokens,
             source=restored.source,
             miss_reason=self._miss_reason,
+            stored_with=restored.otherwise.options if self._miss_reason == "other_settings" else {},
             matched=restored.matched,
             refused=restored.refused,
             restore_ms=restored.restore_ms,

@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 
 from msgspec import Struct, field
 
+from diskprefix.cache.other_settings import StoredOtherwise
 from diskprefix.cache.policy.select import AT_ANY_TOKEN, AT_CHECKPOINTS, StateKind
 from diskprefix.cache.tiers.nodes import Node, PartialMatch, PromptNodes
 from diskprefix.cache.tiers.tier import NodeIndex
@@ -25,10 +26,11 @@ class RestoreResult(Struct, frozen=True, kw_only=True):
     can restore `stored_tokens`, the last of them from `last_node`. `blocks` are the stored full blocks from position 0
     on, and `matched` is the number of stored tokens. Both may reach further: `refused` says why these tokens were not
     restored. For `partial_match` see `Matcher`. `prefill_s` is how long computing `num_tokens` tokens took, in seconds;
-    0 if unknown. `logits`, shape [vocab], come with an exact repeat. `has_tail`: the prompt's
-    tail, which holds logits too, is stored. Another key of the same user would restore `with_other_key` tokens. From
-    position `unverified_from` on, the state came from a file, or from state that did; None if none of it did.
-    `is_part`: the stored nodes are all that was computed of a prompt which began so.
+    0 if unknown. `logits`, shape [vocab], come with an exact repeat. `has_tail`: the prompt's tail, which holds logits
+    too, is stored. Another key of the same user would restore `with_other_key` tokens; `otherwise` is what a start with
+    other options has stored of the prompt. From position `unverified_from` on, the state came from a file, or from
+    state that did; None if none of it did. `is_part`: the stored nodes are all that was computed of a prompt which
+    began so.
     """
 
     blocks: Sequence[Node] = ()
@@ -41,6 +43,7 @@ class RestoreResult(Struct, frozen=True, kw_only=True):
     has_tail: bool = False
     matched: int = 0
     with_other_key: int = 0
+    otherwise: StoredOtherwise = StoredOtherwise()
     is_part: bool = False
     unverified_from: int | None = None
     refused: Refused | None = None

@@ -28,6 +28,7 @@ def why_missed(
 ) -> MissReason:
     """Returns the reason why no more was restored: `partial` if what is stored was computed for a prompt that was not
     computed to its end; `other_key` if another key of the same user would have hit;
+    `other_settings` if a start with other options has stored it;
     `not_stored` if the next block was seen before; `image` if the prompt and an earlier one differ in a picture;
     `diverged` if they differ within the system message, or if there is a `broken` place. All prompts of a template
     share a few tokens: prompts that differ right after these have diverged if they are equal again later."""
@@ -40,6 +41,8 @@ def why_missed(
         return "too_short"
     if restored.with_other_key:
         return "other_key"
+    if restored.otherwise.num_tokens:
+        return "other_settings"
     if max(selection.common, selection.seen) >= min(restored.num_tokens + settings.block_size, num_tokens):
         return "not_stored"
     common, recent = selection.common, sighting.recent
@@ -66,10 +69,11 @@ def lost_tokens(
     """Returns the tokens that are computed again: of the beginning that an earlier prompt of the same user had too,
     and after the `broken` place. `reason` is that of a miss. Fewer than `least` tokens are left out."""
     num_tokens, is_upgraded = len(prompt.token_ids), restored.refused == "upgraded"
-    known = max(selection.common, selection.seen, restored.matched, restored.with_other_key)
+    elsewhere = max(restored.with_other_key, restored.otherwise.num_tokens)
+    known = max(selection.common, selection.seen, restored.matched, elsewhere)
     known = num_tokens if is_upgraded else known
     cause: MissReason = restored.refused or "not_stored"
-    if reason in ("error", "too_short", "other_key"):
+    if reason in ("error", "too_short", "other_key", "other_settings"):
         cause = reason
     after_break = 0 if broken is None else broken.at + broken.num_tokens - known
     lost = (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from operator import attrgetter
 from typing import Literal, TypeAlias
@@ -17,10 +17,11 @@ from msgspec.structs import replace
 
 from diskprefix.cache.context import RequestContext
 from diskprefix.cache.matching import Matcher, RestoreResult
+from diskprefix.cache.other_settings import StoredOtherwise, find_stored_otherwise
 from diskprefix.cache.tiers.loading import Loader
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.cache.tiers.tier import Prefetched, PrefetchRequest, View, open_views
-from diskprefix.errors import StoreUnavailable
+from diskprefix.errors import StoreCorrupt, StoreUnavailable
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.store.changes import NewNode
 from diskprefix.store.codec.planes import Bytes
@@ -141,7 +142,8 @@ class Restore:
             if restored is not None and not restored.matched and self._is_outdated():
                 restored = replace(restored, refused="upgraded")
             elif restored is not None:
-                restored = replace(restored, with_other_key=self._with_other_key(restored))
+                with_other_key, otherwise = self._with_other_key(restored), self._stored_otherwise(restored)
+                restored = replace(restored, with_other_key=with_other_key, otherwise=otherwise)
             self.needs_load = restored is None
         if restored is not None:
             self.load_s, waited_ms = restored.restore_ms / 1e3, self._prefetched.seconds * 1e3
@@ -424,6 +426,19 @@ class Restore:
                 matcher.match()
                 most = max(most, matcher.restorable()[1])
         return 0 if is_miss(num_tokens, most) else most
+
+    def _stored_otherwise(self, restored: RestoreResult) -> StoredOtherwise:
+        """Returns what a start with other options has stored of the prompt; nothing if that would be a miss too, or if
+        this is no miss."""
+        cache, token_ids, nothing = self._cache, self._nodes.token_ids, StoredOtherwise()
+        if not cache.bits.options or not is_miss(len(token_ids), restored.num_tokens):
+            return nothing
+        record = self._context.namespace.record
+        with cache.store.reads.snapshot() as snapshot, suppress(StoreCorrupt):
+            own = record.identity, record.tenant, cache.bits.options
+            found = find_stored_otherwise(snapshot, cache.store.secret, token_ids, *own)
+            return nothing if is_miss(len(token_ids), found.num_tokens) else found
+        return nothing
 
 
 def _is_part(matcher: Matcher[View]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import json
 import logging
 import os
 from collections.abc import Callable, Iterable
@@ -20,6 +21,7 @@ from diskprefix.identity import Fingerprint
 from diskprefix.kv.layout import Layout
 from diskprefix.llama.devices import is_chosen
 from diskprefix.model.bits import build_of
+from diskprefix.model.families.rotary import factors_in_use
 from diskprefix.model.load.fingerprint import fingerprint_of_modules
 from diskprefix.model.load.kernel_settings import computed_by
 from diskprefix.model.load.loader import LoadedModel, begin_load, load_model, require_own_type
@@ -29,8 +31,9 @@ from diskprefix.model.runtime import Runtime
 from diskprefix.model.self_check import check
 from diskprefix.native.library import REMEDY, are_missing, described, of_another_cpu, operators
 from diskprefix.progress import Report
-from diskprefix.settings import Settings
+from diskprefix.settings import PARTING, Settings
 from diskprefix.store.pieces import LAYOUT_VERSION
+from diskprefix.store.schema import OptionValue
 from diskprefix.store.store import Store
 from diskprefix.tokens import TokenIds
 
@@ -59,14 +62,38 @@ class MeasuredModel(Struct, frozen=True):
         beside: PrefixCache | None = None,
     ) -> PrefixCache:
         """Returns the model's cache. For the arguments see `PrefixCache`."""
-        identity = partial(self.fingerprint.identity, settings.block_size, LAYOUT_VERSION, self.layout.describe())
         return PrefixCache(
-            *(settings, store, self.layout, identity, self.loaded.name, on_prompts),
+            *(settings, store, self.layout, partial(self.identity, settings), self.loaded.name, on_prompts),
+            options=self.options(settings),
             tokenizer=os.path.abspath(self.loaded.tokenizer.name_or_path),
             # A wrong draft costs time, not correctness, so the build of a draft model is not recorded.
             build=self.build if beside is None else "",
             beside=beside,
         )
+
+    def identity(self, settings: Settings, tenant: str = "") -> str:
+        """Returns the identity of the model's numbers for a tenant."""
+        return self.fingerprint.identity(settings.block_size, LAYOUT_VERSION, self.layout.describe(), tenant)
+
+    def options(self, settings: Settings) -> dict[str, OptionValue]:
+        """Returns the options that part the cache, by the names of the settings, for the record of the model."""
+        given = {name: "" if (value := getattr(settings, name)) is None else str(value) for name in PARTING}
+        used = {name: given[name] for name in ("kv_type", "block_size", "fingerprint")}
+        used |= {"device": self.loaded.device, "dtype": self.loaded.dtype}
+        if isinstance(self.runtime, PlanRuntime):
+            used |= {
+                "engine": "plan",
+                "rows": given["rows"],
+                "weights": "auto" if self.loaded.keeps_quants else "native",
+                "speculative": "mtp" if self.layout.has_draft_layer else "off",
+                "context": factors_in_use(self.loaded.config.get_text_config(decoder=True)),
+            }
+        elif self.fingerprint.named.get("engine") == "llama":
+            own = json.loads(self.fingerprint.named["options"])
+            used |= {"engine": "llama", "gpu_layers": str(own["layers"]), "context": str(own.get("least_cells", ""))}
+        else:
+            used |= {"engine": "grid", "kernels": given["kernels"] if operators() is None else ""}
+        return {name: OptionValue(given[name], used.get(name, "")) for name in PARTING}
 
 
 def load_measured(settings: Settings, progress: Report) -> MeasuredModel:

@@ -17,6 +17,7 @@ from typing import Any
 from msgspec import Struct
 
 from diskprefix.api.figures import broken_by, figures_reply
+from diskprefix.cache.other_settings import options_text
 from diskprefix.printable import shown
 from diskprefix.server.log_context import LogContext
 from diskprefix.store.statistics.lost_tokens import LostTokens, hour_of
@@ -118,7 +119,9 @@ def lost_tokens(report: CacheReport, client: str, now: float) -> list[LostTokens
     if report.broken is not None:
         broken, tool = broken_by(report), shown(report.broken_tool, _NAME_CHARS)
         place = {"line": broken["line"], "canonicalisers": tuple(broken["canonicalisers"]), "tool": tool}
-    return [row(cause=cause, tokens=num, **(place if cause == "diverged" else {})) for cause, num in report.recomputed]
+    stored_with = {"options": options_text(report.stored_with)}
+    further = {"diverged": place, "other_settings": stored_with}
+    return [row(cause=cause, tokens=num, **further.get(cause, {})) for cause, num in report.recomputed]
 
 
 class BrokenLines:

@@ -13,7 +13,7 @@ from diskprefix.errors import CacheError, LargerThanStore, PrefixGone, StoreCorr
 from diskprefix.store.eviction import expiry_interval_s
 from diskprefix.store.folder import FolderUnavailable
 from diskprefix.store.note_record import note_bytes
-from diskprefix.store.schema import ModelRecord, joined
+from diskprefix.store.schema import ModelRecord, encode_record, joined
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
 from diskprefix.store.verify import StoreProblem, remove_problems, verify_index
@@ -134,11 +134,12 @@ class Housekeeping:
             return
         new = self._unrecorded(models)
         if new:
-            self._store.evictor.evict_for(sum(note_bytes(len(model.identity)) for model in new), frozenset())
+            self._store.evictor.evict_for(sum(map(_record_bytes, new)), frozenset())
             with self._store.changes() as changes:
-                for model in new:
-                    changes.put_model(joined(_known(changes, model), model))
-                if any(model.has_own_root for model in new):
+                stored = [_known(changes, model) for model in new]
+                for known, model in zip(stored, new, strict=True):
+                    changes.put_model(joined(known, model))
+                if any(model.has_own_root and known is None for known, model in zip(stored, new, strict=True)):
                     # State that any process has in memory must no longer be used.
                     changes.record_purge()
         self._recorded = models
@@ -216,6 +217,10 @@ class Housekeeping:
         if self.error is None:
             log.warning("[disk-cache] serving without saving until this is repaired: %s", message)
         self.error, self._is_for_room = message, is_for_room
+
+
+def _record_bytes(model: ModelRecord) -> int:
+    return note_bytes(len(encode_record(b"", model)))
 
 
 def _known(snapshot: Snapshot, model: ModelRecord) -> ModelRecord | None:

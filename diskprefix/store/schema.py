@@ -34,7 +34,7 @@ FORMAT, NAMES, PURGES = "format", "names", "purges"
 MODEL_MARK = b"model "
 ENCODED_PICTURES = "pictures "
 """The beginning of the identity of a root that holds an encoder's output for pictures."""
-FORMAT_VERSION = 13
+FORMAT_VERSION = 14
 MAX_PREFILL_S = 1e6
 """Limit for the seconds that computing a node took. Greater values in a record are not trusted."""
 DATABASES = ("meta", "roots", "nodes", "children", "usage", "payloads", "entries", "seen", "notes")
@@ -178,16 +178,26 @@ class RootRecord(msgspec.Struct, frozen=True, kw_only=True):
         return self.identity[end + 1 :]
 
 
+class OptionValue(NamedTuple):
+    """An option of `serve` that parts the cache: the value that was given for it, and what the model uses of it, which
+    is empty if the option does nothing for the model."""
+
+    given: str
+    used: str
+
+
 class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A model that a store was served with, even if none of its state is stored. `identity` is the shared tenant's
     `RootRecord.identity`. `builds` are the digests of builds that were found to compute the same bits, as nodes have
     them. With `has_own_root`, the identity belongs to one build alone, because it computes other bits than the state
-    that another build has stored."""
+    that another build has stored. `options` are the options that part its cache, by the names of the settings; empty
+    for a program without options."""
 
     model: str
     identity: str
     builds: tuple[bytes, ...] = ()
     has_own_root: bool = False
+    options: dict[str, OptionValue] = {}
 
 
 def joined(known: ModelRecord | None, model: ModelRecord) -> ModelRecord:

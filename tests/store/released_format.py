@@ -23,7 +23,7 @@ from diskprefix.store.epochs import of_tenants, purges_of
 from diskprefix.store.note_record import ENCODED_TEXT, NoteKind
 from diskprefix.store.notes import Notes
 from diskprefix.store.pieces import PayloadLayout, split_payload
-from diskprefix.store.schema import FORMAT_VERSION, EntryKind, RootRecord
+from diskprefix.store.schema import FORMAT_VERSION, EntryKind, ModelRecord, OptionValue, RootRecord
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
 from tests.store.building import (
@@ -77,6 +77,8 @@ def write(folder: Path) -> None:
     notes.write()
     with store.changes() as changes:
         changes.record_purge(of_tenants(["somebody"]))
+        options = {"kv_type": OptionValue("auto", "auto"), "context": OptionValue("4096", "short")}
+        changes.put_model(ModelRecord(model="tiny", identity="{}", builds=(b"a" * 8, b"b" * 8), options=options))
     store.close()
 
 
@@ -86,6 +88,8 @@ def contents(store: Store) -> dict[str, str]:
     with store.snapshot() as snapshot:
         found = {f"node {name.hex()}": node_text(snapshot, name) for name in snapshot.keys("usage")}
         found["purges"] = str(purges_of(snapshot).ids)
+        for key, model in snapshot.models():
+            found[f"model {key.hex()}"] = str(astuple(model))
         for name, entry in snapshot.entries():
             found[f"entry {name.hex()}"] = str(astuple(entry))
         for root, record in snapshot.roots():

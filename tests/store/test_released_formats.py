@@ -19,8 +19,8 @@ from tests.store.released_format import FORMATS, contents
 ROOT = Path(__file__).parents[2]
 RELEASED = sorted(FORMATS.glob("*.mdb.gz"))
 DIGESTS = {
-    "13.json": "9b6383097b392190f10bd436d258e5f814d25bab9093653ae2dc32490c297f82",
-    "13.mdb.gz": "d96095340d08aff03908c00ef476b31c5ec2e11134a726c0c8106b1d56906177",
+    "14.json": "cb40b3f877f2102d677e7b5ffaca8ac96a517051f75fb3c99fe109db879272bb",
+    "14.mdb.gz": "f156e0e8c43b00580c2888572ba5e257087659b32dc7a9c07d88c8cacbeb01e1",
 }
 
 

@@ -31,11 +31,14 @@ def _what(row: Mapping[str, Any], texts: Mapping[str, str]) -> str:
     parts = [row["cause"].replace("_", " ")]
     parts += [f"from {row['client']}"] if row["client"] else []
     parts += [f"tool {row['tool']}"] if row["tool"] else []
+    parts += [f"stored with {row['options']}"] if row.get("options") else []
     line = texts.get(row["line"]) or (row["line"] and f"{row['line']} (letters are masked as x, digits as #)")
     return printable_only(": ".join(filter(None, (", ".join(parts), line))))
 
 
 def _advice(row: Mapping[str, Any]) -> str:
+    if row["cause"] == "other_settings":
+        return f"start with {row['options']} to find it; or nothing: it is saved with the new options too"
     if row["cause"] != "diverged":
         return _ADVICE.get(row["cause"], "read the daemon's log")
     if row["canonicalisers"]:

@@ -157,13 +157,19 @@ def _by_alpha(config: Any, parameters: Mapping[str, Any]) -> Frequencies:
     return 1 / _periods({"rope_theta": base}, width, width), 1.0
 
 
+def _length_served(config: Any, parameters: Mapping[str, Any]) -> str:
+    """Returns `long` if texts of more than the original length are served, else `short`."""
+    positions = config.max_position_embeddings
+    longest = min(getattr(config, "context", None) or positions, positions)
+    return "long" if longest > parameters["original_max_position_embeddings"] else "short"
+
+
 def _long_or_short(config: Any, parameters: Mapping[str, Any]) -> Frequencies:
     """Frequencies are divided by the factors for long texts, or by those for texts of the original length. As in
     llama.cpp, the longest served sequence decides: `--context`, or else all positions of the model. In transformers, a
     sequence changes its factors when it grows, so its prefixes could not be cached."""
     width, length = _rotated_dim(config, parameters), parameters["original_max_position_embeddings"]
-    positions = config.max_position_embeddings
-    name = "long" if min(getattr(config, "context", None) or positions, positions) > length else "short"
+    positions, name = config.max_position_embeddings, _length_served(config, parameters)
     factors = np.array(parameters[f"{name}_factor"], np.float32)
     if factors.shape != (width // 2,):
         raise ModelError(
@@ -199,9 +205,19 @@ def _kind(config: Any, parameters: Mapping[str, Any]) -> str:
 
 def kinds_of_rotary(config: Any) -> set[str]:
     """Returns the kinds of rotary embeddings that a configuration has."""
+    return {_kind(config, each) for each in _sets(config)}
+
+
+def factors_in_use(config: Any) -> str:
+    """Returns `long` or `short` for a model with two sets of factors, "" for others."""
+    return next((_length_served(config, each) for each in _sets(config) if _kind(config, each) == "longrope"), "")
+
+
+def _sets(config: Any) -> list[Mapping[str, Any]]:
+    """Returns the parameters of each kind of layer, or those of all."""
     parameters = option(config, "rope_parameters") or {}
     sets = [each for each in parameters.values() if isinstance(each, Mapping)] or [parameters]
-    return {_kind(config, each) for each in sets if "rope_type" in each}
+    return [each for each in sets if "rope_type" in each]
 
 
 def scaled_by_yarn(config: Any, scale: float) -> float:

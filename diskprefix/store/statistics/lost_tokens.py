@@ -17,7 +17,8 @@ class LostTokens(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
 
     `client` is the name of the API key, and the program that the client says it is. `line` is the masked line of the
     prompt that differed from an earlier prompt, `tool` the tool that wrote the line, and `canonicalisers` names the
-    canonicalisers that would have changed the line. Each is empty if unknown.
+    canonicalisers that would have changed the line. `options` are those that the stored prefix was made with, for
+    `other_settings`. Each is empty if unknown.
     """
 
     hour: int
@@ -26,6 +27,7 @@ class LostTokens(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     tool: str = ""
     line: str = ""
     canonicalisers: tuple[str, ...] = ()
+    options: str = ""
     requests: int = 1
     tokens: int
 
@@ -52,7 +54,7 @@ def of_last_day(rows: Iterable[LostTokens], now: float) -> list[LostTokens]:
 def _added(rows: Iterable[LostTokens]) -> list[LostTokens]:
     sums: dict[tuple[object, ...], LostTokens] = {}
     for row in rows:
-        key = (row.hour, row.cause, row.client, row.tool, row.line)
+        key = (row.hour, row.cause, row.client, row.tool, row.line, row.options)
         if (other := sums.get(key)) is not None:
             row = msgspec.structs.replace(row, requests=row.requests + other.requests, tokens=row.tokens + other.tokens)
         sums[key] = row

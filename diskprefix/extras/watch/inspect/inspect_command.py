@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import click
 from msgspec.structs import asdict
 
+from diskprefix.cache.other_settings import models_of_roots, options_text, telling_options
 from diskprefix.cli.options import setting_option
 from diskprefix.cli.tooling import (
     find_entry,
@@ -62,6 +63,9 @@ def inspect(
     Some columns are shown only if an entry has a value there:
     kind         saved, or what else it is: imported (from a pack), opening or ahead
                  (computed before it was sent), partial (not all of a prompt)
+    made with    the options that the prefix was saved with, where a prompt of the
+                 same weights was saved with other ones: only a daemon with
+                 these options finds it
     tenant       the id of the tenant, for `purge --salt`; (yours): your programs
     checkpoints  the number of positions at which the prompt can be restored, for
                  models whose state exists at one position only
@@ -120,11 +124,13 @@ def _show_entries(
     names = ("blocks", "checkpoints", "checkpoint_bytes", "images")
     counts = {name: sum(getattr(tree, name) for tree in trees) for name in names}
     counts["image_bytes"] = sum(tree.stored_bytes for tree in trees if tree.images)
+    made_with = _made_with(snapshot, entries)
     if as_json:
-        print_json({"entries": [asdict(info) for info in entries]} | counts)
+        rows = [asdict(info) | {"made_with": made_with[info.id]} for info in entries]
+        print_json({"entries": rows} | counts)
         return
     if entries:
-        _print_entries(entries, terminal_width(otherwise=160))
+        _print_entries(entries, made_with, terminal_width(otherwise=160))
     whose = "" if len(roots) == len(dict(snapshot.roots())) else " of all models"
     totals = [counted(len(entries), "saved prompt"), counted(counts["blocks"], "block")]
     if counts["checkpoints"]:
@@ -135,7 +141,16 @@ def _show_entries(
     click.echo(f"{', '.join(totals)}, {format_size(snapshot.used_bytes())}{whose} in {folder}")
 
 
-def _print_entries(entries: list[EntryInfo], width: int) -> None:
+def _made_with(snapshot: Snapshot, entries: Sequence[EntryInfo]) -> dict[str, dict[str, str]]:
+    """Returns for each entry the options that tell it from other entries of the same weights, by flag."""
+    roots = {info.id: entry.root for info in entries if (entry := snapshot.entry(bytes.fromhex(info.id)))}
+    models = models_of_roots(snapshot, {*roots.values()})
+    telling = telling_options(models.values())
+    of_roots = {root: telling[model.identity] for root, model in models.items()}
+    return {info.id: of_roots.get(roots.get(info.id, b""), {}) for info in entries}
+
+
+def _print_entries(entries: list[EntryInfo], made_with: Mapping[str, Mapping[str, str]], width: int) -> None:
     named = tenant_names()
     rows = [
         {
@@ -143,6 +158,7 @@ def _print_entries(entries: list[EntryInfo], width: int) -> None:
             "kind": info.kind,
             "model": plain(info.model),
             "scope": info.scope,
+            "made with": options_text(made_with[info.id]),
             "tenant": named(info.tenant),
             "tokens": f"{info.num_tokens:,}",
             "checkpoints": str(len(info.checkpoints)),
@@ -156,6 +172,7 @@ def _print_entries(entries: list[EntryInfo], width: int) -> None:
     ]
     # Most stores have no values in these columns.
     optional = {name: any(getattr(info, name) for info in entries) for name in ("tenant", "checkpoints")}
+    optional["made with"] = any(made_with.values())
     optional["kind"] = any(info.kind != "saved" for info in entries)
     titles = [title for title in rows[0] if optional.get(title, True)]
     print_table(titles, [[row[title] for title in titles] for row in rows], right=_NUMBERS, wrapped=())

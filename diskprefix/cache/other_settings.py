@@ -1,0 +1,119 @@
+"""State of the same model that was stored with other options of `serve`, which this start does not find."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from itertools import islice, permutations
+
+from msgspec import Struct
+
+from diskprefix.errors import StoreCorrupt
+from diskprefix.identity import has_same_weights, identity_of_tenant
+from diskprefix.settings import flag_of
+from diskprefix.store.schema import ModelRecord, OptionValue
+from diskprefix.store.snapshot import Snapshot
+from diskprefix.tokens import TokenIds, TokenPath, num_common, root_hash
+
+_TRIES = 8
+"""The nodes after the last stored block that are looked at: of most, the payload is stored."""
+
+
+class StoredOtherwise(Struct, frozen=True):
+    """The first `num_tokens` tokens of a prompt are stored, by a start with other `options`: their values then, by
+    flag."""
+
+    num_tokens: int = 0
+    options: Mapping[str, str] = {}
+
+
+def differing_options(theirs: Mapping[str, OptionValue], ours: Mapping[str, OptionValue]) -> dict[str, str]:
+    """Returns their values of the options by which two identities of a model differ, by flag. An option counts if the
+    model uses another value of it. If no other value was given for any, as where a device has gone, the values in use
+    are returned."""
+    used = [name for name in ours if name in theirs and theirs[name].used != ours[name].used]
+    given = [name for name in used if theirs[name].given != ours[name].given]
+    return {flag_of(name): theirs[name].given for name in given} or {flag_of(name): theirs[name].used for name in used}
+
+
+def options_text(options: Mapping[str, str]) -> str:
+    """Returns options as people write them: `--kv-type auto --engine grid`."""
+    return " ".join(f"{flag} {value}" if value else f"no {flag}" for flag, value in options.items())
+
+
+def other_models(
+    snapshot: Snapshot, identity: str, options: Mapping[str, OptionValue]
+) -> Iterator[tuple[ModelRecord, dict[str, str]]]:
+    """Yields the records of the model of an `identity`, with its weights, that was served with other options than
+    these, each with the values of those that differ."""
+    for _, model in snapshot.models() if options else ():
+        if has_same_weights(model.identity, identity) and (others := differing_options(model.options, options)):
+            yield model, others
+
+
+def find_stored_otherwise(
+    snapshot: Snapshot, secret: int, token_ids: TokenIds, identity: str, tenant: str, options: Mapping[str, OptionValue]
+) -> StoredOtherwise:
+    """Returns the longest beginning of a prompt that a start with other options has stored for its tenant. Raises
+    `StoreCorrupt`."""
+    found = StoredOtherwise()
+    for model, others in other_models(snapshot, identity, options):
+        root, size = root_hash(identity_of_tenant(model.identity, tenant)), model.options["block_size"].used
+        num_tokens = _num_stored(snapshot, TokenPath(secret, root, token_ids, int(size)))
+        if num_tokens > found.num_tokens:
+            found = StoredOtherwise(num_tokens, others)
+    return found
+
+
+def _num_stored(snapshot: Snapshot, path: TokenPath) -> int:
+    """Returns how many of the first tokens of a prompt are stored below a root."""
+    num_blocks = 0
+    while num_blocks < path.num_blocks and snapshot.has_record("usage", path.block_names[num_blocks]):
+        num_blocks += 1
+    start = num_blocks * path.block_size
+    rest = path.token_ids[start : start + path.block_size].tobytes()
+    for name in islice(snapshot.similar_children(path.parent(num_blocks), rest), _TRIES):
+        with suppress(StoreCorrupt):
+            if snapshot.has_record("usage", name) and (node := snapshot.node(name)) is not None:
+                return start + num_common(node.token_ids.tobytes(), rest)
+    return start
+
+
+def count_stored_otherwise(
+    snapshot: Snapshot, identity: str, options: Mapping[str, OptionValue]
+) -> list[tuple[int, str]]:
+    """Returns how many saved prompts of the model of an identity, of all tenants, were made with which other options,
+    the most first. Raises `StoreCorrupt`."""
+    texts = {model.identity: options_text(others) for model, others in other_models(snapshot, identity, options)}
+    of_roots = dict[bytes, str]()
+    for root, record in snapshot.roots() if texts else ():
+        with suppress(ValueError):
+            if (text := texts.get(identity_of_tenant(record.identity, ""))) is not None:
+                of_roots[root] = text
+    counts = Counter(of_roots[entry.root] for _, entry in snapshot.entries() if entry.root in of_roots)
+    return [(count, text) for text, count in counts.most_common()]
+
+
+def models_of_roots(snapshot: Snapshot, roots: Iterable[bytes]) -> dict[bytes, ModelRecord]:
+    """Returns the records of the models whose state is stored below some roots. Leaves out roots without a sound one,
+    such as those of other engines."""
+    models = dict[bytes, ModelRecord]()
+    for root in roots:
+        with suppress(StoreCorrupt, ValueError):
+            record = snapshot.root(root)
+            model = None if record is None else snapshot.model(identity_of_tenant(record.identity, ""))
+            if model is not None:
+                models[root] = model
+    return models
+
+
+def telling_options(models: Iterable[ModelRecord]) -> dict[str, dict[str, str]]:
+    """Returns the options that tell each model from the others with its weights, by its identity: their values by
+    flag."""
+    different = {model.identity: model for model in models}.values()
+    telling = {model.identity: dict[str, str]() for model in different}
+    for model, other in permutations(different, 2):
+        if has_same_weights(model.identity, other.identity):
+            telling[model.identity] |= differing_options(model.options, other.options)
+    return telling
