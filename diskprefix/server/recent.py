@@ -144,8 +144,8 @@ class BrokenLines:
                 advice = "; the chat template writes the date there, which --template-date YYYY-MM-DD fixes"
             log.info(
                 "[disk-cache] a prompt differs from an earlier one at token %d, in the line %r (letters are masked as "
-                "x, digits as #; the dashboard shows the text), so about %d equal tokens after it are computed again%s "
-                "(logged once for each such line)",
+                "x, digits as #; `diskprefix inspect --lost` shows the text), so about %d equal tokens after it are "
+                "computed again%s (logged once for each such line)",
                 broken["at"],
                 line,
                 broken["tokens"],

@@ -149,10 +149,10 @@ USAGE_DTYPE = np.dtype([(name, "<" + code) for name, code in zip(UsageRecord._fi
 class RootRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The record of a root. `layout` is the canonical text of the payloads' `kv.layout.Layout`.
 
-    `identity` is the text whose hash is the root (`tokens.root_hash`), and `tokenizer` the tokenizer's folder, for
-    commands that show text; both are empty if unknown. `tenant` is the text of a `values.Tenant`, empty for the shared
-    tenant. Without prompts (`has_prompts`), the nodes hold outputs of an encoder, or chunks that another engine names:
-    none ends in an entry.
+    `identity` is the text whose hash is the root (`tokens.root_hash`), and `tokenizer` its tokenizer's folder or
+    file, for commands that show text; both are empty if unknown. `tenant` is the text of a `values.Tenant`, empty for
+    the shared tenant. Without prompts (`has_prompts`), the nodes hold outputs of an encoder, or chunks that another
+    engine names: none ends in an entry.
     """
 
     model: str

@@ -68,6 +68,7 @@ def test_every_entry_is_listed_with_the_documented_keys_and_leaves_the_store_as_
     assert set(first) == {
         "id", "kind", "model", "num_tokens", "raw_bytes", "stored_bytes", "shared_bytes", "hits", "created_at",
         "last_used_at", "ttl_s", "default_ttl", "scope", "tenant", "preview", "checkpoints", "checkpoint_bytes",
+        "made_with",
     }  # fmt: skip
     assert (first["hits"], first["last_used_at"], second["hits"]) == (2, 2000.0, 2), "both have the trunk"
     assert {e["num_tokens"] for e in (first, second)} == {4 * BLOCK}

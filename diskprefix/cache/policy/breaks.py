@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 import numpy as np
@@ -28,13 +28,7 @@ def find_break(token_ids: TokenIds, recent: Iterable[TokenIds], known: int) -> B
     """Returns the break that costs most tokens; None if none of the `recent` prompts, newest first, shows a break. The
     first `known` tokens are restored anyway. A break counts if at least 256 more would be restored without it, and if
     at least half of the tokens after it in the earlier prompt follow here too, or nearly all in another order."""
-    commons = ((common_prefix_length(token_ids, earlier), earlier) for earlier in recent)
-    costly = (
-        (common, earlier)
-        for common, earlier in commons
-        if min(len(token_ids), len(earlier)) >= max(known, common) + _MIN_TOKENS
-    )
-    candidates = list(islice(costly, _MAX_PROMPTS))
+    candidates = list(islice(costly_differences(token_ids, recent, known), _MAX_PROMPTS))
     if not candidates:
         return None
     hashes = np.sort(_hashes(token_ids))
@@ -44,6 +38,17 @@ def find_break(token_ids: TokenIds, recent: Iterable[TokenIds], known: int) -> B
     ]
     costly_breaks = [each for each in breaks if each.num_tokens and each.at + each.num_tokens >= known + _MIN_TOKENS]
     return max(costly_breaks, key=lambda each: each.at + each.num_tokens, default=None)
+
+
+def costly_differences(
+    token_ids: TokenIds, recent: Iterable[TokenIds], known: int = 0
+) -> Iterator[tuple[int, TokenIds]]:
+    """Yields the earlier prompts that differ so early that 256 tokens or more could be lost, each with the index of the
+    first token that differs. The first `known` tokens are restored anyway."""
+    for earlier in recent:
+        common = common_prefix_length(token_ids, earlier)
+        if min(len(token_ids), len(earlier)) >= max(known, common) + _MIN_TOKENS:
+            yield common, earlier
 
 
 def common_end(token_ids: TokenIds, earlier: TokenIds) -> int:

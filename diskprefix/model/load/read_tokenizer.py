@@ -19,6 +19,7 @@ def read_tokenizer(model: Path, template: str | None) -> Tokenizer:
     if model.is_file():
         try:
             tokenizer = make_tokenizer(read_tensors(part_paths(model))[0])
+            tokenizer.name_or_path = str(model)
         except OSError as error:
             raise ModelError(f"cannot read {model}: {first_line(error)}") from error
     else:

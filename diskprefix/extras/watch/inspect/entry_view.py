@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import click
@@ -14,6 +13,7 @@ from msgspec.structs import asdict
 
 from diskprefix.cli.tooling import SHOWN, print_json, short_id, shortened, tenant_names, terminal_width
 from diskprefix.errors import StoreCorrupt
+from diskprefix.extras.watch.inspect.stored_text import decoder_of, runs
 from diskprefix.printable import printable_only
 from diskprefix.store.note_record import NoteKind, decode_note
 from diskprefix.store.schema import NodeRecord, RootRecord
@@ -66,7 +66,7 @@ def entry_details(snapshot: Snapshot, entries: Sequence[EntryInfo], info: EntryI
         "reason": record.reason if record else "",
         "shared_with": _shared_with(path, others),
         "blocks": [_block(snapshot, step, node, 1 + users[step]) for step, node in path.items()],
-        "text": _decoded(root.tokenizer if root else "", token_ids),
+        "text": decode(token_ids) if root and (decode := decoder_of(root.tokenizer)) else None,
         "images": list(_pictures(snapshot, root, token_ids)) if root else [],
     }
 
@@ -98,29 +98,6 @@ def _block(snapshot: Snapshot, name: bytes, node: NodeRecord, entries: int) -> d
     }
 
 
-def _decoded(folder: str, token_ids: TokenIds) -> str | None:
-    """Returns the text of token ids, or None if `folder` has no tokenizer."""
-    file = Path(folder) / "tokenizer.json"
-    if not folder or not file.is_file():
-        return None
-    from tokenizers import Tokenizer
-
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception:  # noqa: BLE001 - the library raises this class itself
-        return None
-    return "".join(
-        "[image]" if ids[0] < 0 else tokenizer.decode(ids.tolist(), skip_special_tokens=False)
-        for _, ids in _runs(token_ids)
-    )
-
-
-def _runs(token_ids: TokenIds) -> Iterator[tuple[int, TokenIds]]:
-    """Returns the runs of text tokens and of image tokens, with their positions."""
-    cuts = (np.flatnonzero(np.diff(token_ids < 0)) + 1).tolist()
-    return zip([0, *cuts], np.split(token_ids, cuts), strict=True)
-
-
 def _pictures(snapshot: Snapshot, root: RootRecord, token_ids: TokenIds) -> Iterator[dict[str, Any]]:
     owner = root.model, root.tenant
     roots = {name for name, other in snapshot.roots() if other.has_pictures and (other.model, other.tenant) == owner}
@@ -131,7 +108,7 @@ def _pictures(snapshot: Snapshot, root: RootRecord, token_ids: TokenIds) -> Iter
                 content = decode_note(note.key, snapshot.get_record("notes", note.key) or b"")[1]
                 size, _, digest = content.decode().rpartition(" ")
                 known[int(picture_ids(bytes.fromhex(digest), 1)[0])] = {"size": size, "digest": digest}
-    for position, ids in _runs(token_ids):
+    for position, ids in runs(token_ids):
         if ids[0] < 0:
             yield {"position": position, "num_tokens": len(ids)} | known.get(int(ids[0]), {})
 

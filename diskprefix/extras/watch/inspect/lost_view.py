@@ -8,6 +8,7 @@ import click
 from msgspec.structs import asdict
 
 from diskprefix.cli.tooling import plain, print_json, print_table
+from diskprefix.extras.watch.inspect.lost_lines import lines_in_clear
 from diskprefix.extras.watch.lost_advice import advised
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.statistics.lost_tokens import of_last_day
@@ -16,9 +17,15 @@ from diskprefix.units import counted
 
 
 def show_lost(snapshot: Snapshot, roots: Container[bytes], now: float, *, as_json: bool) -> None:
-    """Prints the tokens of `roots`, by cause, client, tool and line. `now` is in seconds since 1970."""
-    rows = [row for root, savings in read_savings(snapshot).items() if root in roots for row in savings.lost]
-    lost = advised([asdict(row) for row in of_last_day(rows, now)], {})
+    """Prints the tokens of `roots`, by cause, client, tool and line, which is in clear as long
+    as its prompt is stored. `now` is in seconds since 1970."""
+    kept = {root: savings.lost for root, savings in read_savings(snapshot).items() if root in roots}
+    rows = of_last_day((row for of_root in kept.values() for row in of_root), now)
+    texts: dict[str, str] = {}
+    for root, of_root in kept.items():
+        shapes = {row.line for row in of_last_day(of_root, now) if row.line}
+        texts |= lines_in_clear(snapshot, root, shapes - texts.keys(), now)
+    lost = advised([asdict(row) for row in rows], texts)
     total = sum(row["tokens"] for row in lost)
     if as_json:
         print_json({"tokens": total, "lost": lost})
