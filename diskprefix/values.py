@@ -45,6 +45,7 @@ Reason: TypeAlias = Literal[
     "continues",
     "room",
     "no_room",
+    "disk",
     "likely_repeat",
     "learning",
     "shared_prefix",

@@ -320,6 +320,17 @@ class PrefixCache:
         """Waits for `run_aside`. Returns False if the time runs out first."""
         return not wait(list(self._aside), timeout_s).not_done
 
+    def has_disk_room(self, num_tokens: int) -> bool:
+        """Returns False if the disk is full and has no room for a prompt of so many tokens, even if everything else is
+        evicted. Does not read the disk."""
+        num_bytes = num_tokens * self.layout.bytes_per_token + self.layout.state_bytes
+        return num_bytes <= self.writer.housekeeping.disk_room_bytes
+
+    @property
+    def is_disk_full(self) -> bool:
+        """Returns whether the disk is full, as the writer saw it last."""
+        return self.writer.housekeeping.disk_room_bytes < math.inf
+
     @property
     def health(self) -> tuple[str, str | None]:
         """`ok`, `unsupported` or `degraded`, and the reason for the last. Reads nothing from the disk."""

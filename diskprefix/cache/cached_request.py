@@ -216,6 +216,9 @@ class CachedRequest:
             # Only the states of the tail are kept, as a checkpoint.
             points = (*selection.checkpoints, selection.aligned) if cache.layout.states else ()
             selection = replace(selection, keep_tail=False, checkpoints=points, votes=())
+        lacks_room = selection.kept > stored and not cache.has_disk_room(selection.kept)
+        if lacks_room or (selection.reason == "no_room" and cache.is_disk_full):
+            return selection.keeping_nothing("disk")
         if selection.kept and cache.must_recheck:
             # What is stored may be of a build with other bits, which goes on with it.
             return selection.keeping_nothing("upgraded")
@@ -234,8 +237,9 @@ class CachedRequest:
 
     def _allows_saving(self, num_tokens: int) -> bool:
         """Returns whether to save the state of the first `num_tokens` tokens."""
-        pays = self.cache.cost_model.allows(num_tokens)
-        return self.cache.bits.state == "settled" and self._context.allows("save", pays=pays)
+        if self.cache.bits.state != "settled" or not self.cache.has_disk_room(num_tokens):
+            return False
+        return self._context.allows("save", pays=self.cache.cost_model.allows(num_tokens))
 
     def _may_save_unselected(self, sequence: KVSequence) -> bool:
         """Returns whether state may be saved that the policy did not select."""
@@ -289,7 +293,8 @@ class CachedRequest:
             path = self._remember_prompt()
         if self.cache.store.problem is not None:
             # The problem is logged once, not for every prompt.
-            self.cache.writer.fail(self._saver.save, "")
+            if self.selection.reason != "disk":
+                self.cache.writer.fail(self._saver.save, "")
             return
         if logits is not None and not np.isfinite(logits.max()):
             self.cache.writer.fail(self._saver.save, "its next-token logits are not finite")

@@ -118,10 +118,11 @@ class Evictor:
         """Counts state that is not stored for want of room. For one thread, which need not be the writer's."""
         self._refused_bytes += num_bytes
 
-    def measure_again(self) -> None:
-        """Measures `stays_s` again if enough was refused (see `eviction.must_measure`)."""
+    def measure_again(self, *, has_more_room: bool = False) -> None:
+        """Measures `stays_s` again if enough was refused (see `eviction.must_measure`), or if the disk has more
+        room."""
         budget = self._file.budget_bytes
-        if not must_measure(self._refused_bytes, budget):
+        if not (has_more_room or must_measure(self._refused_bytes, budget)):
             return
         self._refused_bytes = 0
         with self._file.reads.snapshot() as snapshot:
@@ -255,6 +256,11 @@ class Evictor:
         """Returns the message for a full disk, None if the disk has room. Never raises."""
         is_full = free_bytes(self._file.path) < self._file.min_free_bytes + FULL_BELOW_BYTES
         return disk_full(self._file.path, self._file.min_free_bytes) if is_full else None
+
+    def is_crowded(self) -> bool:
+        """Returns whether others have taken half of the space that the store leaves free, or all of the disk. The store
+        itself never does. Never raises."""
+        return 0 <= free_bytes(self._file.path) < max(FULL_BELOW_BYTES, self._file.min_free_bytes // 2)
 
     def _is_limited_by_disk(self) -> bool:
         return self.disk_limit() < self._file.budget_bytes

@@ -21,6 +21,9 @@ from diskprefix.thread_pool import start_helper
 
 log = logging.getLogger("diskprefix")
 
+_TRY_AGAIN_S = 60.0
+"""How long nothing is written to a full disk after a write has failed. Then eviction may make room."""
+
 
 class Housekeeping:
     """The steps between publications. Logs a failure of the store once."""
@@ -55,6 +58,11 @@ class Housekeeping:
         saved."""
         self._lacks_room = False
         """The last failure was a lack of room, and the free space of the disk shows it."""
+        self._failed_at = -math.inf
+        """The time of `time.monotonic` of the last write that failed so."""
+        self.disk_room_bytes = math.inf
+        """While the disk is full, the bytes that prompts may take in place of others; 0 if nothing can be written. For
+        any thread to read."""
         self.report_problem()
 
     @property
@@ -73,7 +81,10 @@ class Housekeeping:
         except CacheError as error:
             is_for_room = error.is_for_room if isinstance(error, FolderUnavailable) else isinstance(error, StoreFull)
             self._report(self._store.error_text(error), is_for_room=is_for_room)
-            self._lacks_room = is_for_room and self._store.evictor.full_disk() is not None
+            if is_for_room and self._store.evictor.full_disk() is not None:
+                self._lacks_room, self._failed_at, self.disk_room_bytes = True, time.monotonic(), 0.0
+            else:
+                self._lacks_room = False
             if isinstance(error, StoreCorrupt):
                 self._start_check(with_records=True)
             return error
@@ -94,27 +105,41 @@ class Housekeeping:
             self._report(self._store.problem)
 
     def check_room(self) -> None:
-        """Reports when the disk has no room for any prompt, before one is lost, and when it has room again. For any
-        thread."""
-        if self._store.problem is not None or not self.least_bytes:
+        """Reports when the disk is full, before a prompt is lost, and when it has room again. For any thread."""
+        evictor = self._store.evictor
+        if not self.least_bytes:
             return
-        full_disk = self._store.evictor.full_disk()
-        # Near the limit, a few pages more or less would change the report again and again. So the report ends only when
-        # the disk is no longer full.
-        if full_disk is not None and not self._lacks_room and self._store.evictor.lacks_room(self.least_bytes):
-            self._report(full_disk, is_for_room=True)
-            self._lacks_room = True
-        elif full_disk is None and self._lacks_room:
-            self._lacks_room = False
-            self.recover()
+        full_disk = evictor.full_disk()
+        if full_disk is None:
+            self.disk_room_bytes = math.inf
+            if self._lacks_room:
+                with suppress(CacheError):
+                    evictor.measure_again(has_more_room=True)
+                self.recover()
+        elif self._store.problem is not None:
+            self.disk_room_bytes = 0.0
+        else:
+            lacks_room = evictor.lacks_room(self.least_bytes)
+            # Near the limit, a few pages more or less would change the report again and again. So the report ends only
+            # when the disk is no longer full.
+            if not self._lacks_room and (lacks_room or evictor.is_crowded()):
+                self._report(full_disk, is_for_room=True, saves_some=not lacks_room)
+                self._lacks_room = True
+            if self._lacks_room:
+                has_failed = time.monotonic() < self._failed_at + _TRY_AGAIN_S
+                self.disk_room_bytes = 0.0 if lacks_room or has_failed else evictor.usable_bytes()
 
     def recover(self, *, is_whole: bool = True) -> None:
         """Ends the last failure, because state was saved, `is_whole` if it is that of a whole prompt. Less does not end
-        a lack of room: a small write may find some, again and again."""
-        if self.error is not None and (is_whole or not self._is_for_room):
-            # The line comes first, as in `_report`: who sees the new state finds it in the log.
-            log.info("[disk-cache] saving again")
-            self.error = None
+        a lack of room: a small write may find some, again and again. Nor does a prompt that took the place of others
+        on a full disk."""
+        if self.error is None or (self._is_for_room and not is_whole):
+            return
+        if self._lacks_room and self._store.evictor.full_disk() is not None:
+            return
+        # The line comes first, as in `_report`: who sees the new state finds it in the log.
+        log.info("[disk-cache] saving again")
+        self.error, self._lacks_room, self.disk_room_bytes = None, False, math.inf
 
     def maintain(self) -> None:
         """Opens the folder again if needed, removes expired records, and records the models."""
@@ -213,9 +238,10 @@ class Housekeeping:
         finally:
             self._is_checking = self.is_reading = False
 
-    def _report(self, message: str, *, is_for_room: bool = False) -> None:
+    def _report(self, message: str, *, is_for_room: bool = False, saves_some: bool = False) -> None:
         if self.error is None:
-            log.warning("[disk-cache] serving without saving until this is repaired: %s", message)
+            what = "saving only in place of older prompts" if saves_some else "serving without saving"
+            log.warning("[disk-cache] %s until this is repaired: %s", what, message)
         self.error, self._is_for_room = message, is_for_room
 
 

@@ -112,6 +112,7 @@ def test_a_full_disk_stops_saving_until_there_is_room_again(disk: Path, caplog: 
     assert lines_about(caplog, "serving without saving") == 1 + lines_about(caplog, "saving again")
     saved = runner.cache.stats()["entries"]
     remount(disk, "size=200m")
+    runner.wait_for_recovery()
     token_ids = random_prompt(seed + 2, 2000)
     cold = runner.run(token_ids, "full", reply=4)
     runner.flush()
@@ -147,6 +148,37 @@ def test_a_start_without_room_for_any_prompt_is_degraded_before_one_is_lost(
     runner.run(random_prompt(1, 1024), "full")
     runner.reopen()
     assert runner.run(random_prompt(1, 1024), "full").report.restored == 1024
+    runner.close()
+
+
+def test_on_a_disk_that_others_have_filled_prompts_take_the_place_of_older_ones_and_one_warning_says_so(
+    disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="diskprefix")
+    remount(disk, "size=64m")
+    runner = Runner(tiny_llama(torch.float32), settings_on(disk, kv_cache_min_free=16 << 20))
+    for seed in range(8):
+        runner.run(random_prompt(seed, 2000), "full")
+    runner.flush()
+    saved = runner.cache.stats()["entries"]
+    fill_up(disk, (4 << 20) // 4096)
+    runner.wait_for(lambda: runner.cache.health[0] == "degraded")
+    reports = [runner.run(random_prompt(seed, 2000), "full").report for seed in range(20, 24)]
+    runner.flush()
+    assert [report.saved for report in reports] == ["queued"] * 4
+    stats = runner.cache.stats()
+    assert (stats["state"], stats["dropped"], stats["evicted_blocks"] > 0) == ("degraded", 0, True)
+    assert stats["entries"] <= saved
+    room_bytes = runner.cache.writer.housekeeping.disk_room_bytes
+    too_long = int(room_bytes) // runner.layout.bytes_per_token + 100
+    report = runner.run(random_prompt(30, too_long), "full").report
+    assert (report.saved, report.selection.reason) == ("none", "disk"), "not even in the place of all others"
+    assert runner.run(random_prompt(23, 2000), "full").report.saved == "stored", "nothing of it is new"
+    assert lines_about(caplog, "saving only in place of older prompts until this is repaired") == 1
+    assert lines_about(caplog, "saving again") == lines_about(caplog, "serving without saving") == 0
+    (disk / "filler").unlink()
+    runner.wait_for_recovery()
+    assert lines_about(caplog, "saving again") == 1
     runner.close()
 
 
@@ -255,8 +287,8 @@ def test_what_is_removed_under_a_daemon_is_made_again(tmp_path: Path, place: str
 def fill_up(disk: Path, pages_left: int) -> None:
     """Take all of the disk but so many pages."""
     with (disk / "filler").open("wb", buffering=0) as filler:
-        while shutil.disk_usage(disk).free > pages_left * 4096:
-            filler.write(bytes(4096))
+        while (free := shutil.disk_usage(disk).free - pages_left * 4096) > 0:
+            filler.write(bytes(min(free, 1 << 20)))
 
 
 def serve_in_another_process(folder: Path, budget_bytes: int) -> str:
@@ -346,7 +378,7 @@ def require_alike(client: httpx.Client, number: int, reply: dict[str, Any]) -> N
     assert again["prefix_cache"]["restored"] > 0
 
 
-def test_a_daemon_on_a_disk_with_less_than_is_kept_free_says_so_once_and_saves_what_waits_when_there_is_room(
+def test_a_daemon_on_a_disk_with_less_than_is_kept_free_says_so_once_and_saves_again_when_there_is_room(
     disk: Path, chat_model: Path
 ) -> None:
     with (
@@ -359,10 +391,56 @@ def test_a_daemon_on_a_disk_with_less_than_is_kept_free_says_so_once_and_saves_w
         assert "the store leaves 256.0 MiB" in json.dumps(client.get("/health").json())
         assert "diskprefix_store_degraded 1" in client.get("/metrics").text
         remount(disk, "size=1g")
-        wait_until(lambda: client.get("/health").json()["status"] == "ok", "what waited is saved")
+        wait_until(lambda: client.get("/health").json()["status"] == "ok", "it has room again")
         require_alike(client, 0, reply)
         said = [line for line in daemon.lines if " WARNING " in line and " MiB free, and the store leaves" in line]
         assert len(said) == 1, daemon.lines
+
+
+NOT_SAVED = ("none", "disk")
+
+
+def outcome(reply: dict[str, Any]) -> tuple[str, str]:
+    return reply["prefix_cache"]["saved"], reply["prefix_cache"]["boundary_reason"]
+
+
+@pytest.mark.parametrize("scope", ["auto", "full"])
+@pytest.mark.parametrize("when", ["before the folder is made", "before the start", "during the run"])
+def test_a_daemon_on_a_full_disk_says_in_each_reply_why_nothing_is_saved_warns_once_and_recovers(
+    disk: Path, chat_model: Path, when: str, scope: str
+) -> None:
+    folder, flags = disk / "kv", {"disk_prefix_cache": scope}
+    remount(disk, "size=300m")
+    if when != "before the folder is made":
+        with running_daemon(chat_model, folder, **flags) as daemon, daemon.client() as client:
+            reply_to(client, question(0))
+            daemon.wait_saved()
+            assert daemon.stop() == 0
+    if when != "during the run":
+        fill_up(disk, 0)
+    with running_daemon(chat_model, folder, **flags) as daemon, daemon.client() as client:
+        if when == "during the run":
+            assert client.get("/health").json()["status"] == "ok"
+            fill_up(disk, 0)
+        wait_until(lambda: client.get("/health").json()["status"] == "degraded", "/health says that the disk is full")
+        wait_until(lambda: outcome(reply_to(client, question(2))) == NOT_SAVED, "it is not tried any more")
+        assert [outcome(reply_to(client, question(number))) for number in range(3, 9)] == [NOT_SAVED] * 6
+        is_full = f"the disk of --kv-cache-dir {folder} is full: "
+        assert client.get("/health").json()["cache"]["error"].startswith(is_full)
+        shown = subprocess.run(
+            [sys.executable, "-m", "diskprefix", "ps", "--url", daemon.url, "--api-key", daemon.token],
+            capture_output=True, text=True, check=True, env=clean_environment(),
+        ).stdout  # fmt: skip
+        assert is_full in shown
+        assert len([line for line in daemon.lines if "until this is repaired" in line]) == 1, daemon.log
+        (disk / "filler").unlink()
+        wait_until(lambda: client.get("/health").json()["status"] == "ok", "it has room again")
+        reply = reply_to(client, question(10))
+        assert outcome(reply)[0] == "queued"
+        daemon.wait_saved()
+        assert "saving again" in daemon.log
+    with running_daemon(chat_model, folder, **flags) as daemon, daemon.client() as client:
+        require_alike(client, 10, reply)
 
 
 @thorough

@@ -64,6 +64,8 @@ def ps(context: click.Context, url: str, api_key: str | None, as_json: bool) -> 
             click.echo(printable_only(f"{row['model']}: {parts}"))
         if row["sampling"]:
             click.echo(printable_only(f"{row['model']}: {sampling_line(row['sampling'])}"))
+        if row["cache_error"]:
+            click.echo(printable_only(f"{row['model']}: prompts are not saved, or not all: {row['cache_error']}"))
     for row in rows:
         for running in row["running"]:
             click.echo(printable_only(_progress(running)))
@@ -132,6 +134,7 @@ def _row(url: str, slot: dict[str, Any], props: dict[str, Any] | None = None) ->
         "running": running,
         "ahead": props.get("ahead") if props else None,
         "sampling": props.get("sampling") if props else None,
+        "cache_error": props["full_cache"]["state"]["error"] if props else None,
         "url": url,
     }
 

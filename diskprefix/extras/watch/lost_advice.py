@@ -31,7 +31,7 @@ def _what(row: Mapping[str, Any], texts: Mapping[str, str]) -> str:
     parts = [row["cause"].replace("_", " ")]
     parts += [f"from {row['client']}"] if row["client"] else []
     parts += [f"tool {row['tool']}"] if row["tool"] else []
-    parts += [f"stored with {row['options']}"] if row.get("options") else []
+    parts += [f"stored with {row['options']}"] if row["options"] else []
     line = texts.get(row["line"]) or (row["line"] and f"{row['line']} (letters are masked as x, digits as #)")
     return printable_only(": ".join(filter(None, (", ".join(parts), line))))
 

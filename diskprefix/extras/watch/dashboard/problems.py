@@ -64,7 +64,7 @@ def _cache_problems(cache: dict[str, Any]) -> Iterator[Problem]:
     match cache.get("state"):
         case "degraded":
             todo = "the daemon tries again by itself; `diskprefix verify` checks the folder"
-            yield Problem("error", f"nothing is saved: {cache['error']}", todo)
+            yield Problem("error", f"prompts are not saved, or not all: {cache['error']}", todo)
         case "unsupported":
             what = "this model is served without the cache: it has layers that cannot be cached"
             yield Problem("warning", what, "see `diskprefix list --architectures`")

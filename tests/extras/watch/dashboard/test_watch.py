@@ -97,7 +97,10 @@ def test_evictions_are_no_problem_while_there_is_room() -> None:
     assert problems(WELL | {"evicted_blocks": 3, "used_bytes": 50, "budget_bytes": 100}, [], []) == []
 
 
-LOST = {"cause": "diverged", "client": "", "tool": "", "line": "", "canonicalisers": (), "requests": 2, "tokens": 5000}
+LOST = {
+    "cause": "diverged", "client": "", "tool": "", "line": "", "canonicalisers": (), "options": "", "requests": 2,
+    "tokens": 5000,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -113,6 +116,11 @@ LOST = {"cause": "diverged", "client": "", "tool": "", "line": "", "canonicalise
         ({"tool": "bash"}, "diverged, tool bash", "what the tool bash writes"),
         *(({"cause": cause}, cause.replace("_", " "), "") for cause in MISS_REASONS if cause != "diverged"),
         ({"cause": "not_stored"}, "not stored", "--kv-cache-budget"),
+        (
+            {"cause": "other_settings", "options": "--kv-type auto"},
+            "other settings, stored with --kv-type auto",
+            "start with --kv-type auto to find it",
+        ),
     ],
 )
 def test_tokens_that_were_computed_again_are_told_with_what_helps(change: dict[str, Any], what: str, todo: str) -> None:
