@@ -260,8 +260,7 @@ class Settings:
     speculative: str = _model(
         "auto",
         "Speculative decoding where it is faster; replies do not change. ngram drafts from earlier text that a reply "
-        "repeats, mtp with the draft layer that some models have, auto with both. Saved prefixes of models with "
-        "such a layer are in two parts: those of auto and mtp, and those of off and ngram.",
+        "repeats, mtp with the draft layer that some models have, auto with both.",
         is_common=True,
         choices=("off", "ngram", "mtp", "auto"),
         parts_cache=True,

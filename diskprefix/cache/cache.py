@@ -321,7 +321,7 @@ class PrefixCache:
         return not wait(list(self._aside), timeout_s).not_done
 
     def has_disk_room(self, num_tokens: int) -> bool:
-        """Returns False if the disk is full and has no room for a prompt of so many tokens, even if everything else is
+        """Returns False if the disk is full and has no room for a prompt of this length, even if everything else is
         evicted. Does not read the disk."""
         num_bytes = num_tokens * self.layout.bytes_per_token + self.layout.state_bytes
         return num_bytes <= self.writer.housekeeping.disk_room_bytes

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from itertools import islice, permutations
+from functools import partial
+from itertools import islice, permutations, takewhile
 
 from msgspec import Struct
 
@@ -57,20 +58,18 @@ def find_stored_otherwise(
 ) -> StoredOtherwise:
     """Returns the longest beginning of a prompt that a start with other options has stored for its tenant. Raises
     `StoreCorrupt`."""
-    found = StoredOtherwise()
+    longest = StoredOtherwise()
     for model, others in other_models(snapshot, identity, options):
         root, size = root_hash(identity_of_tenant(model.identity, tenant)), model.options["block_size"].used
         num_tokens = _num_stored(snapshot, TokenPath(secret, root, token_ids, int(size)))
-        if num_tokens > found.num_tokens:
-            found = StoredOtherwise(num_tokens, others)
-    return found
+        if num_tokens > longest.num_tokens:
+            longest = StoredOtherwise(num_tokens, others)
+    return longest
 
 
 def _num_stored(snapshot: Snapshot, path: TokenPath) -> int:
     """Returns how many of the first tokens of a prompt are stored below a root."""
-    num_blocks = 0
-    while num_blocks < path.num_blocks and snapshot.has_record("usage", path.block_names[num_blocks]):
-        num_blocks += 1
+    num_blocks = sum(1 for _ in takewhile(partial(snapshot.has_record, "usage"), path.block_names))
     start = num_blocks * path.block_size
     rest = path.token_ids[start : start + path.block_size].tobytes()
     for name in islice(snapshot.similar_children(path.parent(num_blocks), rest), _TRIES):

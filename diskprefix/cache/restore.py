@@ -436,8 +436,8 @@ class Restore:
         record = self._context.namespace.record
         with cache.store.reads.snapshot() as snapshot, suppress(StoreCorrupt):
             own = record.identity, record.tenant, cache.bits.options
-            found = find_stored_otherwise(snapshot, cache.store.secret, token_ids, *own)
-            return nothing if is_miss(len(token_ids), found.num_tokens) else found
+            stored = find_stored_otherwise(snapshot, cache.store.secret, token_ids, *own)
+            return nothing if is_miss(len(token_ids), stored.num_tokens) else stored
         return nothing
 
 

@@ -179,7 +179,7 @@ def api_key_option(help: str, *, otherwise: str = "none") -> Callable[[Decorated
 def setting_option(name: str, **attributes: Any) -> Callable[[Decorated], Decorated]:
     """Returns the option of a field of `Settings`, with its environment variable. `attributes` override the field's."""
     setting, default, flag = SETTINGS[name], getattr(_DEFAULTS, name), flag_of(name)
-    shown = f"{setting.help} Parts the cache." if setting.parts_cache else setting.help
+    shown = f"{setting.help} (*)" if setting.parts_cache else setting.help
     own: dict[str, Any] = {"help": shown, "envvar": variable_of(flag)}
     own["metavar"] = setting.metavar or _METAVARS.get(setting.kind)
     choice = click.Choice(setting.choices, case_sensitive=False) if setting.choices else None

@@ -34,10 +34,8 @@ Examples:
   DISKPREFIX_PORT=9000 diskprefix serve --disk-prefix-cache full
       every flag is also an environment variable: DISKPREFIX_ and its name in upper case
 
-Of an option that parts the cache, prefixes saved with one value are not found with another. They stay in the folder,
-and the daemon and `diskprefix inspect` name the value that they were saved with.
-
-A flag overrides its variable, a variable overrides the policy file, and the policy file overrides the defaults.
+(*) parts the cache: prefixes saved with one value are not found with another. A flag overrides its variable, a variable
+overrides the policy file, and the policy file overrides the defaults.
 
 Exit codes: 0 ended by a signal; 2 wrong usage, or an address that cannot be used; 3 the model cannot be loaded; 4 the
 store cannot be used; 5 the accelerator failed, and only a new process can use it again.

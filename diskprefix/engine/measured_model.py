@@ -84,7 +84,7 @@ class MeasuredModel(Struct, frozen=True):
             used |= {
                 "engine": "plan",
                 "rows": given["rows"],
-                "weights": "auto" if self.loaded.keeps_quants else "native",
+                "weights": "auto" if self.runtime.weights.keeps_quants else "native",
                 "speculative": "mtp" if self.layout.has_draft_layer else "off",
                 "context": factors_in_use(self.loaded.config.get_text_config(decoder=True)),
             }

@@ -183,7 +183,6 @@ def load_llama(settings: Settings, progress: Report) -> LoadedLlama:
         name=settings.served_model_name or file.name,
         origin=file.path,
         weights_digest=digest,
-        keeps_quants=True,
         fit=fit,
         timings=timings,
         read_modules=_no_modules,

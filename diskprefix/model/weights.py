@@ -62,6 +62,11 @@ class Weights(ABC):
         """The shapes of the weights that a plan has asked for, in order."""
         self._tensors: dict[str, np.ndarray] = {}
 
+    @property
+    def keeps_quants(self) -> bool:
+        """Some of the weights in memory are the quants of the files."""
+        return False
+
     @abstractmethod
     def has_parameter(self, name: str) -> bool:
         """Returns whether there is a parameter."""

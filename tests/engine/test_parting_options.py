@@ -144,6 +144,6 @@ def test_each_marked_option_is_shown_to_part_the_cache_of_some_model() -> None:
 
 def test_the_help_marks_the_options_that_part_the_cache() -> None:
     shown = " ".join(CliRunner().invoke(cli, ["serve", "--help-all"]).output.split())
-    marked = {name for name in SETTINGS if f"{SETTINGS[name].help} Parts the cache." in shown}
+    marked = {name for name in SETTINGS if f"{SETTINGS[name].help} (*)" in shown}
     assert marked == PARTING
     assert "prefixes saved with one value are not found with another" in shown

@@ -81,6 +81,10 @@ class FolderWeights(Weights):
         head, _, end = name.rpartition(".")
         return f"{HEAD}.{end}" if head.rpartition(".")[2] in _HEADS else name
 
+    @property
+    def keeps_quants(self) -> bool:
+        return bool(self._quants)
+
     def has_parameter(self, name: str) -> bool:
         return bool(self._parts(name) or Mxfp4Experts.of(name, self._found)) or (
             name == f"{HEAD}.weight" and not self._is_tied

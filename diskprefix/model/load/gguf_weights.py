@@ -50,6 +50,10 @@ class GgufWeights(Weights):
         self._quants: dict[str, Quants] = {}
         self._places = LargePages()
 
+    @property
+    def keeps_quants(self) -> bool:
+        return bool(self._quants)
+
     def has_parameter(self, name: str) -> bool:
         if name == "lm_head.weight":
             return not self._config.tie_word_embeddings

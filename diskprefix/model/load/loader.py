@@ -97,8 +97,6 @@ class LoadedModel(Struct, frozen=True, kw_only=True, eq=False):
     origin: Path
     """The folder or the `.gguf` file that the user has."""
     weights_digest: str
-    keeps_quants: bool
-    """The weights in memory are the quants of the files, as far as these have some."""
     fit: Fit
     """How it fits into the memory that was free before it was loaded."""
     timings: dict[str, float]
@@ -131,8 +129,6 @@ class _ModelSource(Struct, frozen=True, kw_only=True, eq=False, dict=True):
     device: str
     weights: str
     """`auto` if the quants of a `.gguf` file, or of gpt-oss, are kept, or else `native`."""
-    has_quants: bool
-    """It is a `.gguf` file, or gpt-oss."""
     kv_type: str
     context: int | None
     reason: str
@@ -314,7 +310,6 @@ def begin_load(settings: Settings, progress: Report, flag: str = "--model") -> L
         name=settings.served_model_name or source.name,
         origin=source.path,
         weights_digest=digest,
-        keeps_quants=source.has_quants and source.weights == "auto",
         fit=fit,
         timings=timings,
         read_modules=lambda: source.for_modules().modules(),
@@ -426,7 +421,6 @@ def _source(
             dtype=dtype,
             device=device,
             weights=weights,
-            has_quants=is_file or is_mxfp4(headers.given),
             kv_type=settings.kv_type,
             context=settings.context,
             reason=_no_plan(settings, known_reason(config, dtype, device.partition(":")[0])),

@@ -27,17 +27,17 @@ _TEXT_CHARS = 200
 def lines_in_clear(snapshot: Snapshot, root: bytes, shapes: Collection[str], now: float) -> dict[str, str]:
     """Returns the texts of the lines with these shapes, by their shapes, as far as their prompts are stored. `now` is
     in seconds since 1970."""
-    found, record = dict[str, str](), snapshot.root(root)
+    texts, record = dict[str, str](), snapshot.root(root)
     decode = decoder_of(record.tokenizer) if record is not None and shapes else None
     if decode is None:
-        return found
+        return texts
     prompts = [(seen.record.came_at, seen.token_ids) for seen in newest_first(snapshot, root, MAX_PROMPT_BYTES)]
     for number, (came_at, token_ids) in enumerate(prompts):
-        if len(found) == len(shapes) or came_at < now - (HOURS + 1) * 3600:
+        if len(texts) == len(shapes) or came_at < now - (HOURS + 1) * 3600:
             break
         earlier = (other for _, other in islice(prompts, number + 1, number + 1 + _WINDOW))
         for place in {common for common, _ in costly_differences(token_ids, earlier)}:
             line = line_at(decode, token_ids, place)
             if (shape := shape_of(line)) in shapes:
-                found.setdefault(shape, " ".join(line[:_TEXT_CHARS].split()))
-    return found
+                texts.setdefault(shape, " ".join(line[:_TEXT_CHARS].split()))
+    return texts

@@ -54,6 +54,6 @@ def line_at(decode: Decode, token_ids: TokenIds, token: int) -> str:
         num_before *= 2
     near = token_ids[max(0, token - num_before) : end]
     text, before = decode(near), decode(near[: min(token, num_before)])
-    differing = (place for place, (one, other) in enumerate(zip(text, before, strict=False)) if one != other)
+    differing = (place for place, (char, expected) in enumerate(zip(text, before, strict=False)) if char != expected)
     start = min(next(differing, len(before)), max(0, len(text) - 1))
     return SourceText(text, np.array([start], np.int32)).line_at(0) if text else ""
