@@ -127,7 +127,9 @@ class Housekeeping:
                 self._lacks_room = True
             if self._lacks_room:
                 has_failed = time.monotonic() < self._failed_at + _TRY_AGAIN_S
-                self.disk_room_bytes = 0.0 if lacks_room or has_failed else evictor.usable_bytes()
+                self.disk_room_bytes = 0.0
+                with suppress(CacheError):
+                    self.disk_room_bytes = 0.0 if lacks_room or has_failed else evictor.usable_bytes()
 
     def recover(self, *, is_whole: bool = True) -> None:
         """Ends the last failure, because state was saved, `is_whole` if it is that of a whole prompt. Less does not end
