@@ -35,6 +35,7 @@ WAITING = RUNNING | {"id": "2", "computed_tokens": 0, "tokens_per_s": None, "sec
 PROPS: dict[str, Any] = {
     "model": {"name": "m", "needs_bytes": 3 << 30, "max_positions": 32_768, "loaded_at": 0.0},
     "kv_memory": {"running": 1},
+    "full_cache": {"state": {"error": None}},
     "queue_depth": 1,
     "running": [WAITING, RUNNING],
 }
@@ -144,6 +145,16 @@ def test_ps_says_what_is_in_the_memory_of_a_model(run: Run) -> None:
     parts = "weights in Q4_K 2.0 GiB, KV memory for 32,768 tokens 384.0 MiB, room to compute 640.0 MiB"
     assert shown[2:] == [f"m: {parts}"]
     assert row["memory_bytes"] == sum(row["memory"].values()) == 3 << 30
+
+
+def test_ps_says_why_prompts_are_not_saved(run: Run) -> None:
+    full = {"full_cache": {"state": {"error": "the disk is full\x1b[2J"}}}
+    with small_daemon(props=[(200, PROPS | {"running": []} | full)]) as daemon:
+        shown = run("ps", "--url", daemon.url).stdout.splitlines()
+        [row] = run("ps", "--url", daemon.url, "--json").json["models"]
+    assert shown[2].startswith("m: prompts are not saved, or not all: the disk is full")
+    assert "\x1b" not in shown[2]
+    assert row["cache_error"] == "the disk is full\x1b[2J"
 
 
 @pytest.mark.parametrize(
