@@ -305,6 +305,11 @@ class Settings:
         "Refuse requests for models that are not served. Otherwise a server of one model also answers to the names "
         "that programs have built in: gpt-4…, gpt-5…, claude-… and the like, and the empty one.",
     )
+    log_level: str = _server(
+        "info",
+        "debug also logs what is of use to developers: the parts of a start, and decisions of the cache.",
+        choices=("info", "debug"),
+    )
     max_queue: int = _server(
         64,
         "The maximum number of waiting requests; more get a 503 with Retry-After. One API key may take half of these "

@@ -19,6 +19,9 @@ from diskprefix.cache.tiers.tier import Prefetched
 
 log = logging.getLogger("diskprefix")
 
+_CLOSED = "computing is faster here than reading saved prompts, so they are not used; --kv-cache-gate off uses them"
+_OPEN = "reading saved prompts is faster again than computing, so they are used"
+
 Use: TypeAlias = Literal["restore", "save", "fetch"]
 Sample: TypeAlias = tuple[int, float]
 """A size in tokens or bytes, and the seconds that it took."""
@@ -147,5 +150,6 @@ class CostModel:
             # If restoring pays for a prompt, it pays for all longer ones.
             state = "open" if self.mode == "off" or self._is_faster(_MAX_TOKENS) else "closed"
             if state != self._state and "closed" in (state, self._state):
-                log.info("[disk-cache] gate=%s", self.as_dict() | {"state": state})
+                log.info("[disk-cache] %s", _CLOSED if state == "closed" else _OPEN)
+                log.debug("[disk-cache] gate=%s", self.as_dict() | {"state": state})
             self._state = state

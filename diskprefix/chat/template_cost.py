@@ -36,6 +36,11 @@ class CommonPrefix(Struct, frozen=True):
     total: int
 
     @property
+    def percent(self) -> int:
+        """The share, rounded down."""
+        return 100 * self.num_tokens // self.total
+
+    @property
     def is_short(self) -> bool:
         return self.num_tokens < self.total * _ENOUGH
 
@@ -57,24 +62,21 @@ class TemplateCost(Struct, frozen=True):
 
     @property
     def line(self) -> str:
-        """The figures in one line, without the advice."""
-        # Few templates write the time of day.
-        hour = None if self.hour is None or self.hour.num_tokens == self.hour.total else self.hour
+        """The parts of a saved prompt that later ones find, in one line, without the advice."""
         changes = {
-            "a turn is added": self.turn,
-            "a day passes": self.day,
-            "an hour passes": hour,
-            "thoughts are dropped": self.thoughts,
-            "a tool is added": self.tool,
+            "after a further turn": self.turn,
+            "on the next day": self.day,
+            "an hour later": self.hour,
+            "without its thoughts": self.thoughts,
+            "with a further tool": self.tool,
         }
-        figures = [
-            f"{prefix.num_tokens} of {prefix.total} when {change}"
-            for change, prefix in changes.items()
-            if prefix is not None
-        ]
-        if not figures:
+        known = {change: prefix for change, prefix in changes.items() if prefix is not None}
+        if not known:
             return "no conversation could be rendered"
-        return f"tokens of three turns that stay: {', '.join(figures)}"
+        whole = [change for change, prefix in known.items() if prefix.num_tokens == prefix.total]
+        parts = [f"all {', '.join(whole)}"] if whole else []
+        parts += [f"{prefix.percent} % {change}" for change, prefix in known.items() if change not in whole]
+        return f"of a saved prompt of three turns is found: {'; '.join(parts)}"
 
     @property
     def record(self) -> JsonObject:

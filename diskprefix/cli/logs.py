@@ -8,12 +8,12 @@ from typing import Any
 from diskprefix.printable import escaped
 
 
-def configure_logging() -> None:
-    """Logs to stderr, from INFO on. Libraries log from WARNING on."""
+def configure_logging(level: str) -> None:
+    """Logs to stderr, from `level` on (`Settings.log_level`). Libraries log from WARNING on."""
     handler = logging.StreamHandler()
     handler.setFormatter(TextFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
-    logging.getLogger("diskprefix").setLevel(logging.INFO)
+    logging.getLogger("diskprefix").setLevel(level.upper())
 
 
 class TextFormatter(logging.Formatter):

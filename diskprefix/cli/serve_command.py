@@ -57,7 +57,7 @@ def serve(context: click.Context, /, print_config: bool, **flags: Any) -> None:
     if print_config:
         click.echo(config_text(context, settings))
         return
-    configure_logging()
+    configure_logging(settings.log_level)
     app.serve(settings)
 
 

@@ -139,7 +139,7 @@ def _by_plan(loaded: LoadedModel, runtime: PlanRuntime, settings: Settings) -> M
         mode=settings.fingerprint,
     )
     check(runtime.weights, loaded.config, runtime.layout, str(fingerprint), loaded.finish)
-    log.info("[model] kernels: %s", described())
+    log.debug("[model] kernels: %s", described())
     if settings.kernels == "auto" and (advice := of_another_cpu()):
         log.warning("[model] prompts and replies could be faster: %s", advice)
     if loaded.processor is not None and loaded.encoder is not None:
@@ -163,7 +163,8 @@ def _by_modules(loaded: LoadedModel, settings: Settings) -> MeasuredModel:
     fingerprint = fingerprint_of_modules(loaded.model, loaded.weights_digest, settings.fingerprint)
     layout = rehearse(loaded.model, str(fingerprint))
     reason = "its state is not cached" if layout.unsupported else loaded.reason
-    log.info("[model] exact in steps of one grid: %s", reason)
+    if not layout.unsupported:
+        log.info("prompts are restored in steps of %d tokens: %s", settings.block_size, reason)
     if loaded.device == "cpu" and are_missing():
         log.warning("[model] replies are many times slower without the compiled operators: %s", REMEDY)
     return MeasuredModel(loaded, layout, GridRuntime(loaded.model, layout), fingerprint, reason)

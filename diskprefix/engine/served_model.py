@@ -412,7 +412,7 @@ class ServedModel:
         if has_layer:
             chains.append(LayerProposer(self.runtime, times, clock))
         speculation = Speculation(None if wanted == "mtp" else NgramProposer(), chains, times, clock)
-        log.info(
+        log.debug(
             "[engine] speculative decoding: drafts from %s",
             ", ".join(proposer.what for proposer in speculation.proposers),
         )

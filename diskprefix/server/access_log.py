@@ -98,11 +98,11 @@ def _figures(record: LogContext) -> str:
     if record.done is None:
         progress = ""
         if (at := record.cancelled_at) is not None:
-            progress = f" · prompt {at.ready_tokens} of {at.prompt_tokens} · restored {at.restored_tokens}"
-            progress += f" · reply {at.reply_tokens}"
+            progress = f" · prompt {at.ready_tokens} of {at.prompt_tokens} tokens · restored {at.restored_tokens}"
+            progress += f" · reply {at.reply_tokens} tokens"
         return f"{progress} · {record.error}" if record.error else progress
     usage, cache, timings = record.done.usage, record.done.cache, record.done.timings
     return (
-        f" · prompt {usage.prompt_tokens} · restored {cache.restored} ({cache.miss_reason or cache.source})"
-        f" · reply {usage.completion_tokens} · ttft {timings.ttft_ms:.0f} ms"
+        f" · prompt {usage.prompt_tokens} tokens · restored {cache.restored} ({cache.miss_reason or cache.source})"
+        f" · reply {usage.completion_tokens} tokens · first token after {timings.ttft_ms:.0f} ms"
     )

@@ -218,7 +218,7 @@ class Daemon:
             _call_soon(loop, self._loaded, serving)
             # Prompts that are wholly stored are answered while the weights are read.
             serving.engine.finish_load()
-            log.info("[start] all weights are in memory after %.1f s", self._elapsed_s())
+            log.debug("[start] all weights are in memory after %.1f s", self._elapsed_s())
             _log_template_cost(serving.renderer)
         except DiskPrefixError as error:
             _call_soon(loop, self._failed, error)
@@ -238,7 +238,7 @@ class Daemon:
             # It was fetched, or is newer than what was here.
             self.sampling = sampling_defaults(self.settings, engine.origin)
             forget_headers()
-        log.info("where a request says nothing: %s", sampling_line(self.sampling.record))
+        log.info("replies, where a request says nothing: %s", sampling_line(self.sampling.record))
         try:
             compress = hooks.open_compression(self.settings, engine.model_positions, engine.max_positions)
         except SettingsError:
@@ -315,8 +315,10 @@ def _log_template_cost(renderer: PromptRenderer) -> None:
             # A line of the log must not keep the model from being served.
             log.exception("[template] its cost could not be measured")
             return
-        said = f"{cost.line}; {cost.advice}" if cost.advice else cost.line
-        log.log(logging.WARNING if cost.advice else logging.INFO, "[template] %s", said)
+        if cost.advice:
+            log.warning("the chat template costs computing: %s; %s", cost.line, cost.advice)
+        else:
+            log.debug("[template] %s", cost.line)
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *values: Any) -> None:

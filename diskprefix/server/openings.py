@@ -57,7 +57,7 @@ async def compute_openings(serving: Serving, threads: Threads) -> None:
             else:
                 computed = today
                 if num_added:
-                    log.info("[engine] %s may be computed ahead, for %s", counted(num_added, "prompt"), today)
+                    log.debug("[engine] %s may be computed ahead, for %s", counted(num_added, "prompt"), today)
         if computed is not None and not serving.renderer.writes_today:
             return
         await asyncio.sleep(_CHECK_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from datetime import date
 from pathlib import Path
@@ -17,7 +18,7 @@ from diskprefix.chat.template_date import TemplateClock
 from diskprefix.model.load.read_tokenizer import read_tokenizer
 from tests.chat.families.families import folder
 from tests.chat.rendering import renderer_of
-from tests.server.chat_model import CHAT_TEMPLATE, write_tokenizer
+from tests.server.chat_model import CHAT_TEMPLATE, write_chat_model, write_tokenizer
 from tests.server.daemon_process import wait_until
 from tests.server.scripted import scripted_app
 
@@ -65,7 +66,7 @@ def test_losses_of_real_templates_are_found_with_advice(
     assert says in cost.advice
     assert bool(says) == bool(cost.advice)
     assert cost.record["turn"] == {"kept": cost.turn.num_tokens, "of": cost.turn.total} if cost.turn else False
-    assert f"{cost.tool.num_tokens} of {cost.tool.total} when a tool is added" in cost.line
+    assert f"; {100 * cost.tool.num_tokens // cost.tool.total} % with a further tool" in cost.line
 
 
 CLOCK_TEMPLATE = "{{ strftime_now('%H:%M') }}" + CHAT_TEMPLATE
@@ -75,7 +76,7 @@ def test_a_template_that_writes_the_time_of_day_is_named(tokenizer_folder: Path)
     """A day does not help it, but one that is fixed does."""
     cost = template_cost(renderer_with(tokenizer_folder, CLOCK_TEMPLATE))
     assert not whole(cost.hour)
-    assert "when an hour passes" in cost.line
+    assert re.search(r"; \d+ % an hour later", cost.line)
     assert "--template-date YYYY-MM-DD" in cost.advice
     tokenizer = read_tokenizer(tokenizer_folder, CLOCK_TEMPLATE)
     fixed = template_cost(renderer_of(tokenizer, clock=TemplateClock(date(2026, 1, 31))))
@@ -117,6 +118,16 @@ def test_a_trial_leaves_the_warning_about_ignored_tools(
 
 
 def test_the_cost_is_in_the_log_once_the_model_is_loaded(chat_model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO), scripted_app(chat_model):
-        wait_until(lambda: "[template] tokens of three turns that stay: " in caplog.text, "the cost is logged")
-    assert [record.levelname for record in caplog.records if "[template]" in record.message] == ["INFO"]
+    with caplog.at_level(logging.DEBUG), scripted_app(chat_model):
+        wait_until(lambda: "[template] of a saved prompt of three turns is found: all " in caplog.text, "it is logged")
+    assert [record.levelname for record in caplog.records if "[template]" in record.message] == ["DEBUG"]
+
+
+def test_a_template_that_costs_computing_is_a_warning_that_says_what_to_do(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with scripted_app(write_chat_model(tmp_path / "model", chat_template=CLOCK_TEMPLATE)):
+        wait_until(lambda: "an hour later" in caplog.text, "it is logged")
+    [warning] = [record for record in caplog.records if "an hour later" in record.message]
+    assert warning.levelname == "WARNING"
+    assert "--template-date YYYY-MM-DD" in warning.message

@@ -50,7 +50,7 @@ CHECKS = {
     "port",
     "torch",
     "kernels",
-    "rows",
+    "speed",
     "llama.cpp",
     "model",
     "tokenizer",
@@ -74,7 +74,7 @@ def test_it_checks_everything_without_the_weights(run: Run, chat_model: Path, tm
     ended = run("doctor", "--model", chat_model, "--kv-cache-dir", tmp_path / "kv", "--port", "0", "--json")
     report = ended.json
     findings = {one["check"]: one for one in report["findings"]}
-    assert set(findings) == CHECKS | {"tool calls", "template cost"}
+    assert set(findings) == CHECKS | {"tool calls", "found again"}
     problems = [one for one in report["findings"] if one["level"] == "problem"]
     assert (report["ok"], ended.exit_code) == (not problems, 1 if problems else 0)
     assert all(one["advice"] for one in report["findings"] if one["level"] in ("note", "problem"))
@@ -127,7 +127,7 @@ def test_without_torch_the_kernels_are_checked_all_the_same(monkeypatch: pytest.
     found = by_check(torch_findings(Settings()))
     assert (found["torch"].level, found["torch"].advice) == ("ok", "")
     assert "not installed: only models without a plan and images need it" in found["torch"].text
-    assert found["kernels"].text.startswith("operators: ")
+    assert re.match(r"(native|torch)\b", found["kernels"].text)
 
 
 def test_a_folder_that_cannot_be_written_or_that_others_may_write_to_is_a_problem(
@@ -395,7 +395,7 @@ def gguf(tmp_path: Path, sizes: Any, monkeypatch: pytest.MonkeyPatch) -> Path:  
 def test_a_file_is_looked_at_with_its_tokenizer(gguf: Path) -> None:
     assert levels(found_in(gguf)) == {"model": "ok", "tokenizer": "ok", "template": "ok"} | {
         "tool calls": "note",
-        "template cost": "ok",
+        "found again": "ok",
     }
 
 
@@ -418,14 +418,14 @@ def test_a_model_that_is_only_partly_here_is_not_here(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("text", "level", "says"),
     [
-        (None, "ok", "the system message ends at one"),
+        (None, "ok", "end after a message"),
         (
             "<|im_start|>user\n{{ messages[0].content }}\n{{ messages[1].content }}<|im_end|>\n"
             "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
             "ok",
-            "none at the system message's end",
+            "but not after the system message",
         ),
-        ("{% for message in messages %}{{ message.content }} {% endfor %}", "note", "no safe boundaries"),
+        ("{% for message in messages %}{{ message.content }} {% endfor %}", "note", "cannot end between two messages"),
         ("{{ raise_exception('no') }}", "problem", "no"),
     ],
 )
@@ -439,12 +439,11 @@ def test_the_boundaries_of_a_template_are_told(folder: Path, text: str | None, l
 def test_what_the_template_costs_is_told_with_what_can_be_done(folder: Path) -> None:
     template = folder / "template.jinja"
     template.write_text(f"<|im_start|>{{{{ strftime_now('%d %b %H:%M') }}}}<|im_end|>\n{CHAT_TEMPLATE}")
-    found = found_in(folder, chat_template=template)["template cost"]
+    found = found_in(folder, chat_template=template)["found again"]
     assert found.level == "note"
-    assert "when a day passes" in found.text
-    assert "when an hour passes" in found.text
+    assert re.search(r"; \d+ % on the next day; \d+ % an hour later", found.text)
     assert "--template-date" in found.advice
-    fixed = found_in(folder, chat_template=template, template_date="2026-05-01")["template cost"]
+    fixed = found_in(folder, chat_template=template, template_date="2026-05-01")["found again"]
     assert (fixed.level, fixed.advice) == ("ok", "")
 
 

@@ -86,6 +86,7 @@ def values_of(folder: Path, model: Path) -> dict[str, str]:
         "api_keys": str(folder / "keys"),
         "allowed_origins": "http://localhost:3000,moz-extension://*",
         "strict_model_names": "on",
+        "log_level": "debug",
         "max_queue": "5",
         "max_sequences": "4",
         "prefill_compression": "500",

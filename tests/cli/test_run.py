@@ -161,10 +161,10 @@ def test_ps_says_why_prompts_are_not_saved(run: Run) -> None:
     ("ahead", "line"),
     [
         ({"tokens": 0, "waiting": 0, "paused": None}, None),
-        ({"tokens": 12_448, "waiting": 0, "paused": None}, "12,448 tokens computed ahead in 2.0 min of a CPU"),
+        ({"tokens": 12_448, "waiting": 0, "paused": None}, "12,448 tokens of likely prompts computed in idle time"),
         (
             {"tokens": 9, "waiting": 2, "paused": "other programs"},
-            "9 tokens computed ahead in 2.0 min of a CPU, 2 prompts to come (other programs want the CPUs)",
+            "2 likely prompts to be computed in idle time, 9 tokens done (other programs want the CPUs)",
         ),
     ],
 )
@@ -185,7 +185,7 @@ def test_ps_shows_the_progress_of_prompts_that_clients_asked_for(run: Run) -> No
     with small_daemon(props=[(200, PROPS | {"running": [], "ahead": ahead})]) as daemon:
         shown = run("ps", "--url", daemon.url).stdout.splitlines()
     dropped = "not begun, and it waits no longer: others of its client came after it"
-    assert shown[3:] == ["m: ahead for Claude Code: 8,100 of 18,692 tokens", f"m: ahead for Codex: {dropped}"]
+    assert shown[3:] == [f"m: for {label}" for label in ("Claude Code: 8,100 of 18,692 tokens", f"Codex: {dropped}")]
 
 
 def test_a_daemon_that_refuses_the_key_hides_no_other(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,6 +101,7 @@ def test_every_setting_has_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch
         "fingerprint": "portable",
         "served_model_name": "me",
         "strict_model_names": "on",
+        "log_level": "DEBUG",
         "chat_template": "/template.jinja",
         "chat_template_kwargs": '{"enable_thinking": false}',
         "template_date": "2026-01-31",

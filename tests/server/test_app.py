@@ -393,7 +393,9 @@ def test_a_leaving_client_cancels_and_the_log_has_the_progress(
         assert engine.cancelled.wait(30)
         counted = 'diskprefix_http_requests_total{route="/v1/chat/completions",status="499"} 1.0'
         wait_until(lambda: counted in client.get("/metrics").text, "the request is counted as left")
-        wait_until(lambda: "prompt 8 of 10 · restored 4 · reply 0" in caplog.text, "the request is logged")
+        wait_until(
+            lambda: "prompt 8 of 10 tokens · restored 4 · reply 0 tokens" in caplog.text, "the request is logged"
+        )
         lines = [record.message for record in caplog.records if record.name == "diskprefix"]
         assert not any(line.startswith("GET ") for line in lines), "what is polled is not logged"
         [ended] = client.get("/dashboard/state").json()["ended"]

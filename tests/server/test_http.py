@@ -266,7 +266,7 @@ def test_a_clients_text_is_logged_short_on_one_line(
 def test_each_request_is_one_log_line_with_its_figures(client: httpx.Client, daemon: DaemonProcess) -> None:
     body = HELLO | {"messages": [{"role": "user", "content": "log this line, please"}]}
     prompt_tokens = client.post(CHAT, json=body).json()["usage"]["prompt_tokens"]
-    daemon.wait_for_line(rf"POST /v1/chat/completions 200 · prompt {prompt_tokens} · restored \d+ \(\w+\) · reply \d")
+    daemon.wait_for_line(rf"POST {CHAT} 200 · prompt {prompt_tokens} tokens · restored \d+ \(\w+\) · reply \d")
 
 
 def card_of(chat_model: Path, **changes: Any) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class Ahead:
         return None if self._job is None else self._compute(self._job)
 
     def give_up(self, reason: str) -> None:
-        log.info("[engine] a prompt is not computed ahead: %s", reason)
+        log.debug("[engine] a prompt is not computed ahead: %s", reason)
         if self._job is not None:
             self._jobs.drop_job(self._job)
 
@@ -75,7 +75,7 @@ class Ahead:
                         return
                     yield None
                 cached.save_partial(sequence, token_ids)
-                log.info("[engine] %d of %d tokens were computed ahead", len(token_ids) - start, len(token_ids))
+                log.debug("[engine] %d of %d tokens were computed ahead", len(token_ids) - start, len(token_ids))
         self._jobs.drop_job(job)
 
     def _record_prompt(self, prompt: Prompt, options: CacheOptions, cached: CachedRequest, restored: int) -> None:

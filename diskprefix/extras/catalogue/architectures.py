@@ -86,9 +86,22 @@ def verified_of(path: Path) -> str:
     entry = next((by_type[model_type] for model_type in types if model_type in by_type), None)
     if entry is None:
         return f"{name}: none of `diskprefix list --architectures`, so it may not be served"
-    row = _row(name, entry)
-    verified = _named(row["verified"]) or "no dtype"
-    return f"{name}: restored {row['restored']}, exact at {_exact_at(row) or 'no token'}, verified in {verified}"
+    return f"{name}: {_said_of(_row(name, entry))}"
+
+
+def _said_of(row: dict[str, Any]) -> str:
+    """Returns a sentence without words of the table."""
+    exact, verified = row["exact_at_tokens"], row["verified"]
+    if row["restored"] == _RESTORED["unsupported"]:
+        return "prompts are not saved"
+    if not verified:
+        return "prompts are saved, which is not verified"
+    where = f"at any token ({_named(exact)})" if exact else "every 256 tokens"
+    if row["restored"] == _RESTORED["checkpoint"]:
+        where = "at the ends of turns"
+    elif exact == verified:
+        where = "at any token"
+    return f"prompts are restored {where} with the same bits, verified in {_named(verified)}"
 
 
 def _architecture_of(path: Path) -> tuple[str, Sequence[str]]:

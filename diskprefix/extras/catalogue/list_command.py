@@ -216,8 +216,8 @@ def _show_fetched(known: KnownModel, row: Mapping[str, Any], fit: Fit, cost: Tem
         "context": fit.context_line,
         "type": row["architecture"],
         "template": "the model's own" if row["template"] else "none: give one with --chat-template",
-        **({} if cost is None else {"costs": f"{cost.line}; {cost.advice}" if cost.advice else cost.line}),
-        "settings": ", ".join(f"{key} = {value}" for key, value in row["settings"].items()) or "those of serve",
+        **({} if cost is None else {"cache": f"{cost.line}; {cost.advice}" if cost.advice else cost.line}),
+        "settings": ", ".join(f"{key} = {value}" for key, value in row["settings"].items()),
         "sampling": sampling_line(row["sampling"]),
     }
     if row["sampling"]["ignored"]:
@@ -229,7 +229,8 @@ def _show_fetched(known: KnownModel, row: Mapping[str, Any], fit: Fit, cost: Tem
 
 def _print_lines(lines: Mapping[str, str], fit: Fit) -> None:
     for key, line in lines.items():
-        click.echo(f"{key:<9} {plain(line).plain}")
+        if line:
+            click.echo(f"{key:<9} {plain(line).plain}")
     for line in ("", *fit.lines()):
         click.echo(line)
 

@@ -25,7 +25,7 @@ from diskprefix.server.process.token_file import own_daemons
 from diskprefix.units import ago, counted, format_duration, format_size
 
 PAUSED = {
-    "off": "work ahead is off",
+    "off": "--ahead is off",
     "battery": "not on battery",
     "budget": "the budget of --ahead is used up",
     "other programs": "other programs want the CPUs",
@@ -63,7 +63,7 @@ def ps(context: click.Context, url: str, api_key: str | None, as_json: bool) -> 
             parts = ", ".join(f"{what} {format_size(num_bytes)}" for what, num_bytes in row["memory"].items())
             click.echo(printable_only(f"{row['model']}: {parts}"))
         if row["sampling"]:
-            click.echo(printable_only(f"{row['model']}: {sampling_line(row['sampling'])}"))
+            click.echo(printable_only(f"{row['model']}: replies with {sampling_line(row['sampling'])}"))
         if row["cache_error"]:
             click.echo(printable_only(f"{row['model']}: prompts are not saved, or not all: {row['cache_error']}"))
     for row in rows:
@@ -74,7 +74,7 @@ def ps(context: click.Context, url: str, api_key: str | None, as_json: bool) -> 
             for asked in ahead.get("asked", ()):
                 of_all = f"{asked['ready']:,} of {asked['tokens']:,} tokens" if asked["tokens"] else "not begun"
                 of_all += "" if asked["waits"] else ", and it waits no longer: others of its client came after it"
-                click.echo(printable_only(f"{row['model']}: ahead for {asked['label']}: {of_all}"))
+                click.echo(printable_only(f"{row['model']}: for {asked['label']}: {of_all}"))
 
 
 def _urls(context: click.Context, url: str) -> list[str]:
@@ -163,9 +163,10 @@ def _progress(running: dict[str, Any]) -> str:
 
 def _ahead_line(ahead: dict[str, Any]) -> str:
     """Returns a line about the work ahead of requests."""
-    line = f"{ahead['tokens']:,} tokens computed ahead in {format_duration(ahead['cpu_s'])} of a CPU"
+    line = f"{ahead['tokens']:,} tokens of likely prompts computed in idle time"
     if ahead["waiting"]:
-        line += f", {counted(ahead['waiting'], 'prompt')} to come"
+        line = f"{counted(ahead['waiting'], 'likely prompt')} to be computed in idle time"
+        line += f", {ahead['tokens']:,} tokens done" if ahead["tokens"] else ""
     return f"{line} ({PAUSED[ahead['paused']]})" if ahead["paused"] in PAUSED else line
 
 

@@ -26,9 +26,9 @@ MAX_ORDER_BYTES = 64 * 1024
 
 def main(serve: Callable[[Settings, RouterLine], None]) -> NoReturn:
     """Serves as the router orders, and ends the process."""
-    configure_logging()
     listener, channel = (socket.socket(fileno=int(number)) for number in sys.argv[-2:])
     order: Order = pickle.loads(channel.recv(MAX_ORDER_BYTES))
+    configure_logging(order.settings.log_level)
     code = 0
     try:
         serve(order.settings, RouterLine(order, listener, channel))

@@ -35,7 +35,7 @@ Exit codes: 0 no problem was found; 1 a problem was found; 2 wrong usage.
 def doctor(json: bool, **flags: Any) -> int:
     """Check whether `diskprefix serve` with the same options works well on this machine. Give advice if not.
 
-    The command checks torch's build and instruction sets, the kernels, the cost of each kind of --rows, the model's
+    The command checks torch's build and instruction sets, the kernels, their speed, the model's
     size against the memory, its tokenizer, template and tool calls, the folder's permissions and file system, the
     budget against the free space, the store and the port. It changes nothing, takes a few seconds, and
     works beside a running daemon. The last line advises a model for agents on this machine.

@@ -62,8 +62,8 @@ def _installed_torch_findings(settings: Settings) -> Iterator[Finding]:
     advice = "this CPU has no AVX2: computing is slow" if is_old else ""
     yield Finding("torch", "note" if is_old else "ok", text, advice)
     if (kind := pick_device(settings.device)) != "cpu":
-        text = f"on {kind} models are computed plainly: exact in steps of one grid, one sequence a step"
-        advice = "--device cpu is exact at every token; vLLM serves many users on GPUs"
+        text = f"on {kind} one conversation is computed at a time, and prompts are restored in steps of 256 tokens"
+        advice = "with --device cpu they are restored at any token; vLLM serves many users on GPUs"
         yield Finding("accelerator", "note", text, advice)
 
 
@@ -80,7 +80,7 @@ def _kernels_finding(kernels: str) -> Finding:
     else:
         advice = of_another_cpu()
     has = f"; this CPU has {', '.join(there)}" if there else ""
-    return Finding("kernels", "note" if advice else "ok", f"operators: {names}{has}", advice)
+    return Finding("kernels", "note" if advice else "ok", f"{names}{has}", advice)
 
 
 def machine_findings(settings: Settings) -> Iterator[Finding]:

@@ -156,16 +156,16 @@ def _tokenizer_findings(settings: Settings, path: Path) -> Iterator[Finding]:
         yield Finding("template", "problem", error.message, "give another one with --chat-template")
         return
     if not prompt.boundaries:
-        advice = "auto keeps less; the scope full keeps whole prompts"
-        yield Finding("template", "note", "it has no safe boundaries", advice)
+        advice = "a full store keeps less; with --disk-prefix-cache full it keeps whole prompts"
+        yield Finding("template", "note", "a saved prompt cannot end between two messages", advice)
     else:
         # Some templates put the system message into the first user turn, and `system_end` is the start of that turn.
         is_end = _SYSTEM in tokenizer.decode(prompt.token_ids[: prompt.system_end])
-        where = "; the system message ends at one" if is_end else ", none at the system message's end"
-        yield Finding("template", "ok", f"{len(prompt.boundaries)} boundaries in a prompt of two messages{where}")
+        where = "" if is_end else ", but not after the system message"
+        yield Finding("template", "ok", f"a saved prompt can end after a message{where}")
     yield _calls_finding(renderer.output_format.name)
     cost = template_cost(renderer)
-    yield Finding("template cost", "note" if cost.advice else "ok", cost.line, cost.advice)
+    yield Finding("found again", "note" if cost.advice else "ok", cost.line, cost.advice)
 
 
 def _calls_finding(name: str) -> Finding:

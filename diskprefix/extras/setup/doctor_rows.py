@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 import numpy as np
@@ -26,7 +26,9 @@ _NUM_MATRICES = 16
 """More than a cache holds, so that a single row waits for memory as in a reply."""
 _PREFILL_ROWS = 256
 _TRIES = 3
-_SHARED = {"bf16": "saved prefixes are for CPUs with AMX only"}
+_FASTER = 1.2
+"""How many times as fast another kind computes prompts, to be advised."""
+_SHARED = {"bf16": "; saved prompts are then for CPUs with AMX only"}
 
 
 class RowsCost(Struct, frozen=True):
@@ -35,11 +37,10 @@ class RowsCost(Struct, frozen=True):
     of_prompt: float
     of_reply: float
 
-    def text(self, rows: str) -> str:
-        prompt_s = AGENT_TOKENS * 1e9 * self.of_prompt
-        shared = _SHARED.get(rows, "saved prefixes are for every CPU")
-        speed = 1e-9 / self.of_reply
-        return f"{rows}: {AGENT_TOKENS:,} tokens in {prompt_s:,.0f} s, replies of {speed:.0f} tokens/s, {shared}"
+    @property
+    def text(self) -> str:
+        prompt_s, speed = AGENT_TOKENS * 1e9 * self.of_prompt, 1e-9 / self.of_reply
+        return f"a prompt of {AGENT_TOKENS:,} tokens in {prompt_s:,.0f} s, replies of {speed:.0f} tokens/s"
 
 
 def rows_finding(settings: Settings) -> Finding:
@@ -53,10 +54,18 @@ def rows_finding(settings: Settings) -> Finding:
             if (compiled := operators()) is not None:
                 costs[rows] = _cost(compiled)
     choose(settings.kernels, settings.rows)
-    if not costs:
-        return Finding("rows", "skipped", "there are no compiled operators")
-    each = "; ".join(cost.text(rows) for rows, cost in costs.items())
-    return Finding("rows", "ok", f"--rows, for each billion weights of a token in Q4_K: {each}")
+    return _finding(costs, settings.rows)
+
+
+def _finding(costs: Mapping[str, RowsCost], chosen: str) -> Finding:
+    if chosen not in costs:
+        return Finding("speed", "skipped", "there are no compiled operators")
+    text = f"for each billion parameters of a model in 4 bits: {costs[chosen].text}"
+    fastest = min(costs, key=lambda rows: costs[rows].of_prompt)
+    if costs[fastest].of_prompt * _FASTER > costs[chosen].of_prompt:
+        return Finding("speed", "ok", f"{text} (--rows {chosen}, the fastest for prompts here)")
+    advice = f"--rows {fastest}: {costs[fastest].text}{_SHARED.get(fastest, '')}"
+    return Finding("speed", "note", f"{text} (--rows {chosen})", advice)
 
 
 def _cost(operators: Operators) -> RowsCost:

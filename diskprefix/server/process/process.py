@@ -380,7 +380,7 @@ def _exit_after(seconds: float, code: int) -> None:
 
 def _announce(serving: Serving, stats: dict[str, Any], settings: Settings, address: str) -> None:
     name, cache, seconds = serving.model_name, _describe_cache(serving, stats, settings), serving.startup_s["total"]
-    log.info("[start] %s", ", ".join(f"{part} {part_s * 1000:.0f} ms" for part, part_s in serving.startup_s.items()))
+    log.debug("[start] %s", ", ".join(f"{part} {part_s * 1000:.0f} ms" for part, part_s in serving.startup_s.items()))
     log.info("diskprefix ready on %s · %s · %s · %.1f s", address, name, cache, seconds)
     if stats["state"] == "ok" and stats["room_bytes"] < stats["budget_bytes"]:
         room, budget = format_size(stats["room_bytes"]), _budget_text(settings, stats["budget_bytes"])
@@ -399,7 +399,7 @@ def _budget_text(settings: Settings, budget_bytes: int) -> str:
 
 
 def _describe_cache(serving: Serving, stats: dict[str, Any], settings: Settings) -> str:
-    """Returns for example `cache auto:30 in /var/cache/diskprefix/kv (12 saved prompts, 210.0 MiB of 4.0 GiB)`."""
+    """Returns for example `cache auto (30 recent prompts) in /srv/kv (12 saved prompts, 210.0 MiB of 4.0 GiB)`."""
     if serving.scope.kind == "off":
         return "cache off"
     if stats["state"] == "unsupported":
@@ -407,7 +407,10 @@ def _describe_cache(serving: Serving, stats: dict[str, Any], settings: Settings)
     if stats["state"] == "degraded":
         return f"cache degraded ({stats['error']})"
     fill = f"{format_size(stats['used_bytes'])} of {format_size(stats['budget_bytes'])}"
-    return f"cache {serving.scope} in {settings.kv_cache_dir} ({counted(stats['entries'], 'saved prompt')}, {fill})"
+    scope = str(serving.scope)
+    if serving.scope.kind == "auto":
+        scope = f"auto ({counted(serving.scope.value, 'recent prompt')})"
+    return f"cache {scope} in {settings.kv_cache_dir} ({counted(stats['entries'], 'saved prompt')}, {fill})"
 
 
 def process_age_s() -> float:

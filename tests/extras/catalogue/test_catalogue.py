@@ -409,7 +409,7 @@ def test_a_model_is_shown_with_its_sum_its_template_and_its_own_settings(
     kept = found["template_cost"]["turn"]
     assert 0 < kept["kept"] <= kept["of"]
     shown = run("show", "small", "--models-file", file).stdout
-    assert f"tokens of three turns that stay: {kept['kept']} of {kept['of']} when a turn is added" in shown
+    assert "of a saved prompt of three turns is found: all after a further turn" in shown
     assert "small, haiku (models.toml)" in shown
     assert "weights = native, kv_memory = 1048576" in shown
     assert "128 of 128 tokens" in shown
@@ -494,15 +494,16 @@ def test_a_model_is_shown_with_what_was_verified_of_its_architecture(
     run: Run, readable: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("made", "tiny-00001-of-00003.gguf"):
-        assert "llama: restored anywhere, exact at token, verified in bf16, fp32" in run("show", readable / name).stdout
+        said = "llama: prompts are restored at any token with the same bits, verified in bf16, fp32"
+        assert said in run("show", readable / name).stdout
     config = readable / "made" / "config.json"
     unknown = "none of `diskprefix list --architectures`, so it may not be served"
     config.write_text('{"model_type": "llama-of-tomorrow"}')
     assert verified_of(readable / "made") == f"llama-of-tomorrow: {unknown}"
     config.write_text('{"model_type": "mistral3", "text_config": {"model_type": "mistral"}}')
-    assert verified_of(readable / "made").startswith("mistral3: restored anywhere, exact at token, ")
+    assert verified_of(readable / "made").startswith("mistral3: prompts are restored at any token with the same bits, ")
     config.unlink()
     assert verified_of(readable / "made") == f"not known: {unknown}"
     header = GgufHeader({"general.architecture": "deepseek2"}, {}, {}, ())
     monkeypatch.setattr(architectures, "read_header", lambda _path: header)
-    assert verified_of(readable / "bad.gguf").startswith("deepseek2: restored anywhere, exact at token, ")
+    assert verified_of(readable / "bad.gguf").startswith("deepseek2: prompts are restored at any token with the same ")

@@ -287,7 +287,7 @@ def test_the_inputs_are_counted_and_logged_as_one_request(
         # It is logged when the response is sent.
         wait_until(lambda: "POST /v1/embeddings" in caplog.text, "the line of the request")
     [line] = [record.message for record in caplog.records if "POST /v1/embeddings" in record.message]
-    assert f" 200 · prompt {total} · restored " in line
+    assert f" 200 · prompt {total} tokens · restored " in line
     added = [figure(client, name) - number for name, number in zip(names, before, strict=True)]
     assert added == [1, 0, 0, total]
 

@@ -59,7 +59,7 @@ def work(action: str, _settings: Settings, _router: RouterLine) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "worker":
         worker_program.main(partial(work, sys.argv[2]))
-    configure_logging()
+    configure_logging("info")
     workers.MAX_UNLOAD_S = 0.5
     # Behind what `DaemonProcess` gives every program.
     action = sys.argv[4]
