@@ -54,7 +54,7 @@ DASHBOARD_PAGE = WebPage(
 )
 CHAT_PAGE = WebPage(
     "diskprefix chat",
-    '<a href="/">Dashboard</a>',
+    '<a href="/" id="dashboard" hidden>Dashboard</a><span id="closed" hidden>Dashboard: <code></code></span>',
     _TALK / "index.html",
     styles=(_DASHBOARD / "base.css", _TALK / "talk.css"),
     scripts=(

@@ -20,7 +20,7 @@ from diskprefix.api.error_forms import HttpError
 from diskprefix.errors import SettingsError
 from diskprefix.private_file import read_private
 from diskprefix.server.process.peer_user import NAMES_USERS
-from diskprefix.server.process.token_file import agents_key
+from diskprefix.server.process.token_file import agents_key, log_key
 from diskprefix.server.tenant_names import TenantNames
 from diskprefix.tenant_ids import short_tenant
 from diskprefix.user_key import user_tenant
@@ -116,7 +116,7 @@ class OwnerToken:
             return self._of_nobody(user, origin)
         match = _BEARER.fullmatch(authorization)
         key = match[1] if match is not None else authorization
-        if self._is_the_token(key):
+        if self._is_the_token(key) or (origin is None and self._is_of_the_log(key, user)):
             return Caller(tenant=self.tenant, sees_all=True, is_owner=True)
         if key.startswith(_TOKEN_MARK):
             return None
@@ -143,6 +143,9 @@ class OwnerToken:
         """Also accepts the token without its mark: people may copy only the digits."""
         own = self.text.encode()
         return any(hmac.compare_digest(_ascii(text), own) for text in (key, _TOKEN_MARK + key))
+
+    def _is_of_the_log(self, key: str, user: int | None) -> bool:
+        return user == os.geteuid() and hmac.compare_digest(_ascii(key), log_key(self.text).encode())
 
     def page_token(self, caller: Caller) -> str:
         """Returns the token that a page of the caller stores and sends. Raises `HttpError` unless it is the owner."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import signal
 import socket
 import stat
@@ -17,11 +18,12 @@ import pytest
 
 from diskprefix.extras import daemon_call
 from diskprefix.extras.daemon_call import running_daemon as caller_of_daemon
+from diskprefix.server.keys import OwnerToken
 from diskprefix.server.process import token_file
-from diskprefix.server.process.token_file import published_token, token_at, token_of_peer
+from diskprefix.server.process.token_file import log_key, published_token, shown_link, token_at, token_of_peer
 from diskprefix.settings import cache_home
 from tests.server.daemon_process import DaemonProcess, running_as, running_daemon
-from tests.server.other_user import NOBODY, url_as
+from tests.server.other_user import NOBODY, OTHER_USER, url_as
 from tests.server.test_auth import bearer
 
 OWN = [
@@ -99,7 +101,37 @@ def test_the_token_of_another_daemon_is_refused_and_not_taken_for_a_key(
         assert answer.status_code == 401
         assert "the token is not this daemon's: `diskprefix dashboard`" in answer.json()["error"]["message"]
     assert daemon.token not in daemon.log, "standard error is no terminal"
-    daemon.wait_for_line(rf"the dashboard: {daemon.url}/ \(`diskprefix dashboard --url {daemon.url}` opens it\)")
+
+
+def key_of_the_log(daemon: DaemonProcess) -> str:
+    """The key in the link to the chat page, the first link in the log."""
+    first = next(line for line in daemon.lines if "#" in line)
+    (key,) = re.findall(rf"chat in a browser: {daemon.url}/chat#token=(\S+)$", first)
+    return str(key)
+
+
+def test_the_key_in_the_log_opens_pages_for_the_daemons_user_alone(
+    daemon: DaemonProcess, stranger: httpx.Client, unknown: httpx.Client
+) -> None:
+    """Others may read logs. They have no connection that the kernel says is this user's."""
+    key = key_of_the_log(daemon)
+    assert stranger.post("/page-token", headers=bearer(key)).json() == {"token": daemon.token}
+    assert stranger.post("/page-token", headers=bearer(key[:-1])).status_code == 401
+    assert statuses(unknown, bearer(key)) == [401] * 4
+    with url_as(OTHER_USER, daemon.url) as url, httpx.Client(base_url=url, timeout=60) as other:
+        assert statuses(other, bearer(key)) == [401] * 4
+        assert other.post("/page-token", headers=bearer(key)).status_code == 401
+    for headers in ({"origin": "http://evil.example"}, {"sec-fetch-site": "same-site"}):
+        assert stranger.post("/page-token", headers=bearer(key) | headers).status_code == 403
+    token = daemon.token
+    assert log_key(token) == key != log_key(token[:-1])
+
+
+def test_a_page_of_an_allowed_origin_is_not_the_owner_by_the_key_of_the_log() -> None:
+    access = OwnerToken.drawn()
+    header = f"Bearer {log_key(access.text)}"
+    of_pages = [access.caller(header, os.geteuid(), origin) for origin in (None, "http://localhost:3000")]
+    assert [caller is not None and caller.is_owner for caller in of_pages] == [True, False]
 
 
 def test_a_page_is_given_the_token_only_for_the_token(daemon: DaemonProcess, stranger: httpx.Client) -> None:
@@ -190,13 +222,15 @@ def test_only_the_users_programs_restore_state_of_commands(
 
 
 def test_the_token_is_shown_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    for is_terminal, line in (
-        (True, "the dashboard, in a browser: http://localhost:1/#token=a%2Fb"),
-        (False, "the dashboard: http://localhost:1/ (`diskprefix dashboard --url http://localhost:1` opens it)"),
+    for is_terminal, names_users, key in (
+        (True, True, "#token=a%2Fb"),
+        (False, True, f"#token={log_key('a/b')}"),
+        (False, False, ""),
     ):
         monkeypatch.setattr(sys.stderr, "isatty", lambda is_terminal=is_terminal: is_terminal)
-        assert token_file.dashboard_line("http://localhost:1", "a/b") == line
-        assert token_file.dashboard_line("http://localhost:1", "").endswith("browser: http://localhost:1/")
+        monkeypatch.setattr(token_file, "NAMES_USERS", names_users)
+        assert shown_link("http://localhost:1", "a/b", "chat") == f"http://localhost:1/chat{key}"
+        assert shown_link("http://localhost:1", "", "chat") == "http://localhost:1/chat"
 
 
 def test_the_token_which_only_the_user_can_read_ends_with_the_daemon(chat_model: Path, tmp_path: Path) -> None:

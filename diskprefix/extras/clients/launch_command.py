@@ -28,7 +28,7 @@ from diskprefix.extras.clients.launched_daemon import LaunchedDaemon, is_ours
 from diskprefix.extras.clients.model_choice import Choice, NotServed, ask_served, flags_of_model
 from diskprefix.extras.clients.recipe import KnownAgent, Served, agent_called, agents, recipe
 from diskprefix.extras.daemon_call import running_daemon
-from diskprefix.server.process.token_file import dashboard_line, token_for
+from diskprefix.server.process.token_file import shown_link, token_for
 from diskprefix.units import counted, format_size, rough_duration
 
 _SIGNAL_EXIT_CODE = 128
@@ -158,7 +158,7 @@ def _start(
         say(f"{known.title} uses {choice.served.model} at {choice.served.url}; its profile is {profile}")
         _say_duration(known, choice)
         if (token := token_for(choice.served.url)) is not None:
-            say(dashboard_line(choice.served.url, token))
+            say(f"the dashboard, in a browser: {shown_link(choice.served.url, token)}")
         command = [program, *shlex.split(settings.run)[1:], *arguments]
         return agent_process.run(command, os.environ | settings.environment | _not_by_proxy(choice.served.url))
 

@@ -1,8 +1,8 @@
 """The user at the other end of a connection, as the kernel knows it.
 
-A client can choose its bearer, but not the user that the kernel reports. So the user decides on the tenant. It gives no
-rights of the owner: a page in the owner's browser has the same user. Behind a forwarder (a proxy, a tunnel), the user
-of the forwarding process is reported.
+A client can choose its bearer, but not the user that the kernel reports. So the user decides on the tenant. Alone it
+gives no rights of the owner: pages in the owner's browser and programs in a sandbox have the same user, and behind a
+forwarder (a proxy, a tunnel) the user of the forwarding process is reported.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from diskprefix.server.keys import ApiKeys, OwnerToken
 from diskprefix.server.process.listener import BACKLOG, open_listeners
 from diskprefix.server.process.router_line import RouterLine
 from diskprefix.server.process.systemd import is_heard, notify, watchdog_s
-from diskprefix.server.process.token_file import dashboard_line, published_token
+from diskprefix.server.process.token_file import published_token, shown_link
 from diskprefix.settings import Settings
 from diskprefix.store.folder import crash_file, make_folder
 from diskprefix.thread_pool import start_helper
@@ -152,12 +152,12 @@ def made_token(settings: Settings) -> OwnerToken | None:
 
 
 def announce_listening(listeners: list[socket.socket], settings: Settings, token: OwnerToken | None) -> str:
-    """Logs the address of the daemon and of its dashboard, and returns the first."""
+    """Logs the address of the daemon and of its chat page, and returns the first."""
     host, name, is_path = settings.host, listeners[0].getsockname(), listeners[0].family == socket.AF_UNIX
     address = f"unix:{name}" if is_path else f"http://{f'[{host}]' if ':' in host else host}:{name[1]}"
     log.info("listening on %s; /health says when the model is loaded", address)
     if not is_path:
-        log.info("%s", dashboard_line(address, token.text if token else ""))
+        log.info("chat in a browser: %s", shown_link(address, token.text if token else "", "chat"))
     return address
 
 

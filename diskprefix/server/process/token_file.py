@@ -22,6 +22,7 @@ from pathlib import Path
 from urllib.parse import quote, urlsplit
 
 from diskprefix.private_file import distrusted_by_root, make_private_folder
+from diskprefix.server.process.peer_user import NAMES_USERS
 from diskprefix.settings import cache_home
 
 log = logging.getLogger("diskprefix")
@@ -144,11 +145,18 @@ def page_link(url: str, token: str, page: str = "") -> str:
     return f"{url}/{page}#token={quote(token, safe='')}" if token else f"{url}/{page}"
 
 
-def dashboard_line(url: str, token: str) -> str:
-    """Returns a line for standard error about the dashboard. Logs have other readers: they get no token."""
-    if not token or sys.stderr.isatty():
-        return f"the dashboard, in a browser: {page_link(url, token)}"
-    return f"the dashboard: {url}/ (`diskprefix dashboard --url {url}` opens it)"
+def log_key(token: str) -> str:
+    """Returns the key in links of logs, which have other readers: it has the rights of the `token` only over a
+    connection that the kernel says is the daemon's user's."""
+    return hmac.new(token.encode(), b"log", "sha256").hexdigest()
+
+
+def shown_link(url: str, token: str, page: str = "") -> str:
+    """Returns the link to a page for standard error. A terminal shows the token. A log has `log_key` in its place, and
+    nothing where the kernel names no users."""
+    if token and not sys.stderr.isatty():
+        token = log_key(token) if NAMES_USERS else ""
+    return page_link(url, token, page)
 
 
 def _read(file: Path) -> tuple[int, str] | None:

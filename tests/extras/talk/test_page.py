@@ -107,6 +107,31 @@ def test_it_asks_for_the_key_and_is_as_wide_as_a_phone(browser: Browser, chat_mo
     page.context.close()
 
 
+def test_the_link_in_the_log_opens_the_chat_and_one_click_there_the_dashboard(
+    browser: Browser, daemon: DaemonProcess
+) -> None:
+    link = daemon.wait_for_line(r"chat in a browser: (\S+)")[1]
+    context = browser.new_context()
+    page = context.new_page()
+    page.goto(link)
+    assert page.url == f"{daemon.url}/chat", "the page has taken the key"
+    page.click("#dashboard")
+    page.locator("#status", has_text="ok").wait_for()
+    assert page.locator("#login").is_hidden()
+    context.close()
+
+
+def test_a_chat_without_a_key_names_the_command_in_place_of_a_link_to_a_locked_page(
+    browser: Browser, daemon: DaemonProcess
+) -> None:
+    page = opened(browser, daemon.url)
+    page.wait_for_selector("#all:visible")
+    assert page.locator("#dashboard").is_hidden()
+    assert page.locator("#closed").inner_text() == f"Dashboard: diskprefix dashboard --url {daemon.url}"
+    assert violations(page) == []
+    page.context.close()
+
+
 EMBEDDED_FILES = [*(USERS / "diskprefix/models" / EMBEDDED.requirement).glob("*.gguf")]
 WATCH = """() => {
   window.seen = [];

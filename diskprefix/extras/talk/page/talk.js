@@ -304,10 +304,19 @@ async function untilReady(since) {
     find("#all").hidden = false;
     if (isNew && find("#text").value) find("#text").focus();
     find("#login").hidden = true;
+    showDashboardLink();
   } catch (error) {
     if (error.status === 401) askForKey(error);
     else setText(find("#status"), error.message);
   }
+}
+
+// Without a token the dashboard would be locked: then the header has the command that opens it.
+function showDashboardLink() {
+  const isOpen = sessionStorage.getItem(TOKEN) !== null;
+  find("#dashboard").hidden = !isOpen;
+  find("#closed").hidden = isOpen;
+  setText(find("#closed code"), opening("dashboard"));
 }
 
 // The names of the models that take pictures.

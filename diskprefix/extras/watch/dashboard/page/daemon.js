@@ -59,11 +59,14 @@ function setStatus(kind, text) {
   setText(find("#status"), text);
 }
 
+// The command that opens a page with the token.
+const opening = (command) => `diskprefix ${command}${location.port === "8642" ? "" : ` --url ${location.origin}`}`;
+
 // Shows that the page is locked: the command that opens it, and why.
 function showLogin(command, error) {
   find("#login").hidden = false;
   setStatus("idle", "locked");
-  setText(find("#unlock"), `diskprefix ${command}${location.port === "8642" ? "" : ` --url ${location.origin}`}`);
+  setText(find("#unlock"), opening(command));
   setText(find("#login-why"), error.status === 403 ? error.message : wasRefused ? "This is no key or token of this daemon."
     : sessionStorage.getItem(TOKEN) ? "The daemon was started again after this page was opened, or the key was removed. Open the page again." : "");
   if (error.status === 401) sessionStorage.removeItem(TOKEN);
