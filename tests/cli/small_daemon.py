@@ -27,7 +27,7 @@ class SmallDaemon:
     and again. `asked` has the ends of the paths that it got, `bodies` and `keys` what came with them."""
 
     def __init__(self, replies: dict[str, Sequence[Reply]]) -> None:
-        own: dict[str, list[Reply]] = {"health": [health("ok")], "props": [(404, {})]}
+        own: dict[str, list[Reply]] = {"health": [health("ok")], "props": [(404, {})], "count_tokens": [(404, {})]}
         self.replies = own | {name: list(listed) for name, listed in replies.items()}
         self.asked: list[str] = []
         self.bodies: list[Any] = []

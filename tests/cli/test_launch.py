@@ -19,16 +19,19 @@ from urllib.parse import urlsplit
 
 import pytest
 from huggingface_hub import constants
+from msgspec.structs import replace
 
 from diskprefix.extras import daemon_call
 from diskprefix.extras.clients import daemon_choice, launch_command, launched_daemon, model_choice
-from diskprefix.extras.clients.recipe import Served, agents, recipe
+from diskprefix.extras.clients.first_prompt_size import counted_tokens
+from diskprefix.extras.clients.recipe import Served, agent_called, agents, recipe
 from diskprefix.extras.daemon_call import Answer
 from diskprefix.server.process.token_file import agents_key, published_token, token_for
 from diskprefix.settings import cache_home
 from diskprefix.user_key import user_key
 from tests.cli.conftest import Ended, Run
 from tests.cli.small_daemon import models, small_daemon
+from tests.server.daemon_process import DaemonProcess, running_daemon
 from tests.waiting import wait_for
 
 MINE = Served(url="https://example.com", model="mine", key="k", context=4096)
@@ -66,6 +69,11 @@ class Daemon(BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
         self.wfile.write(json.dumps(body).encode())
+
+    def do_POST(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"input_tokens": 7000}')
 
     def log_message(self, *args):
         pass
@@ -276,8 +284,9 @@ def test_launch_refuses_with_one_line_and_advice(
     (place.bin / "cline").unlink()
     run("launch", "cline", "--url", url).assert_refused(2, "Cline is not installed", "install it: npm install -g cline")
     listed = run("launch").stdout.splitlines()
-    assert f"codex        {place.bin / 'codex'}" in listed
-    assert "cline        not installed: npm install -g cline" in listed
+    assert f"codex     Codex        {place.bin / 'codex'}" in listed
+    assert f"claude    Claude Code  {place.bin / 'claude'}" in listed
+    assert "cline     Cline        not installed: npm install -g cline" in listed
 
 
 def test_every_agent_sends_a_key_of_the_daemons_address_and_where_nobody_is_named_of_its_start(
@@ -579,17 +588,46 @@ def test_a_daemon_that_stays_is_used_again_and_ends_when_another_model_is_wanted
 def test_before_the_agent_starts_it_is_said_how_long_its_first_prompt_takes(
     run: Run, props: tuple[int, Any], card: dict[str, Any], line: str
 ) -> None:
-    with small_daemon(models=[models(CARDS[1] | card)], props=[props]) as daemon:
+    counted = [(200, {"input_tokens": 18_961})]
+    with small_daemon(models=[models(CARDS[1] | card)], props=[props], count_tokens=counted) as daemon:
         said = lines(run("launch", "claude", "--url", daemon.url))
-    told = [one for one in said if one.startswith("its first prompt has about 19,000 tokens: ") and line in one]
-    assert told == said[1:]
+    about = "its first prompt has about 19,000 tokens with this model: "
+    assert [one for one in said if one.startswith(about) and line in one] == said[1:]
 
 
 @pytest.mark.usefixtures("place")
 def test_a_first_prompt_is_said_to_be_at_most_as_long_as_the_context(run: Run) -> None:
-    with small_daemon(models=[models(CARDS[1] | {"context_length": 17_000})], props=[SPEED]) as daemon:
+    counted = [(200, {"input_tokens": 18_961})]
+    served = models(CARDS[1] | {"context_length": 17_000})
+    with small_daemon(models=[served], props=[SPEED], count_tokens=counted) as daemon:
         said = lines(run("launch", "claude", "--url", daemon.url, "--anyway"))
-    assert "its first prompt has about 17,000 tokens: about 3 minutes, the first time only (as measured here)" in said
+    about = "its first prompt has about 17,000 tokens with this model"
+    assert f"{about}: about 3 minutes, the first time only (as measured here)" in said
+
+
+def test_a_first_prompt_is_counted_with_the_template_of_the_model(
+    daemon: DaemonProcess, agent_model: Path, tmp_path: Path
+) -> None:
+    """Without a place for tools, a template leaves most of an agent's prompt out."""
+    size = agent_called("opencode").first_prompt
+    assert size is not None
+    served = Served(url=daemon.url, model="", key="unused", context=2048)
+    without_tools = counted_tokens(replace(size, tools=0, tool_chars=0), served)
+    all_of_it = counted_tokens(size, served)
+    with running_daemon(agent_model, tmp_path, chat_template=template_without_tools(tmp_path)) as plain:
+        there = replace(served, url=plain.url)
+        assert counted_tokens(size, there) == counted_tokens(replace(size, tools=0, tool_chars=0), there)
+    assert without_tools is not None
+    assert all_of_it is not None
+    assert all_of_it > 2 * without_tools
+    # Both texts are the system message and the question; a character has at most one token of this vocabulary.
+    assert 0 < without_tools <= size.system + size.user + 100
+
+
+def template_without_tools(folder: Path) -> Path:
+    file = folder / "plain.jinja"
+    file.write_text("{% for each in messages %}<|im_start|>{{ each.role }}\n{{ each.content }}<|im_end|>\n{% endfor %}")
+    return file
 
 
 def test_the_guess_for_a_small_model_counts_attention(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -606,7 +644,8 @@ def test_the_guess_for_a_small_model_counts_attention(monkeypatch: pytest.Monkey
 def test_the_guess_for_a_mixture_counts_what_is_read_for_a_token(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     card = CARDS[1] | {"id": "ggml-org/gpt-oss-20b-GGUF:MXFP4", "needs": {"weights in MXFP4": 12 << 30}}
     monkeypatch.setattr("diskprefix.extras.catalogue.adviser.num_cores", lambda: 2)
-    with small_daemon(models=[models(card)], props=[(403, {})]) as daemon:
+    counted = [(200, {"input_tokens": 19_000})]
+    with small_daemon(models=[models(card)], props=[(403, {})], count_tokens=counted) as daemon:
         said = lines(run("launch", "claude", "--url", daemon.url))
     [minutes] = [int(found[1]) for line in said if (found := re.search(r"about (\d+) minutes", line))]
     # Six minutes were measured with AVX-512 on two cores, for the products alone.

@@ -137,9 +137,9 @@ REFUSED = """
 1 | warm text --url http://127.0.0.1:1             | no daemon answers at http://127.0.0.1:1, diskprefix serve
 1 | chat --url http://127.0.0.1:1                  | no daemon answers, start one with `diskprefix serve`
 2 | top                                            | top needs a terminal
-2 | clients emacs                                  | no client is called 'emacs'; there are aider, claude-code,
+2 | clients emacs                                  | no client is called 'emacs'; there are aider, claude, cline,
 1 | clients llm --url http://127.0.0.1:1           | no daemon answers at http://127.0.0.1:1 (
-2 | launch emacs                                   | no agent is called 'emacs'; there are aider, claude-code,
+2 | launch emacs                                   | no agent is called 'emacs'; there are aider, claude, cline,
 2 | launch langchain                               | no agent is called 'langchain'
 2 | show ''                                        | it is empty
 2 | show ~nouser/x                                 | no model is called '~nouser/x', there is SmolLM2-135M-Instruct

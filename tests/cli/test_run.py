@@ -260,7 +260,7 @@ def test_a_short_name_is_taken_wherever_a_model_is_named(
     for command in (["pull", "qwen3.5:5b"], ["run", "qwen3.5:5b"], ["launch", "goose", "--model", "qwen3.5:5b"]):
         monkeypatch.setattr("shutil.which", lambda name: name)
         monkeypatch.setattr(daemon_choice, "is_ours", lambda _url: False)
-        run(*command).assert_refused(2, "no model has the short name 'qwen3.5:5b'; short names are qwen3.5:")
+        run(*command).assert_refused(2, "no model has the short name 'qwen3.5:5b'; did you mean qwen3.5:")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "qwen3.5:4b").touch()
     assert meant_name("qwen3.5:4b") == "qwen3.5:4b", "a file of this name goes before"

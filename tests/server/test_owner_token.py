@@ -127,7 +127,7 @@ def test_the_key_in_the_log_opens_pages_for_the_daemons_user_alone(
     assert log_key(token) == key != log_key(token[:-1])
 
 
-def test_a_page_of_an_allowed_origin_is_not_the_owner_by_the_key_of_the_log() -> None:
+def test_a_page_of_an_allowed_origin_is_no_owner_by_the_key_in_the_log() -> None:
     access = OwnerToken.drawn()
     header = f"Bearer {log_key(access.text)}"
     of_pages = [access.caller(header, os.geteuid(), origin) for origin in (None, "http://localhost:3000")]

@@ -36,7 +36,7 @@ from diskprefix.values import require_model_name
 def pull(name: str, packs: bool, as_json: bool) -> None:
     """Fetch a model, so that `serve` finds it on this machine. Only the files that are needed are fetched.
 
-    NAME is a short name, such as qwen3.5:4b; an unknown name lists the known ones.
+    NAME is a short name, such as qwen3.5:4b; `diskprefix list --available` lists them.
 
     QUANT is a quantization in a repository of .gguf files, such as Q4_K_M. Without it, the one with the most bits that
     fits into the free memory is fetched, with at most 8 bits per weight if there is a choice. In a repository of

@@ -8,7 +8,7 @@ from msgspec import to_builtins
 from diskprefix.cli.options import api_key_option, nonempty, url_option
 from diskprefix.cli.tooling import json_option, print_json
 from diskprefix.extras.clients.model_choice import ask_served
-from diskprefix.extras.clients.recipe import client_called, names, recipe
+from diskprefix.extras.clients.recipe import client_called, names, recipe, shown_names
 from diskprefix.extras.daemon_call import running_daemon
 
 
@@ -24,22 +24,22 @@ def clients(name: str | None, url: str, model: str | None, api_key: str | None, 
     """Print the environment variables and files that make a client use the running daemon: its address, model and key,
     and how many tokens the model takes.
 
-    NAME is one of claude-code, codex, opencode, qwen-code, cline, aider, continue, goose, hermes, pi, open-webui,
-    langchain, pydantic-ai and llm, or a program such as claude. Without NAME, all are printed. Nothing is written: the
+    NAME is one of claude, codex, opencode, qwen, cline, aider, cn (Continue), goose, hermes, pi, open-webui, langchain,
+    pydantic-ai and llm. Without NAME, all are printed. Nothing is written: the
     settings are for your own files. If an agent shortens its history, so that much is recomputed, they switch that off.
     `diskprefix launch` starts an agent without them. This user's key is a secret generated at first use. Other users of
     the daemon do not have it, so they cannot test guesses about what your agents send.
 
     \b
     diskprefix clients codex
-    diskprefix clients qwen-code --url http://192.168.1.5:8642 --api-key "$KEY"
+    diskprefix clients qwen --url http://192.168.1.5:8642 --api-key "$KEY"
     diskprefix clients --json
 
     \b
     Exit codes: 0 done; 1 no daemon answers; 2 wrong usage, or no such NAME.
     """
     name = name and client_called(name)
-    call = running_daemon(url, api_key, otherwise=f". There are settings for {', '.join(names())}")
+    call = running_daemon(url, api_key, otherwise=f". There are settings for {', '.join(shown_names())}")
     served = ask_served(call, url, model, api_key).served
     recipes = [recipe(each, served) for each in ([name] if name else names())]
     if as_json:

@@ -19,11 +19,12 @@ from click.core import ParameterSource
 from msgspec.structs import replace
 
 from diskprefix.cli.options import api_key_option, nonempty, url_option
-from diskprefix.cli.tooling import confirmed, say
+from diskprefix.cli.tooling import confirmed, say, status
 from diskprefix.errors import SettingsError
 from diskprefix.extras.catalogue.adviser import LEAST_CONTEXT
 from diskprefix.extras.clients.agent_profile import AgentProfile
 from diskprefix.extras.clients.daemon_choice import find_daemon, shared_daemon
+from diskprefix.extras.clients.first_prompt_size import counted_tokens
 from diskprefix.extras.clients.launched_daemon import LaunchedDaemon, is_ours
 from diskprefix.extras.clients.model_choice import Choice, NotServed, ask_served, flags_of_model
 from diskprefix.extras.clients.recipe import KnownAgent, Served, agent_called, agents, recipe
@@ -113,7 +114,7 @@ def launch(
 
 def _list_agents() -> int:
     """Prints the agents, and where they are or how to install them. Returns the exit code."""
-    click.echo("\n".join(f"{each.name:<12} {_location(each)}" for each in agents()))
+    click.echo("\n".join(f"{each.program:<9} {each.title:<12} {_location(each)}" for each in agents()))
     return 0
 
 
@@ -164,12 +165,16 @@ def _start(
 
 
 def _say_duration(agent: KnownAgent, choice: Choice) -> None:
-    """Says how long the agent's first prompt takes, the first time."""
-    if agent.first_prompt_tokens and choice.prefill_s_per_token:
-        tokens = min(agent.first_prompt_tokens, choice.served.context)
+    """Says how long the agent's first prompt takes, the first time. Waits for a model that is not loaded."""
+    if agent.first_prompt is None or not choice.prefill_s_per_token:
+        return
+    with status("waiting for the model …"):
+        counted = counted_tokens(agent.first_prompt, choice.served)
+    if counted is not None:
+        tokens = min(round(counted, -2), choice.served.context)
         lasts = rough_duration(tokens * choice.prefill_s_per_token)
         how = "as measured here" if choice.is_measured else "a rough guess"
-        say(f"its first prompt has about {tokens:,} tokens: {lasts}, the first time only ({how})")
+        say(f"its first prompt has about {tokens:,} tokens with this model: {lasts}, the first time only ({how})")
 
 
 def _location(agent: KnownAgent) -> str:

@@ -67,6 +67,12 @@ def names() -> list[str]:
     return sorted(file.stem for file in FOLDER.glob("*.toml"))
 
 
+def shown_names() -> list[str]:
+    """Returns the names by which people call the clients: an agent's is its program."""
+    programs = {known.name: known.program for known in agents()}
+    return sorted(programs.get(name, name) for name in names())
+
+
 def client_called(name: str) -> str:
     """Returns the client with this name, or that runs this program. Raises `SettingsError` if there is none."""
     if name in names():
@@ -74,7 +80,7 @@ def client_called(name: str) -> str:
     for known in agents():
         if name == known.program:
             return known.name
-    raise SettingsError(f"no client is called {name!r}; there are {', '.join(names())}")
+    raise SettingsError(f"no client is called {name!r}; there are {', '.join(shown_names())}")
 
 
 def recipe(name: str, served: Served, profile: Path | None = None) -> Recipe:
@@ -116,15 +122,25 @@ def recipe(name: str, served: Served, profile: Path | None = None) -> Recipe:
     )
 
 
+class FirstPromptSize(Struct, frozen=True, kw_only=True):
+    """The measured size of an agent's first prompt: the characters of its system messages, of the user's, and of the
+    definitions of its tools in JSON, and the number of tools."""
+
+    system: int
+    user: int
+    tools: int
+    tool_chars: int
+
+
 class KnownAgent(Struct, frozen=True, kw_only=True):
-    """A client that `diskprefix launch` starts. `install` is a command line. `first_prompt_tokens` is measured, or 0 if
-    unknown. With the arguments `probe` it sends its first prompt and ends; without any, it cannot do this."""
+    """A client that `diskprefix launch` starts. `install` is a command line. `first_prompt` is None if it was not
+    measured. With the arguments `probe` it sends its first prompt and ends; without any, it cannot do this."""
 
     name: str
     title: str
     program: str
     install: str
-    first_prompt_tokens: int
+    first_prompt: FirstPromptSize | None = None
     probe: tuple[str, ...] = ()
 
 
@@ -136,7 +152,7 @@ def agents() -> list[KnownAgent]:
             title=table["title"],
             program=table["run"].split()[0],
             install=table["launch"]["install"],
-            first_prompt_tokens=table["launch"].get("first_prompt_tokens", 0),
+            first_prompt=FirstPromptSize(**size) if (size := table["launch"].get("first_prompt")) else None,
             probe=tuple(table["launch"].get("probe", ())),
         )
         for name, table in ((name, _recipe_of(name)) for name in names())
@@ -150,7 +166,7 @@ def agent_called(name: str) -> KnownAgent:
     for each in known:
         if name in (each.name, each.program):
             return each
-    raise SettingsError(f"no agent is called {name!r}; there are {', '.join(each.name for each in known)}")
+    raise SettingsError(f"no agent is called {name!r}; there are {', '.join(each.program for each in known)}")
 
 
 def _recipe_of(name: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from diskprefix.model.load.found_models import found_model, found_models
 from diskprefix.model.load.gguf_file import model_stem, part_paths, require_gguf
 from diskprefix.model.load.hub import cached_model, cached_models, gguf_models_in, is_gguf_model
 from diskprefix.model.load.manifests import is_blob
-from diskprefix.model.load.proposals import known_names
+from diskprefix.model.load.proposals import SHORT_NAMES, short_names
 from diskprefix.printable import escaped
 from diskprefix.progress import Report
 from diskprefix.settings import cache_home
@@ -106,10 +106,10 @@ def require_named(model: str | None, flag: str, *, with_weights: bool = False) -
         raise ModelError(f"{flag}: no such file or folder: {model!r}{_nearest(model, _models_beside(path))}")
     elif "/" not in model:
         here = (*(name for name, _ in cached_models()), *(model_found.names[0] for model_found in found_models()))
-        near = _nearest(model, [EMBEDDED.name, *_models_beside(path), *here])
+        near = _nearest(model, [EMBEDDED.name, *_models_beside(path), *here, *short_names()])
         raise ModelError(
             f"{flag}: {model!r} is no file or folder here, no model of `diskprefix list`, names of the hub are "
-            f"org/name, and {known_names(model)}{near}"
+            f"org/name, and {SHORT_NAMES}{near}"
         )
 
 

@@ -195,6 +195,9 @@ def full_name(model: str) -> str:
     return model if (row := short_name(model)) is None else row.source
 
 
+SHORT_NAMES = "`diskprefix list --available` lists the short names"
+
+
 def meant_name(model: str) -> str:
     """Returns `full_name` of what a user names on this machine, where the name of a file, a folder or another program's
     model stays as it is."""
@@ -206,14 +209,10 @@ def meant_name(model: str) -> str:
     return name if found_model(model) is None else model
 
 
-def known_names(model: str) -> str:
-    """Returns the short names, the nearest to `model` first, for a message about an unknown name."""
-    near = get_close_matches(model.lower(), short_names(), n=1)
-    return f"short names are {', '.join(dict.fromkeys((*near, *short_names())))}"
-
-
 def require_repository(model: str) -> str:
     """Returns `meant_name` of a model to fetch. Raises `SettingsError` for a name that no repository can have."""
     if "/" not in (name := meant_name(model)):
-        raise SettingsError(f"no model has the short name {shown(model)!r}; {known_names(model)}; others are ORG/NAME")
+        near = get_close_matches(model.lower(), short_names(), n=1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        raise SettingsError(f"no model has the short name {shown(model)!r}; {meant}{SHORT_NAMES}; others are ORG/NAME")
     return name
