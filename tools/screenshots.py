@@ -12,11 +12,11 @@ import io
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 import httpx
@@ -41,12 +41,31 @@ DRAWN = ROOT / "tools/images"
 RECORDED = DRAWN / "restart.json"
 """The session that the moving picture plays."""
 SIZES = {"desktop": {"width": 1280, "height": 800}, "phone": {"width": 390, "height": 844}}
-OF_THE_PAGE = {"dashboard.png": ("desktop", "light", 826), "phone.png": ("phone", "dark", 293)}
-"""The pictures in the dashboard's README.md, each with its width there."""
-MADE = frozenset({*(IMAGES / name for name in OF_THE_PAGE), DRAWN / "restart.svg", DRAWN / "words.svg"})
+
+
+class View(NamedTuple):
+    """A photograph of a page. Without a `width`, it has its own. `is_glance`: of the dashboard, only its sentence and
+    what is stored."""
+
+    size: str
+    scheme: str
+    width: int | None = None
+    page: str = "dashboard"
+    is_glance: bool = False
+
+
+OF_THE_PAGE = {
+    IMAGES / "dashboard.png": View("desktop", "light", 826),
+    IMAGES / "phone.png": View("phone", "dark", 293),
+    DRAWN / "saved.png": View("desktop", "light", 826, is_glance=True),
+}
+"""The pictures of the dashboard on its page and on the front page."""
+MADE = frozenset({*OF_THE_PAGE, DRAWN / "restart.svg", DRAWN / "words.svg"})
 """All pictures in the project, but those that belong to files of others."""
 SOURCES = "sources"
 """The key of a PNG's text with the digest of the page that it shows."""
+_BELOW_CARD = 10
+"""Pixels, less than between two cards."""
 _COLOURS, _LONGEST = 128, 2.7
 """The most colours of a picture, and its largest height as a multiple of its width."""
 _SOURCES = tuple(f"diskprefix/{name}.py" for name in ("values", "tokens", "units", "settings"))
@@ -110,17 +129,26 @@ def _browser() -> Iterator[Browser]:
         browser.close()
 
 
-def photographed(browser: Browser, link: str, page_name: str, size: str, scheme: str) -> bytes:
+def photographed(browser: Browser, link: str, view: View) -> bytes:
     """Returns a PNG of the whole dashboard, or of what a visitor sees of the chat page."""
-    scheme_options: dict[str, Any] = {"color_scheme": scheme, "viewport": SIZES[size]}
-    context = browser.new_context(**scheme_options)
+    options: dict[str, Any] = {"color_scheme": view.scheme, "viewport": SIZES[view.size]}
+    context = browser.new_context(**options)
     page = context.new_page()
     page.goto(link)
-    (_show_chat if page_name == "chat" else _show_dashboard)(page)
+    (_show_chat if view.page == "chat" else _show_dashboard)(page)
     # The chat page scrolls under its header.
-    picture = page.screenshot(full_page=page_name == "dashboard")
+    picture = _glance(page) if view.is_glance else page.screenshot(full_page=view.page == "dashboard")
     context.close()
     return picture
+
+
+def _glance(page: Page) -> bytes:
+    """Returns a PNG of the dashboard without its other sections and the end of the page."""
+    page.locator("#requests").evaluate("section => { section.hidden = true; }")
+    card = page.locator("section", has=page.locator("#icicle")).bounding_box()
+    assert card is not None
+    height = card["y"] + card["height"] + _BELOW_CARD
+    return page.screenshot(clip={"x": 0, "y": 0, "width": SIZES["desktop"]["width"], "height": height})
 
 
 def _show_dashboard(page: Page) -> None:
@@ -172,9 +200,8 @@ def record_session() -> None:
     click.echo(session_drawing.title(session))
 
 
-def photograph(folder: Path, wanted: Sequence[tuple[str, str, str, str, int | None]]) -> None:
-    """Writes pictures of a real daemon's pages after an agent's session to a folder."""
-    folder.mkdir(parents=True, exist_ok=True)
+def photograph(wanted: Mapping[Path, View]) -> None:
+    """Writes pictures of a real daemon's pages after an agent's session."""
     with (
         tempfile.TemporaryDirectory() as work,
         _browser() as browser,
@@ -183,11 +210,11 @@ def photograph(folder: Path, wanted: Sequence[tuple[str, str, str, str, int | No
         server.start()
         play(server)
         token = server.token["Authorization"].removeprefix("Bearer ")
-        for name, page, size, scheme, width in wanted:
-            link = page_link(f"http://127.0.0.1:{server.port}", token, "" if page == "dashboard" else "chat")
-            picture = smaller(photographed(browser, link, page, size, scheme), width)
-            (folder / name).write_bytes(picture)
-            click.echo(f"{len(picture) / 1024:6.1f} KiB  {folder / name}")
+        for file, view in wanted.items():
+            link = page_link(f"http://127.0.0.1:{server.port}", token, "" if view.page == "dashboard" else "chat")
+            picture = smaller(photographed(browser, link, view), view.width)
+            file.write_bytes(picture)
+            click.echo(f"{len(picture) / 1024:6.1f} KiB  {file}")
 
 
 @click.command()
@@ -212,7 +239,8 @@ def main(is_recorded: bool, is_drawn: bool, of_all: Path | None) -> None:
     Exit codes: 0 done; 1 the daemon or the browser failed; 2 wrong usage.
     """
     if of_all is not None:
-        photograph(of_all, list(_all_views()))
+        of_all.mkdir(parents=True, exist_ok=True)
+        photograph({of_all / name: view for name, view in _all_views()})
         return
     try:
         if is_recorded:
@@ -221,19 +249,13 @@ def main(is_recorded: bool, is_drawn: bool, of_all: Path | None) -> None:
         raise click.ClickException(str(error)) from error
     draw()
     if not (is_recorded or is_drawn):
-        photograph(IMAGES, list(_views_of_the_page()))
+        photograph(OF_THE_PAGE)
 
 
-def _views_of_the_page() -> Iterator[tuple[str, str, str, str, int | None]]:
-    """Yields the name, the page, the size, the colours and the width of each picture of the dashboard's README.md."""
-    for name, (size, scheme, width) in OF_THE_PAGE.items():
-        yield name, "dashboard", size, scheme, width
-
-
-def _all_views() -> Iterator[tuple[str, str, str, str, int | None]]:
-    """Yields the same of each page in each size and colours."""
+def _all_views() -> Iterator[tuple[str, View]]:
+    """Yields a name and the view of each page in each size and colours."""
     for page, size, scheme in product(("dashboard", "chat"), SIZES, ("light", "dark")):
-        yield f"{page}-{size}-{scheme}.png", page, size, scheme, None
+        yield f"{page}-{size}-{scheme}.png", View(size, scheme, page=page)
 
 
 if __name__ == "__main__":

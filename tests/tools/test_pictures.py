@@ -21,7 +21,7 @@ from diskprefix.units import parse_duration
 from tests.test_project import PAGES, text_files
 from tools.pictures import session_drawing, words_drawing
 from tools.pictures.session import COMMANDS, PROMPT, Piece, Session, placed
-from tools.screenshots import DRAWN, IMAGES, MADE, OF_THE_PAGE, RECORDED, SOURCES, digest_of_page
+from tools.screenshots import DRAWN, MADE, OF_THE_PAGE, RECORDED, SOURCES, digest_of_page
 
 SVG = "{http://www.w3.org/2000/svg}"
 KINDS = {".png", ".svg", ".gif", ".jpg", ".jpeg", ".webp", ".avif", ".mp4"}
@@ -64,10 +64,11 @@ def chunks_of(png: bytes) -> Iterator[tuple[bytes, bytes]]:
         at += length + 12
 
 
-@pytest.mark.parametrize("name", OF_THE_PAGE)
-def test_a_photograph_shows_the_page_that_there_is_now(name: str) -> None:
-    parts = dict(chunks_of((IMAGES / name).read_bytes()))
-    assert struct.unpack_from(">I", parts[b"IHDR"]) == (OF_THE_PAGE[name][2],)
+@pytest.mark.parametrize("file", OF_THE_PAGE, ids=lambda file: file.name)
+def test_a_photograph_shows_the_page_that_there_is_now(file: Path) -> None:
+    parts = dict(chunks_of(file.read_bytes()))
+    assert struct.unpack_from(">I", parts[b"IHDR"]) == (OF_THE_PAGE[file].width,)
+    assert file.stat().st_size < 100_000
     key, _, digest = parts[b"tEXt"].partition(b"\0")
     assert (key.decode(), digest.decode()) == (SOURCES, digest_of_page()), AGAIN
 

@@ -2,7 +2,8 @@
 
 function drawHeader(now) {
   const exact = { token: "bit-exact at any token", grid: "bit-exact at the ends of steps" }[now.model?.exact_at];
-  setText(find("#served"), [now.model?.name, exact, `scope ${now.scope}`].filter(Boolean).join(" · "));
+  const scope = now.scope.replace(/^auto:(\d+)$/, "auto ($1 recent prompts)");
+  setText(find("#served"), [now.model?.name, exact, `cache ${scope}`].filter(Boolean).join(" · "));
   setStatus({ ok: "", loading: "loading", stopping: "loading" }[now.status] ?? "bad", now.message ?? now.status);
   setText(find("#version"), `diskprefix ${now.version} · `);
 }
