@@ -13,7 +13,7 @@ from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cli.policy_file import find_policy, read_policy
 from diskprefix.errors import SettingsError
 from diskprefix.extras.simulate.comparison import GEOMETRIES, REGIMES, Regime
-from diskprefix.extras.simulate.geometry import SLICEABLE
+from diskprefix.extras.simulate.geometry import TOKEN
 from diskprefix.extras.simulate.simulator import Policy, Simulator, Totals, simulate
 from diskprefix.extras.simulate.trace import Trace, TraceRequest
 from diskprefix.settings import Settings
@@ -116,7 +116,7 @@ def test_the_example_on_the_page_is_what_auto_does() -> None:
         chat(text(900), text(800)),
         chat(system, *conversation),
     ]
-    simulator = Simulator(Policy(scope=Scope("auto", 30)), SLICEABLE)
+    simulator = Simulator(Policy(scope=Scope("auto", 30)), TOKEN)
     rows = []
     for number, prompt in enumerate(prompts):
         restored, chosen, written = simulator.step(TraceRequest(when=float(number), prompt=prompt))
