@@ -21,7 +21,8 @@ from diskprefix import file_system
 from diskprefix.errors import StoreCorrupt
 from diskprefix.extras import daemon_call
 from diskprefix.extras.catalogue import catalogue
-from diskprefix.extras.setup import doctor_machine, doctor_model
+from diskprefix.extras.catalogue.adviser import AGENT_TOKENS
+from diskprefix.extras.setup import doctor_machine, doctor_model, doctor_rows
 from diskprefix.extras.setup.doctor_machine import (
     Finding,
     folder_findings,
@@ -74,7 +75,7 @@ def test_it_checks_everything_without_the_weights(run: Run, chat_model: Path, tm
     ended = run("doctor", "--model", chat_model, "--kv-cache-dir", tmp_path / "kv", "--port", "0", "--json")
     report = ended.json
     findings = {one["check"]: one for one in report["findings"]}
-    assert set(findings) == CHECKS | {"tool calls", "found again"}
+    assert set(findings) == CHECKS | {"tool calls", "reuse"}
     problems = [one for one in report["findings"] if one["level"] == "problem"]
     assert (report["ok"], ended.exit_code) == (not problems, 1 if problems else 0)
     assert all(one["advice"] for one in report["findings"] if one["level"] in ("note", "problem"))
@@ -395,7 +396,7 @@ def gguf(tmp_path: Path, sizes: Any, monkeypatch: pytest.MonkeyPatch) -> Path:  
 def test_a_file_is_looked_at_with_its_tokenizer(gguf: Path) -> None:
     assert levels(found_in(gguf)) == {"model": "ok", "tokenizer": "ok", "template": "ok"} | {
         "tool calls": "note",
-        "found again": "ok",
+        "reuse": "ok",
     }
 
 
@@ -439,11 +440,11 @@ def test_the_boundaries_of_a_template_are_told(folder: Path, text: str | None, l
 def test_what_the_template_costs_is_told_with_what_can_be_done(folder: Path) -> None:
     template = folder / "template.jinja"
     template.write_text(f"<|im_start|>{{{{ strftime_now('%d %b %H:%M') }}}}<|im_end|>\n{CHAT_TEMPLATE}")
-    found = found_in(folder, chat_template=template)["found again"]
+    found = found_in(folder, chat_template=template)["reuse"]
     assert found.level == "note"
     assert re.search(r"; \d+ % on the next day; \d+ % an hour later", found.text)
     assert "--template-date" in found.advice
-    fixed = found_in(folder, chat_template=template, template_date="2026-05-01")["found again"]
+    fixed = found_in(folder, chat_template=template, template_date="2026-05-01")["reuse"]
     assert (fixed.level, fixed.advice) == ("ok", "")
 
 
@@ -458,3 +459,16 @@ def test_a_tokenizer_that_changes_texts_is_told(folder: Path, monkeypatch: pytes
 def test_calls_in_no_known_format_are_told(name: str, level: str) -> None:
     found = doctor_model._calls_finding(name)
     assert (found.level, "`diskprefix pull " in found.advice) == (level, level == "note")
+
+
+def test_another_kind_of_rows_is_advised_only_where_prompts_gain() -> None:
+    prompt_s = {"8": 200.0, "15": 300.0, "bf16": 190.0}
+    costs = {rows: doctor_rows.RowsCost(s / AGENT_TOKENS / 1e9, 1e-9 / 30) for rows, s in prompt_s.items()}
+    alike = doctor_rows._finding(costs, "8")
+    assert (alike.level, alike.advice) == ("ok", "")
+    assert "a prompt of 19,000 tokens in 200 s, replies of 30 tokens/s (--rows 8, the fastest" in alike.text
+    costs["bf16"] = doctor_rows.RowsCost(50.0 / AGENT_TOKENS / 1e9, 1e-9 / 20)
+    faster = doctor_rows._finding(costs, "8")
+    assert faster.level == "note"
+    assert faster.advice.startswith("--rows bf16: a prompt of 19,000 tokens in 50 s, replies of 20 tokens/s; ")
+    assert doctor_rows._finding({}, "8").level == "skipped"

@@ -148,7 +148,9 @@ def _prompts(serving: Serving, purpose: Purpose, body: EmbeddingsRequest) -> tup
     """Returns the prompts of the inputs, and which of these were cut."""
     engine = serving.engine
     if not engine.runtime.has_hidden:
-        raise InvalidRequest.at("model", "this model does not show its last hidden states, so it makes no embeddings")
+        how = "the engine shows no hidden states of this model, so it makes no embeddings"
+        how += "; with --engine plan it does, if it has a plan"
+        raise InvalidRequest.at("model", how)
     size = engine.config.get_text_config(decoder=True).hidden_size
     if body.dimensions is not None and body.dimensions > size:
         raise InvalidRequest.at("dimensions", f"must be at most {size}, the size of this model's vectors")

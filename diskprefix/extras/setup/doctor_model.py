@@ -165,14 +165,14 @@ def _tokenizer_findings(settings: Settings, path: Path) -> Iterator[Finding]:
         yield Finding("template", "ok", f"a saved prompt can end after a message{where}")
     yield _calls_finding(renderer.output_format.name)
     cost = template_cost(renderer)
-    yield Finding("found again", "note" if cost.advice else "ok", cost.line, cost.advice)
+    yield Finding("reuse", "note" if cost.advice else "ok", cost.line, cost.advice)
 
 
 def _calls_finding(name: str) -> Finding:
     """Returns the finding about tool calls. `name` is the format in which the renderer reads calls back."""
     if name in ("none", "json"):
         text = "the template writes tool calls in an unknown format: only JSON calls are found"
-        return Finding(
-            "tool calls", "note", text, f"agents may not work with this model; fetch another with {proposed()}"
-        )
+        # The last line of the command says more of it.
+        another, _, _ = proposed().partition(" (")
+        return Finding("tool calls", "note", text, f"agents may not work with this model; fetch another: {another}")
     return Finding("tool calls", "ok", f"written by the template and read back: {name}")

@@ -120,6 +120,16 @@ def test_a_vector_has_the_same_bits_from_the_disk_after_a_restart(folder: Path, 
     assert found == [(found[0][0], False), (found[0][0], True)]
 
 
+def test_an_engine_that_shows_no_hidden_states_names_the_one_that_does(
+    daemon: AppServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(daemon.engine.runtime), "has_hidden", False)
+    with daemon.client() as client:
+        answer = client.post("/v1/embeddings", json={"input": "a text"})
+    assert answer.status_code == 400
+    assert "; with --engine plan it does" in answer.json()["error"]["message"]
+
+
 def test_a_mean_is_that_of_all_tokens_with_the_same_bits_in_company(
     folder: Path, tmp_path: Path, hidden_states: list[torch.Tensor]
 ) -> None:
