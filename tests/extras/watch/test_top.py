@@ -82,12 +82,12 @@ def lines(now: dict[str, Any], *over: dict[str, Any]) -> list[str]:
 
 
 def test_the_first_lines_say_who_is_watched_and_how_it_is() -> None:
-    assert lines(STATE)[0] == "diskprefix tiny-chat · auto:30 · ok · http://x · q ends it"
+    assert lines(STATE)[0] == "diskprefix tiny-chat · ok · http://x · q ends it"
     loading = STATE | {"status": "loading", "message": "reading weights", "model": None, "cache": None, "memory": None}
     assert lines(loading)[:3] == [
-        "diskprefix … · auto:30 · reading weights · http://x · q ends it",
+        "diskprefix … · reading weights · http://x · q ends it",
         "restored – of today's prompt tokens, – of the last 0 requests",
-        "compute saved – today, – in all",
+        "computing saved: – today, – in all",
     ]
 
 
@@ -95,8 +95,11 @@ def test_memory_store_and_writer_are_shown_with_their_limits() -> None:
     found = lines(STATE)
     assert "memory 0.5 of 1.0 GiB 1 of 8 run, 0 wait, 41,200 tokens kept" in found
     assert "store 3.0 of 4.0 MiB 3 prompts, 44 evicted" in found
-    assert "disk, 24 h 1.0 GiB 9.0 GiB in all" in found
+    assert "written 1.0 GiB in 24 hours, 9.0 GiB in all" in found
     assert "nothing runs" in found
+    assert not any(line.startswith("to write ") for line in found), "nothing waits"
+    busy = {"pending": 2, "pending_bytes": 1 << 18, "dropped": 1}
+    assert "to write 0.2 of 1.0 MiB 2 wait, 1 not saved, 0 left out" in lines(STATE | {"cache": STATE["cache"] | busy})
 
 
 def test_each_request_is_a_line_with_its_figures() -> None:
@@ -114,7 +117,7 @@ def test_top_lists_restored_tokens_of_the_latest_requests_first() -> None:
     stopped = ended(4, status=499, is_stopped=True, prefix_cache=None, timings=None)
     found = lines(STATE, ended(1), ended(2, restored=0), failed, stopped)
     restored = "restored 47.0% of today's prompt tokens, 45.0% of the last 2 requests"
-    assert found[found.index(restored) + 1] == "compute saved 90.0 s today, 2.0 h in all"
+    assert found[found.index(restored) + 1] == "computing saved: 90.0 s today, 2.0 h in all"
     table = found[found.index("ago prompt restored TTFT tok/s why") + 1 :]
     assert table[0] == "1 min 1,000 – – – stopped by the client", "which is no failure"
     assert table[1].startswith("1 min – – – – 400 top_p: too large")
@@ -176,7 +179,7 @@ def test_two_sizes_have_one_unit_unless_one_is_much_smaller(part: float, whole: 
 @pytest.mark.parametrize("key", ["q", "\x03"])
 def test_the_daemon_is_shown_at_a_terminal_until_q_or_ctrl_c(daemon: DaemonProcess, key: str) -> None:
     terminal = Terminal("top", "--url", daemon.url)
-    terminal.wait_for("compute saved")
+    terminal.wait_for("computing saved")
     assert f" · ok · {daemon.url}" in terminal.shown
     if key == "q":
         terminal.type("xq")

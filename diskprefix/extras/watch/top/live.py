@@ -111,7 +111,7 @@ def screen(state: State, ended: Sequence[State], name: str) -> RenderableType:
     model, status = state["model"]["name"] if state["model"] else "…", state["message"] or state["status"]
     problems = (f"{problem['level']} {problem['what']} → {problem['todo']}" for problem in state["problems"])
     return Group(
-        Text(printable_only(f"diskprefix {model} · {state['scope']} · {status} · {name} · q ends it"), "bold"),
+        Text(printable_only(f"diskprefix {model} · {status} · {name} · q ends it"), "bold"),
         Text(_gain(state, ended)),
         _meters(state) if state["memory"] and state["cache"] else Text(),
         *(Text(printable_only(_model_line(model))) for model in state.get("models", ())),
@@ -129,7 +129,8 @@ def _gain(state: State, ended: Sequence[State]) -> str:
     today, total = savings.get("today", {}), savings.get("total", {})
     of_today = _share(today.get("restored_tokens", 0), today.get("prompt_tokens", 0))
     shares = f"restored {of_today} of today's prompt tokens, {of_last} of the last {counted(len(last), 'request')}"
-    return f"{shares}\ncompute saved {_duration(today.get('saved_s'))} today, {_duration(total.get('saved_s'))} in all"
+    saved, of_all = _duration(today.get("saved_s")), _duration(total.get("saved_s"))
+    return f"{shares}\ncomputing saved: {saved} today, {of_all} in all"
 
 
 def _meters(state: State) -> Table:
@@ -138,14 +139,16 @@ def _meters(state: State) -> Table:
     running = f"{memory['running']} of {memory['max_running']} run, {waiting} wait"
     running += f", {memory['kept_tokens']:,} tokens kept"
     stored = f"{cache['entries']:,} prompts, {cache['evicted_blocks']:,} evicted"
-    queued = f"{cache['pending']:,} wait, {cache['dropped']:,} dropped, {cache['unaffordable']:,} left out"
+    queued = f"{cache['pending']:,} wait, {cache['dropped']:,} not saved, {cache['unaffordable']:,} left out"
+    is_busy = any(cache[name] for name in ("pending", "dropped", "unaffordable"))
+    to_write = ("to write", format_part(cache["pending_bytes"], cache["buffer_bytes"]), queued)
     last_day, budget = cache["disk_written_last_day_bytes"], cache["write_budget_bytes"]
     written = format_part(last_day, budget) if budget else format_size(last_day)
     rows = (
         ("memory", format_part(memory["used_bytes"], memory["limit_bytes"]), running),
         ("store", format_part(cache["used_bytes"], cache["budget_bytes"]), stored),
-        ("writer", format_part(cache["pending_bytes"], cache["buffer_bytes"]), queued),
-        ("disk, 24 h", written, f"{format_size(cache['disk_written_bytes'])} in all"),
+        *([to_write] if is_busy else []),
+        ("written", written, f"in 24 hours, {format_size(cache['disk_written_bytes'])} in all"),
     )
     return _table(("", "", ""), rows)
 
