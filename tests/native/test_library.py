@@ -248,11 +248,21 @@ def test_an_installation_is_compiled_anew_for_a_better_cpu_for_the_tests_and_for
     assert rebuilt(folder, "runnable") == []
     runnable = ["amx", "avx512_vnni", "avx512", "avx2", "baseline"]
     assert rebuilt(folder, "needed") == ["amx", "avx512_vnni", "baseline"]
+    assert (folder / "calls").read_text().count("-O1 ") == 1, "nobody computes with the spare one"
     assert rebuilt(folder, "needed") == []
     assert rebuilt(folder, "runnable") == runnable
+    assert "-O1 " not in (folder / "calls").read_text()
     assert rebuilt(folder, "needed") == []
     assert rebuilt(folder, "all") == ["amx", "avx512_vnni", "avx512", "avx2_vnni", "avx2", "baseline"]
     assert rebuilt(folder, "runnable") == []
+
+
+def test_a_cpu_that_has_only_the_baseline_gets_a_fast_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_compiler(folder, monkeypatch, refused="-no-flag")
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(build, "_runnable", lambda _names, _library: ["baseline"])
+    assert rebuilt(folder, "needed") == ["baseline"]
+    assert "-O1 " not in (folder / "calls").read_text()
 
 
 def test_where_the_compiler_is_too_old_for_the_best_variant_the_next_one_takes_its_place(
