@@ -601,6 +601,8 @@ class Settings:
         threshold = str(self.prefill_compression)
         if not re.fullmatch("off|auto|[0-9]{2,9}", threshold) or (threshold.isdigit() and int(threshold) < 16):
             raise SettingsError(f"--prefill-compression: {threshold!r} is not off, auto or a number of tokens from 16")
+        if not self.packed_weights:
+            raise SettingsError("--packed-weights: it is empty; give auto, off or a folder")
         self.require_together()
 
     def require_together(self) -> None:

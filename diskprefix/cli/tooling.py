@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from diskprefix.cli.options import Decorated, PathType, variable_of
+from diskprefix.cli.options import Decorated, PathType, setting_option, variable_of
 from diskprefix.errors import SettingsError, StoreCorrupt, StoreUnavailable
 from diskprefix.printable import printable_only
 from diskprefix.progress import progress_bar
@@ -48,6 +48,10 @@ def store_options(command: Decorated) -> Decorated:
         help="The folder of the store. Policy files are not read.",
     )
     return folder_option(json_option(command))
+
+
+packed_weights_option = setting_option("packed_weights", help="The folder of packed weights, as for serve.")
+"""`--packed-weights`, passed to the command as `packed_weights: str`."""
 
 
 def existing_folder(folder: Path) -> Path:

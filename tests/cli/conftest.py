@@ -17,6 +17,7 @@ from diskprefix.cli import main, tooling
 from diskprefix.store.store import Publication
 from diskprefix.tokens import TokenIds
 from tests.extras.exchange.exported import entry_of
+from tests.small_disk import small_disk
 from tests.store.building import is_clean, is_whole, open_store
 
 
@@ -118,12 +119,5 @@ def opened_elsewhere(folder: Path) -> Iterator[None]:
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 8 MiB of its own."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=8m,mode=0700", "diskprefix-test", str(place)]
-    try:
-        subprocess.run(mount, check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("mounting a file system needs root")
-    yield place
-    subprocess.run(["umount", "--lazy", str(place)], check=True)
+    with small_disk(tmp_path / "disk", "8m") as place:
+        yield place

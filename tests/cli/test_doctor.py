@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterable
@@ -26,6 +27,7 @@ from diskprefix.extras.setup import doctor_machine, doctor_model, doctor_rows
 from diskprefix.extras.setup.doctor_machine import (
     Finding,
     folder_findings,
+    packed_finding,
     port_finding,
     store_finding,
     torch_findings,
@@ -47,6 +49,7 @@ CHECKS = {
     "folder",
     "file system",
     "space",
+    "packed weights",
     "store",
     "port",
     "torch",
@@ -210,6 +213,44 @@ def test_the_budget_is_that_of_the_folder_unless_another_is_given(tmp_path: Path
     open_store(tmp_path, budget_bytes=48 << 20).close()
     assert said(kv_cache_new_budget=2 * GIB).endswith("budget 48.0 MiB")
     assert said(kv_cache_budget=3 * GIB).endswith("budget 3.0 GiB")
+
+
+def test_the_folder_of_packed_weights_is_told_with_its_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    (folder / f"{1:032x}.packed").write_bytes(bytes(3 << 20))
+    found = packed_finding(Settings(packed_weights=str(folder)))
+    assert found.text.startswith(f"1 file, 3.0 MiB in {folder}; room for a model of ")
+    assert (found.level, found.advice) == ("ok", "")
+    assert packed_finding(Settings(packed_weights="off")).text.startswith("off: ")
+    assert packed_finding(Settings(packed_weights=str(tmp_path / "new" / "folder"))).level == "ok"
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "file").touch()
+    found = packed_finding(Settings(packed_weights=str(tmp_path / "file" / "weights")))
+    assert (found.level, found.text) == ("note", f"{tmp_path / 'file'} cannot be written")
+    monkeypatch.setattr(doctor_machine, "distrusted_by_root", lambda _path: "it belongs to another user (uid 7)")
+    found = packed_finding(Settings(packed_weights=str(folder)))
+    assert (found.level, found.text) == ("note", "it belongs to another user (uid 7)")
+    assert found.advice
+
+
+def test_a_file_whose_packed_weights_have_no_room_on_the_disk_is_told(
+    gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(**changes: Any) -> bool:
+        settings = Settings(model=str(gguf), packed_weights=str(tmp_path / "weights"))
+        return "packed weights" in by_check(model_findings(replace(settings, **changes), lambda _line: None))
+
+    assert not told()
+    usage = type("Usage", (), {"total": 1 << 40, "free": 1000})()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage)
+    settings = Settings(model=str(gguf), packed_weights=str(tmp_path / "weights"))
+    found = by_check(model_findings(settings, lambda _line: None))["packed weights"]
+    assert (found.level, found.text.rpartition(": ")[2]) == ("note", "at most 500 B")
+    assert found.advice
+    assert told()
+    assert not told(packed_weights="off")
+    assert not told(weights="native")
 
 
 def test_a_store_tells_what_it_holds_or_why_it_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,10 +16,13 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from diskprefix.extras.remote.objects import ObjectStore, RemoteUnavailable
+from diskprefix.model.load.packed_file import PackedMatrix, write_packed
 from diskprefix.namespace_key import NamespaceKey
+from diskprefix.native.library import operators
 from diskprefix.store.schema import EntryRecord, RootRecord, piece_key
 from diskprefix.store.store import Publication, Store
 from diskprefix.tokens import root_hash
@@ -277,6 +280,7 @@ def test_a_sound_store_is_clean(run: Run, folder: Path) -> None:
     assert ended.stdout.startswith("clean: 10 blocks, 3 saved prompts, ")
     report = run("verify", "--json", "--kv-cache-dir", folder).json
     assert report.pop("payload_bytes") > 7 * 20_000 * 0.9
+    assert report.pop("packed_weights")["problems"] == []
     assert report == {"clean": True, "blocks": 10, "entries": 3, "prompts": 3, "roots": 2, "pieces": 10, "problems": []}
     assert file_of(folder) == before
 
@@ -337,6 +341,52 @@ def test_a_folder_that_cannot_be_written_is_verified_and_named_as_such(run: Run,
     assert len(run("verify", "--json", "--kv-cache-dir", disk).json["problems"]) == 2
     for command in (["verify", "--fix"], ["compact"]):
         run(*command, "--kv-cache-dir", disk).assert_refused(4, "Read-only file system")
+
+
+@pytest.mark.usefixtures("pubs")
+def test_packed_weights_are_compared_with_their_digests_and_what_is_damaged_is_removed(
+    run: Run, folder: Path, tmp_path: Path
+) -> None:
+    if (compiled := operators()) is None:
+        pytest.skip("no compiled operators")
+    weights, at = tmp_path / "weights", ["--kv-cache-dir", folder, "--packed-weights", tmp_path / "weights"]
+    weights.mkdir()
+    matrices = [PackedMatrix(bytes([n]) * 16, "Q4_1", np.full((1, 1, 5000), n, np.uint8)) for n in range(4)]
+    paths = [weights / f"{number:032x}.packed" for number in range(4)]
+    for path in paths:
+        with path.open("wb") as file:
+            for _ in write_packed(file, matrices, [folder], compiled):
+                pass
+        path.chmod(0o600)
+    whole = run("verify", *at)
+    assert whole.stdout.splitlines()[-1].startswith("packed weights: clean: 4 files, ")
+    assert whole.exit_code == 0
+    cut, flipped, shown, sound = paths
+    shown.chmod(0o644)
+    report = run("verify", *at, "--json").json
+    assert report["clean"], "what cannot be used is not damaged"
+    os.truncate(cut, 9000)
+    with flipped.open("r+b") as file:
+        file.seek(8192 + 4999)
+        file.write(b"x")
+    report = run("verify", *at, "--json").json
+    problems = [
+        {"file": cut.name, "message": "it is cut short or damaged", "is_damage": True},
+        {"file": flipped.name, "message": "1 of 4 matrices are damaged", "is_damage": True},
+        {"file": shown.name, "message": "other users may read or write it (mode 644)", "is_damage": False},
+    ]
+    assert not report["clean"]
+    assert sorted(report["packed_weights"].pop("problems"), key=lambda problem: problem["file"]) == problems
+    num_bytes = sum(path.stat().st_size for path in paths)
+    assert report["packed_weights"] == {"folder": str(weights), "files": 4, "bytes": num_bytes, "removed": 0}
+    assert run("verify", *at).stdout.count("\npacked weights ") == 3
+    fixed = run("verify", *at, "--fix")
+    assert (fixed.exit_code, fixed.stdout.splitlines()[-1]) == (
+        1,
+        "removed 3 files of packed weights; the next start makes them anew",
+    )
+    assert list(weights.iterdir()) == [sound]
+    assert run("verify", *at).exit_code == 0
 
 
 # -- compact, backup and restore -------------------------------------------------------------------------------------

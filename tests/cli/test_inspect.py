@@ -131,7 +131,7 @@ def test_checkpoints_are_shown_where_there_are_any(inspect: Inspect, folder: Pat
         ("block", 3 * BLOCK), ("checkpoint", 4 * BLOCK), ("tail", 4 * BLOCK),
     ]  # fmt: skip
     totals = inspect(hybrid, "--json").json
-    del totals["entries"]
+    del totals["entries"], totals["packed_weights"]
     assert totals == {"blocks": 5, "checkpoints": 2, "checkpoint_bytes": 2 * one, "images": 0, "image_bytes": 0}
     shown = inspect(hybrid).stdout
     assert " checkpoints " in shown.splitlines()[0]
@@ -311,6 +311,20 @@ def test_of_several_models_one_is_shown(inspect: Inspect, made: SavedChats, tmp_
     assert " of all models in " in inspect(kv, "--model", OTHER).stdout.splitlines()[-1]
     assert " of all models in " not in inspect(kv).stdout
     inspect(kv, "--model", "nobody").assert_refused(2, f"there are prompts of {OTHER}, tiny")
+
+
+def test_packed_weights_are_counted_beside_the_store(inspect: Inspect, chats: Path, tmp_path: Path) -> None:
+    at, weights = ["--packed-weights", str(tmp_path / "weights")], tmp_path / "weights"
+    amounts = {"folder": str(weights), "files": 0, "bytes": 0}
+    for view in ([], ["--stats"]):
+        assert inspect(chats, *view, *at, "--json").json["packed_weights"] == amounts
+        assert inspect(chats, *view, "--packed-weights", "off", "--json").json["packed_weights"] is None
+    assert "packed weights" not in inspect(chats, "--stats", *at).stdout
+    weights.mkdir()
+    (weights / f"{1:032x}.packed").write_bytes(bytes(1000))
+    for view in ([], ["--stats"]):
+        assert inspect(chats, *view, *at, "--json").json["packed_weights"] == amounts | {"files": 1, "bytes": 1000}
+    assert inspect(chats, "--stats", *at).stdout.endswith(f"packed weights: 1 file, 1000 B in {weights}\n")
 
 
 def test_an_empty_store_has_every_view(inspect: Inspect, tmp_path: Path) -> None:

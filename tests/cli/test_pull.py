@@ -16,8 +16,11 @@ from huggingface_hub import constants, snapshot_download
 from diskprefix.errors import ModelError
 from diskprefix.extras.catalogue import pull_command
 from diskprefix.model.load import hub as hub_module
+from diskprefix.model.load import packed_weights
 from diskprefix.model.load.fit import ROOM_BYTES
 from diskprefix.model.load.loader import load_model
+from diskprefix.model.load.packed_weights import PackedFiles
+from diskprefix.native.library import operators
 from diskprefix.settings import Settings
 from tests.cli.conftest import Run
 from tests.model import tiny
@@ -505,10 +508,39 @@ def test_no_message_holds_a_password_or_control_characters(
 def test_what_was_fetched_is_removed_and_the_rest_stays(run: Run, tmp_path: Path) -> None:
     rows = [run("pull", f"{REPO}:{quant}", "--json").json for quant in ("Q8_0", "Q4_0")]
     size = Path(rows[0]["path"]).stat().st_size
-    assert run("rm", f"{REPO}:Q8_0", "--yes", "--json").json == {"removed": [f"{REPO}:Q8_0"], "bytes": size}
+    removed = run("rm", f"{REPO}:Q8_0", "--yes", "--json").json
+    assert removed == {"removed": [f"{REPO}:Q8_0"], "bytes": size, "packed_bytes": 0}
     assert listed(run) == [f"{REPO}:Q4_0"]
     assert run("rm", f"{REPO}:Q4_0", "--yes").stdout.startswith("removed 1 model, ")
     assert not list((tmp_path / "hub").glob("models--*"))
+
+
+@pytest.mark.usefixtures("hub")
+def test_packed_weights_are_listed_with_their_model_and_removed_with_it(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if operators() is None:
+        pytest.skip("no compiled operators")
+    monkeypatch.setattr(packed_weights, "LEAST_BYTES", 0)
+    at = ["--packed-weights", str(tmp_path / "weights")]
+    for quant in ("Q8_0", "Q4_0"):
+        path = run("pull", f"{REPO}:{quant}", "--json").json["path"]
+        for _ in load_model(Settings(model=path, packed_weights=at[1]), lambda _line: None).keep_weights():
+            pass
+    report = run("list", *at, "--json").json
+    sizes = {row["name"]: row["packed_bytes"] for row in report["models"] if row["origin"] == "pulled"}
+    assert sizes.keys() == {f"{REPO}:Q8_0", f"{REPO}:Q4_0"}
+    assert all(sizes.values())
+    assert report["packed_weights"] == {"folder": at[1], "files": 2, "bytes": sum(sizes.values())}
+    assert run("list", *at).stdout.splitlines()[-1].startswith("packed weights: 2 files, ")
+    assert run("list", "--packed-weights", "off", "--json").json["packed_weights"] is None
+    assert run("rm", f"{REPO}:Q8_0", *at, "--yes", "--json").json["packed_bytes"] == sizes[f"{REPO}:Q8_0"]
+    (left,) = PackedFiles(tmp_path / "weights").all()
+    assert left[1] == sizes[f"{REPO}:Q4_0"]
+    monkeypatch.setenv("DISKPREFIX_PACKED_WEIGHTS", at[1])
+    assert run("rm", f"{REPO}:Q4_0", "--yes").stdout.endswith(" of packed weights\n")
+    assert not list((tmp_path / "weights").iterdir())
+    assert "packed weights" not in run("list").stdout
 
 
 @pytest.mark.usefixtures("hub")

@@ -39,33 +39,20 @@ from tests.server.daemon_process import (
     serve_flags,
     wait_until,
 )
+from tests.small_disk import remount, small_disk
 from tests.store.building import BLOCK, Clock, is_whole, open_store, prompt, publication
-
-
-def run(*command: str | Path) -> None:
-    subprocess.run(command, check=True, capture_output=True)
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 24 MiB of its own."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    try:
-        run("mount", "-t", "tmpfs", "-o", "size=24m,mode=0700", "diskprefix-test", place)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("mounting a file system needs root")
-    yield place
-    run("umount", "--lazy", place)
+    with small_disk(tmp_path / "disk", "24m") as place:
+        yield place
 
 
 def settings_on(disk: Path, **changes: Any) -> Settings:
     """Settings of a store whose budget, that of a new folder, is larger than the disk."""
     return tiny_settings(disk / "kv", **{"kv_cache_budget": None, "kv_cache_new_budget": 1 << 30} | changes)
-
-
-def remount(disk: Path, options: str) -> None:
-    run("mount", "-o", f"remount,{options}", disk)
 
 
 def answers_alike(runner: Runner, seed: int, num_tokens: int = 4 * BLOCK) -> bool:

@@ -267,10 +267,14 @@ def _needs(path: Path, settings: Settings) -> ModelNeeds:
     return needs_of_gguf(path, settings.weights if can_keep else "native", 4 if settings.dtype == "float32" else 2)
 
 
+def files_of(path: Path) -> list[Path]:
+    """Returns the files with the weights of a folder or a `.gguf` file. Raises `ModelError`, `OSError`."""
+    return part_paths(path) if path.is_file() else checkpoint_files(path, weight_files(path))
+
+
 def file_bytes(path: Path) -> int:
-    """Returns the bytes of the weights of a folder or a `.gguf` file. Raises `ModelError`, `OSError`."""
-    files = part_paths(path) if path.is_file() else checkpoint_files(path, weight_files(path))
-    return sum(file.stat().st_size for file in files)
+    """Returns the bytes of `files_of`. Raises `ModelError`, `OSError`."""
+    return sum(file.stat().st_size for file in files_of(path))
 
 
 def template_of(path: Path) -> str:

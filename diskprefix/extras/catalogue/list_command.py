@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from diskprefix.cli.options import build_settings, nonempty, setting_options
-from diskprefix.cli.tooling import json_option, plain, print_json, print_table, status
+from diskprefix.cli.tooling import json_option, packed_weights_option, plain, print_json, print_table, status
 from diskprefix.errors import DiskPrefixError, ModelError, ModelNotFound
 from diskprefix.extras.catalogue.adviser import AGENT_TOKENS, TOLD_CONTEXT, cost_text, needs_of, offers, proposed
 from diskprefix.extras.catalogue.architectures import show_architectures, verified_of
@@ -21,6 +21,7 @@ from diskprefix.extras.catalogue.catalogue import (
     KnownModel,
     embedded,
     file_bytes,
+    files_of,
     needs,
     open_catalogue,
     template_of,
@@ -29,10 +30,11 @@ from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.model.load.fit import Fit, fitted
 from diskprefix.model.load.gguf_file import QUANT, model_stem, part_paths, read_tensors
 from diskprefix.model.load.memory import available_ram_bytes
+from diskprefix.model.load.packed_weights import PackedFiles
 from diskprefix.model.load.proposals import ShortName, short_name
 from diskprefix.model.load.recommended_sampling import sampling_defaults, sampling_line
 from diskprefix.model.quants.quant_form import FILE_FORMS
-from diskprefix.printable import first_line, shown
+from diskprefix.printable import first_line, printable_only, shown
 from diskprefix.settings import PER_MODEL, SETTINGS, Settings
 from diskprefix.units import counted, format_size, rough_duration
 
@@ -50,12 +52,13 @@ _PLACES = ("models_dir", "models_file", "kv_memory")
     "--available", is_flag=True, help="List the models that have a short name, and what each would need here."
 )
 @setting_options(_PLACES)
+@packed_weights_option
 @json_option
 def list_models(architectures: bool, available: bool, as_json: bool, **flags: Any) -> None:
     """List the models in models.toml, below --models-dir and in the hub's cache, the models that Ollama, LM Studio,
     llama.cpp and `tools/bench models` have on this machine, and the embedded model if it is the default. The columns
     are the quantization, the size of the files, the memory that the model needs, and the longest context that is
-    served.
+    served. The last line counts the files of packed weights, which `serve` makes; --json has the bytes of each model's.
 
     The quantization is named by the file's name or header, such as Q4_K_M, or else is that of most weights. Only
     headers are read. A model that does not fit into the free memory has "no" in the column fits. Models of other
@@ -90,9 +93,12 @@ def list_models(architectures: bool, available: bool, as_json: bool, **flags: An
         return
     with status("reading headers …"):
         settings = build_settings(flags)
-        rows = [row_of(known) for known in (*Catalogue(settings).models(), *_served_otherwise(settings))]
+        packed = PackedFiles.here(settings.packed_weights)
+        known_models = (*Catalogue(settings).models(), *_served_otherwise(settings))
+        rows = [row_of(known) | {"packed_bytes": _packed_bytes(packed, known)} for known in known_models]
     if as_json:
-        print_json({"free_bytes": available_ram_bytes(), "models": rows})
+        amounts = None if packed is None else packed.amounts
+        print_json({"free_bytes": available_ram_bytes(), "packed_weights": amounts, "models": rows})
         return
     titles = ("name", "weights", "files", "memory", "context", "fits", "where")
     cells = [
@@ -109,6 +115,17 @@ def list_models(architectures: bool, available: bool, as_json: bool, **flags: An
     ]
     print_table(titles, cells, wrapped=("where",))
     click.echo(f"{counted(len(rows), 'model')}, {format_size(available_ram_bytes())} of memory free")
+    if packed is not None and packed.amounts["files"]:
+        click.echo(printable_only(f"packed weights: {packed.line}"))
+
+
+def _packed_bytes(packed: PackedFiles | None, known: KnownModel) -> int:
+    """Returns the bytes of a model's packed weights. 0 if there are none."""
+    with suppress(ModelError, OSError):
+        if packed is not None and known.path is not None:
+            files = {file.resolve() for file in files_of(known.path)}
+            return sum(size for _, size in packed.made_from(files))
+    return 0
 
 
 def _show_available(as_json: bool) -> None:

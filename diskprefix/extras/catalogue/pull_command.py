@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from diskprefix.cli.options import nonempty
-from diskprefix.cli.tooling import confirmed, json_option, print_json, say
+from diskprefix.cli.tooling import confirmed, json_option, packed_weights_option, print_json, say
 from diskprefix.errors import ModelError, SettingsError
 from diskprefix.extras.catalogue.adviser import cost_text
 from diskprefix.extras.catalogue.catalogue import KnownModel
@@ -22,6 +22,7 @@ from diskprefix.model.load.found_models import found_model
 from diskprefix.model.load.gguf_file import offer_packs
 from diskprefix.model.load.hub import HubListing, cached_models, fetched_model, files_to_remove
 from diskprefix.model.load.memory import available_ram_bytes
+from diskprefix.model.load.packed_weights import PackedFiles
 from diskprefix.model.load.proposals import meant_name, require_repository, short_name
 from diskprefix.printable import printable_only
 from diskprefix.settings import Settings
@@ -99,9 +100,10 @@ def _warn(listing: HubListing) -> None:
 @click.command(short_help="Remove models that were fetched from the hub.")
 @click.argument("names", metavar="NAME...", nargs=-1, required=True, callback=nonempty)
 @click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
+@packed_weights_option
 @json_option
-def rm(names: tuple[str, ...], yes: bool, as_json: bool) -> int:
-    """Remove models from the cache folder of huggingface_hub, with the folders made from their .gguf files.
+def rm(names: tuple[str, ...], yes: bool, packed_weights: str, as_json: bool) -> int:
+    """Remove models from the cache folder of huggingface_hub, and the packed weights that `serve` made of them.
 
     NAME is a name in `diskprefix list`. Only models fetched from the hub, by any program, are removed; other files of
     their repositories and your own files stay. The prompts that the prefix cache has saved stay too: see `diskprefix
@@ -120,7 +122,11 @@ def rm(names: tuple[str, ...], yes: bool, as_json: bool) -> int:
             raise SettingsError(_not_pulled(name, list(here)))
     files, folders = files_to_remove(names)
     num_bytes = sum(file.stat().st_size for file in files if file.is_file() and not file.is_symlink())
-    question = f"Remove {', '.join(dict.fromkeys(names))}, {format_size(num_bytes)}, from the hub's cache?"
+    packed_files = PackedFiles.here(packed_weights)
+    packed = [] if packed_files is None else packed_files.made_from(files)
+    packed_bytes = sum(size for _, size in packed)
+    amounts = format_size(num_bytes) + (f" and {format_size(packed_bytes)} of packed weights" if packed else "")
+    question = f"Remove {', '.join(dict.fromkeys(names))}, {amounts}, from the hub's cache?"
     if not yes and not confirmed(question):
         click.echo("nothing was removed", err=True)
         return 1
@@ -128,10 +134,12 @@ def rm(names: tuple[str, ...], yes: bool, as_json: bool) -> int:
         file.unlink(missing_ok=True)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
+    for path, _ in packed:
+        path.unlink(missing_ok=True)
     if as_json:
-        print_json({"removed": sorted(set(names)), "bytes": num_bytes})
+        print_json({"removed": sorted(set(names)), "bytes": num_bytes, "packed_bytes": packed_bytes})
     else:
-        click.echo(f"removed {counted(len(set(names)), 'model')}, {format_size(num_bytes)}")
+        click.echo(f"removed {counted(len(set(names)), 'model')}, {amounts}")
     return 0
 
 

@@ -19,7 +19,9 @@ from diskprefix.errors import CacheError, NotReady, SettingsError, StoreCorrupt,
 from diskprefix.extras.daemon_call import running_daemon
 from diskprefix.file_system import REMOTE, VOLATILE, file_system, lost_with_container
 from diskprefix.model.load.imports import INSTALL
+from diskprefix.model.load.packed_weights import PackedFiles
 from diskprefix.printable import shown
+from diskprefix.private_file import distrusted_by_root
 from diskprefix.settings import Settings
 from diskprefix.store.folder import DATA, check_folder, disk_full, require_on_disk
 from diskprefix.store.statistics.savings import total_savings
@@ -86,6 +88,7 @@ def _kernels_finding(kernels: str) -> Finding:
 def machine_findings(settings: Settings) -> Iterator[Finding]:
     """Yields the findings that need no torch: folder, file system, free space, store, port and a running daemon."""
     yield from folder_findings(settings)
+    yield packed_finding(settings)
     yield store_finding(settings)
     yield port_finding(settings)
 
@@ -144,6 +147,21 @@ def _stored_budget(settings: Settings) -> int:
             return store.budget_bytes
     except (CacheError, SettingsError):
         return 0
+
+
+def packed_finding(settings: Settings) -> Finding:
+    """Returns the finding about the folder of packed weights."""
+    packed = PackedFiles.here(settings.packed_weights)
+    if packed is None:
+        return Finding("packed weights", "ok", "off: each start packs the weights of its model")
+    place = existing_folder(packed.folder)
+    problem = distrusted_by_root(packed.folder)
+    if problem is None and not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+        problem = f"{place} cannot be written"
+    if problem is not None:
+        advice = "each start packs the weights; give another --packed-weights, or off"
+        return Finding("packed weights", "note", problem, advice)
+    return Finding("packed weights", "ok", f"{packed.line}; room for a model of {format_size(packed.room_bytes())}")
 
 
 def store_finding(settings: Settings) -> Finding:

@@ -11,10 +11,11 @@ from msgspec.structs import replace
 
 from diskprefix.errors import DiskPrefixError
 from diskprefix.extras.catalogue.adviser import proposed
-from diskprefix.extras.catalogue.catalogue import needs
+from diskprefix.extras.catalogue.catalogue import files_of, needs
 from diskprefix.extras.setup.doctor_llama import placement_finding
 from diskprefix.extras.setup.doctor_machine import Finding
 from diskprefix.model.load.named_model import path_of
+from diskprefix.model.load.packed_weights import PackedFiles
 from diskprefix.settings import Settings
 from diskprefix.units import counted, format_size
 
@@ -73,8 +74,26 @@ def model_findings(settings: Settings, say: Callable[[str], None]) -> Iterator[F
         own = placed.needs
         yield placement_finding(placed)
     yield _fit_finding(settings, own)
+    if placed is None and (unkept := _unkept_finding(settings, path)) is not None:
+        yield unkept
     say("reading the tokenizer")
     yield from _tokenizer_findings(settings, path)
+
+
+def _unkept_finding(settings: Settings, path: Path) -> Finding | None:
+    """Returns the finding about a `.gguf` file whose packed weights have no room on the disk, None otherwise."""
+    packed = PackedFiles.here(settings.packed_weights)
+    if packed is None or not path.is_file() or settings.weights != "auto" or settings.device not in ("auto", "cpu"):
+        return None
+    files = files_of(path)
+    num_bytes = sum(file.stat().st_size for file in files)
+    with suppress(OSError):
+        room = packed.room_bytes()
+        if num_bytes > room and not packed.made_from([file.resolve() for file in files]):
+            text = f"no room for {format_size(num_bytes)} in {packed.folder}: at most {format_size(room)}"
+            advice = "each start packs the weights; free some space, or give a --packed-weights on a larger disk"
+            return Finding("packed weights", "note", text, advice)
+    return None
 
 
 def _placed_by_llama(settings: Settings) -> Placement | None:

@@ -184,7 +184,7 @@ class _ModelSource(Struct, frozen=True, kw_only=True, eq=False, dict=True):
         """Writes what was packed for later starts, a piece at a time, unless the load has failed."""
         is_whole = in_memory.done() and in_memory.exception() is None
         if self.packed_files is not None and self.packing is not None and self.packing.has_packed and is_whole:
-            yield from self.packed_files.keep(digest, self.packing)
+            yield from self.packed_files.keep(digest, self.files, self.packing)
 
     def decoder_weights(self, *, is_unread: bool = False) -> Weights:
         """Returns the weights for a plan. For the arguments see `GgufWeights`."""

@@ -14,7 +14,8 @@ import mmap
 import os
 import stat
 import struct
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -42,6 +43,10 @@ _READ_BYTES = 1 << 24
 
 class UnusableFile(Exception):
     """A file of packed matrices cannot be used. The message says why."""
+
+
+class DamagedFile(UnusableFile):
+    """A file was cut or changed after it was made."""
 
 
 class Packable(Protocol):
@@ -83,6 +88,8 @@ class _Contents(Struct, frozen=True):
     """The digest of the known matrix of each kind, as it was packed."""
     places: dict[bytes, _Place]
     """The matrices by their `content_digest`."""
+    sources: list[bytes]
+    """The files of the model, links resolved, when this was made."""
 
 
 class PackedFile:
@@ -92,13 +99,13 @@ class PackedFile:
         self.path, self._contents, self._matrices, self._mapped = path, contents, matrices, mapped
 
     @classmethod
-    def open(cls, path: Path, operators: Operators) -> PackedFile:
-        """Maps a file, or reads it where it comes over a network. Raises `UnusableFile`, `OSError`, `MemoryError`."""
-        flags = os.O_NOFOLLOW | os.O_NONBLOCK
-        with open(path, "rb", opener=lambda name, given: os.open(name, given | flags)) as file:
-            _require_private(file)
+    def open(cls, path: Path, operators: Operators | None) -> PackedFile:
+        """Maps a file, or reads it where it comes over a network. Without `operators`, any packer may have made it.
+        Raises `UnusableFile`, `OSError`, `MemoryError`."""
+        with _opened(path) as file:
             contents, end = _read_contents(file)
-            _require_packer(contents, operators)
+            if operators is not None:
+                _require_packer(contents, operators)
             return cls(path, contents, *_mapped(file, end))
 
     def matrix(self, source: Packable) -> np.ndarray | None:
@@ -118,6 +125,15 @@ class PackedFile:
             self._mapped.madvise(mmap.MADV_WILLNEED, place.offset, place.num_bytes)
         return digest_of(content.data) == place.digest
 
+    def compare(self, advance: Callable[[int], None]) -> tuple[int, int]:
+        """Compares all matrices, and calls `advance` with the bytes of each. Returns how many are damaged, and how many
+        there are."""
+        num_damaged = 0
+        for content_digest, place in self._contents.places.items():
+            num_damaged += not self.is_intact(content_digest)
+            advance(place.num_bytes)
+        return num_damaged, len(self._contents.places)
+
     def __contains__(self, content_digest: object) -> bool:
         return content_digest in self._contents.places
 
@@ -129,13 +145,25 @@ class PackedFile:
                 yield PackedMatrix(content_digest, place.kind, content.reshape(place.shape))
 
 
-def packed_bytes(matrices: Sequence[PackedMatrix]) -> int:
+def sources_of(path: Path) -> list[Path]:
+    """Returns the files of the model from which a file was packed. Reads its table alone. Raises `UnusableFile`,
+    `OSError`."""
+    with _opened(path) as file:
+        contents, _ = _read_contents(file)
+    return [Path(os.fsdecode(source)) for source in contents.sources]
+
+
+def packed_bytes(matrices: Sequence[PackedMatrix], sources: Sequence[Path]) -> int:
     """Returns how many bytes a file of these matrices has at most."""
-    return sum(matrix.packed.nbytes + _PAGE for matrix in matrices) + 256 * (1 + len(matrices))
+    named = sum(len(os.fsencode(source)) + 8 for source in sources)
+    return sum(matrix.packed.nbytes + _PAGE for matrix in matrices) + 256 * (1 + len(matrices)) + named
 
 
-def write_packed(file: BinaryIO, matrices: Sequence[PackedMatrix], operators: Operators) -> Iterator[None]:
-    """Writes and syncs a file, and yields after each piece of 16 MiB. Raises `OSError`."""
+def write_packed(
+    file: BinaryIO, matrices: Sequence[PackedMatrix], sources: Sequence[Path], operators: Operators
+) -> Iterator[None]:
+    """Writes and syncs a file of matrices from the files `sources`, and yields after each piece of 16 MiB. Raises
+    `OSError`."""
     places, offset = dict[bytes, _Place](), 0
     for matrix in matrices:
         content = matrix.packed.reshape(-1)
@@ -146,11 +174,21 @@ def write_packed(file: BinaryIO, matrices: Sequence[PackedMatrix], operators: Op
         file.write(bytes(-len(content) % _PAGE))
         offset += len(content) + -len(content) % _PAGE
     kinds = sorted({matrix.kind for matrix in matrices})
-    table = msgspec.msgpack.encode(_Contents({kind: _known(operators, kind) for kind in kinds}, places))
+    known = {kind: _known(operators, kind) for kind in kinds}
+    table = msgspec.msgpack.encode(_Contents(known, places, list(map(os.fsencode, sources))))
     file.write(table)
     file.write(_END.pack(_NAME, VERSION, len(table), digest_of(table)))
     file.flush()
     os.fsync(file.fileno())
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """Opens a file that no other user may write. Raises `UnusableFile`, `OSError`."""
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK
+    with open(path, "rb", opener=lambda name, given: os.open(name, given | flags)) as file:
+        _require_private(file)
+        yield file
 
 
 def _require_private(file: BinaryIO) -> None:
@@ -167,28 +205,28 @@ def _read_contents(file: BinaryIO) -> tuple[_Contents, int]:
     """Returns the table, and where the matrices end. Everything is compared before it is used."""
     size = os.fstat(file.fileno()).st_size
     if size < _END.size:
-        raise UnusableFile("it is cut short")
+        raise DamagedFile("it is cut short")
     end = os.pread(file.fileno(), _END.size, size - _END.size)
     name, version, table_bytes, digest = _END.unpack(end.ljust(_END.size, b"\0"))
     if name != _NAME:
-        raise UnusableFile("it is cut short or damaged")
+        raise DamagedFile("it is cut short or damaged")
     if version != VERSION:
         raise UnusableFile(f"its version is {version}, not {VERSION}")
     at = size - _END.size - table_bytes
     if at < 0 or table_bytes > _MAX_TABLE_BYTES:
-        raise UnusableFile("its end is damaged")
+        raise DamagedFile("its end is damaged")
     content = os.pread(file.fileno(), table_bytes, at)
     if digest_of(content) != digest:
-        raise UnusableFile("its table is damaged")
+        raise DamagedFile("its table is damaged")
     try:
         contents = msgspec.msgpack.decode(content, type=_Contents)
     except msgspec.DecodeError as error:
-        raise UnusableFile("its table is damaged") from error
+        raise DamagedFile("its table is damaged") from error
     for place in contents.places.values():
         if place.kind not in TYPES or min(place.shape, default=-1) < 0 or place.offset < 0:
-            raise UnusableFile("its table is damaged")
+            raise DamagedFile("its table is damaged")
         if place.offset + place.num_bytes > at:
-            raise UnusableFile("a matrix is beyond its end")
+            raise DamagedFile("a matrix is beyond its end")
     return contents, at
 
 
@@ -220,7 +258,7 @@ def _mapped(file: BinaryIO, size: int) -> tuple[np.ndarray, mmap.mmap | None]:
         # Bound: each round reads some of it.
         while at < size:
             if not (piece := os.pread(file.fileno(), min(_READ_BYTES, size - at), at)):
-                raise UnusableFile("it is cut short")
+                raise DamagedFile("it is cut short")
             content[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
             at += len(piece)
         return content, None

@@ -2,7 +2,7 @@
 
 A file's name is the digest of the model's contents, as the identity of its state has it. Files are private, are written
 under another name, and replace the old one at once. They are made only where the disk has room, and cost nothing but
-the seconds of one start: the one that was not used for longest is removed first.
+the seconds of one start: those of models that are gone are removed first, then the one that was not used for longest.
 """
 
 from __future__ import annotations
@@ -10,30 +10,44 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from msgspec import Struct
 
-from diskprefix.model.load.packed_file import PackedFile, PackedMatrix, UnusableFile, packed_bytes, write_packed
-from diskprefix.model.quants.file_matrix import MatrixPacking
-from diskprefix.native.library import Operators
+from diskprefix.errors import SettingsError
+from diskprefix.model.load.packed_file import (
+    DamagedFile,
+    PackedFile,
+    PackedMatrix,
+    UnusableFile,
+    packed_bytes,
+    sources_of,
+    write_packed,
+)
 from diskprefix.private_file import distrusted_by_root, make_private_folder
-from diskprefix.settings import cache_home
+from diskprefix.settings import cache_home, expanded
 from diskprefix.store.folder import sync
-from diskprefix.units import format_size
+from diskprefix.units import counted, format_size
+
+if TYPE_CHECKING:
+    from diskprefix.model.quants.file_matrix import MatrixPacking
+    from diskprefix.native.library import Operators
 
 log = logging.getLogger("diskprefix")
 
 _SUFFIX, _PARTIAL = ".packed", ".partial-"
+_OURS = re.compile(r"[0-9a-f]{32}\.packed|\.partial-[0-9a-f]{16}")
+"""The names of our files: a user may give a folder that has others."""
 LEAST_BYTES = 1 << 24
 """Less than this is packed at each start, which takes a few milliseconds."""
 _DISK_SHARE = 4
-"""The files take at most this part of the disk, and leave as much free."""
+"""The files take at most this part of the disk, and a new one half of what is free."""
 
 
 class PackedFiles(Struct, frozen=True):
@@ -46,7 +60,14 @@ class PackedFiles(Struct, frozen=True):
         """Returns the files that `--packed-weights` names, None for `off`. Raises `SettingsError` without a home."""
         if setting == "off":
             return None
-        return cls(cache_home() / "weights" if setting == "auto" else Path(setting))
+        return cls(cache_home() / "weights" if setting == "auto" else expanded(setting))
+
+    @classmethod
+    def here(cls, setting: str) -> PackedFiles | None:
+        """Returns what `of` returns, and None without a home: then there are none."""
+        with suppress(SettingsError):
+            return cls.of(setting)
+        return None
 
     def path_of(self, digest: str) -> Path:
         """Returns where the file of a model is, given by the digest of its contents."""
@@ -67,41 +88,72 @@ class PackedFiles(Struct, frozen=True):
         return file
 
     def _open(self, digest: str, operators: Operators) -> PackedFile:
-        if problem := distrusted_by_root(self.folder):
-            raise UnusableFile(problem)
+        self._require_own()
         return PackedFile.open(self.path_of(digest), operators)
+
+    def _require_own(self) -> None:
+        if problem := distrusted_by_root(self.folder):
+            raise PermissionError(problem)
 
     def all(self) -> list[tuple[Path, int]]:
         """Returns the files and their sizes in bytes, the one that was not used for longest first."""
-        with suppress(OSError):
-            files = [(path, path.lstat()) for path in self.folder.glob(f"*{_SUFFIX}")]
-            return [(path, of.st_size) for path, of in sorted(files, key=lambda file: file[1].st_mtime)]
-        return []
+        found = []
+        for path in _named_so(self.folder, f"*{_SUFFIX}"):
+            # Another process may remove it meanwhile.
+            with suppress(OSError):
+                found.append((path, path.lstat()))
+        return [(path, of.st_size) for path, of in sorted(found, key=lambda file: file[1].st_mtime)]
 
-    def num_bytes(self) -> int:
-        return sum(size for _, size in self.all())
+    @property
+    def amounts(self) -> dict[str, Any]:
+        """The folder, the number of files and their bytes, for JSON."""
+        sizes = [size for _, size in self.all()]
+        return {"folder": str(self.folder), "files": len(sizes), "bytes": sum(sizes)}
 
-    def remove(self, digest: str) -> int:
-        """Removes the file of a model, if there is one. Returns its size in bytes. Raises `OSError`."""
-        path = self.path_of(digest)
-        with suppress(FileNotFoundError):
-            size = path.lstat().st_size
-            path.unlink()
-            return size
-        return 0
+    @property
+    def line(self) -> str:
+        """The amounts, for people."""
+        of = self.amounts
+        return f"{counted(of['files'], 'file')}, {format_size(of['bytes'])} in {of['folder']}"
 
-    def keep(self, digest: str, packing: MatrixPacking) -> Iterator[None]:
-        """Writes the matrices of a model for later starts, and yields after each piece of 16 MiB. Logs what came of it.
-        If it is ended before, nothing stays."""
+    def made_from(self, files: Collection[Path]) -> list[tuple[Path, int]]:
+        """Returns the files that were packed from one of the `files`, whose links are resolved, and their sizes."""
+        return [(path, size) for path, size in self.all() if not set(_sources(path)).isdisjoint(files)]
+
+    def room_bytes(self, digest: str = "") -> int:
+        """Returns how large a file may be that is made now, if all others except that of `digest` go. Raises
+        `OSError`."""
+        folder = next(place for place in (self.folder, *self.folder.absolute().parents) if place.exists())
+        disk = shutil.disk_usage(folder)
+        others = sum(size for path, size in self.all() if path != self.path_of(digest))
+        return min(disk.total // _DISK_SHARE, (disk.free + others) // 2)
+
+    def compare(
+        self, path: Path, operators: Operators | None, advance: Callable[[int], None] = lambda _bytes: None
+    ) -> Problem | None:
+        """Compares a file with its digests, and calls `advance` with the bytes of each matrix. Returns what is wrong
+        with it, None if nothing is."""
+        try:
+            damaged, of_all = PackedFile.open(path, operators).compare(advance)
+        except UnusableFile as error:
+            return Problem(path.name, str(error), is_damage=isinstance(error, DamagedFile))
+        except (OSError, MemoryError) as error:
+            return Problem(path.name, getattr(error, "strerror", None) or str(error), is_damage=False)
+        return Problem(path.name, f"{damaged} of {of_all} matrices are damaged") if damaged else None
+
+    def keep(self, digest: str, files: Collection[Path], packing: MatrixPacking) -> Iterator[None]:
+        """Writes the matrices of a model, which has these `files`, for later starts, and yields after each piece of 16
+        MiB. Logs what came of it. If it is ended before, nothing stays."""
         is_small = sum(matrix.packed.nbytes for matrix in packing.matrices.values()) < LEAST_BYTES
         if is_small or (packing.stored is None and self._has(digest, packing)):
             return
         try:
             matrices = [*packing.matrices.values(), *_others(packing)]
             yield
-            self._make_room(digest, packed_bytes(matrices))
+            sources = sorted(file.resolve() for file in files)
+            self._make_room(digest, packed_bytes(matrices, sources), sources)
             with self._partial() as file:
-                yield from write_packed(file, matrices, packing.operators)
+                yield from write_packed(file, matrices, sources, packing.operators)
                 path = self.path_of(digest)
                 Path(file.name).replace(path)
                 sync(self.folder)
@@ -119,13 +171,16 @@ class PackedFiles(Struct, frozen=True):
             return all(digest in file for digest in packing.matrices)
         return False
 
-    def _make_room(self, digest: str, num_bytes: int) -> None:
-        """Removes files until there is room for one more. Raises `_NoRoom`, `OSError`."""
+    def _make_room(self, digest: str, num_bytes: int, sources: Collection[Path]) -> None:
+        """Removes files that no start will map, and others until there is room for one more, of a model with the files
+        `sources`. Raises `_NoRoom`, `OSError`."""
         make_private_folder(self.folder)
-        if problem := distrusted_by_root(self.folder):
-            raise _NoRoom(problem)
+        self._require_own()
         _remove_leftovers(self.folder)
         own = self.path_of(digest)
+        for path, _ in self.all():
+            if path != own and _is_left(path, sources):
+                path.unlink(missing_ok=True)
         others = [(path, size) for path, size in self.all() if path != own]
         disk = shutil.disk_usage(self.folder)
         used, free = sum(size for _, size in others), disk.free
@@ -149,6 +204,14 @@ class PackedFiles(Struct, frozen=True):
                 path.unlink(missing_ok=True)
 
 
+class Problem(Struct, frozen=True):
+    """What is wrong with a file: `damage`, or that no start of this version and user maps it."""
+
+    file: str
+    message: str
+    is_damage: bool = True
+
+
 class _NoRoom(Exception):
     """The message says why nothing is kept."""
 
@@ -160,12 +223,34 @@ def _others(packing: MatrixPacking) -> Iterator[PackedMatrix]:
 
 
 def _fits(num_bytes: int, used: int, free: int, total: int) -> bool:
-    return used + num_bytes <= total // _DISK_SHARE and free - num_bytes >= min(num_bytes, total // _DISK_SHARE)
+    return used + num_bytes <= total // _DISK_SHARE and num_bytes <= free // 2
+
+
+def _sources(path: Path) -> list[Path]:
+    """Returns the files from which a file was packed, none if it cannot be read."""
+    with suppress(UnusableFile, OSError):
+        return sources_of(path)
+    return []
+
+
+def _is_left(path: Path, replaced: Collection[Path]) -> bool:
+    """Returns whether the model of a file is gone, or was replaced by another one in the files `replaced`."""
+    try:
+        sources = sources_of(path)
+    except UnusableFile:
+        return True
+    except OSError:
+        return False
+    return not all(map(os.path.exists, sources)) or not set(sources).isdisjoint(replaced)
+
+
+def _named_so(folder: Path, pattern: str) -> list[Path]:
+    return [path for path in folder.glob(pattern) if _OURS.fullmatch(path.name)]
 
 
 def _remove_leftovers(folder: Path) -> None:
     """Removes the files of writers that have ended, whose locks are free."""
-    for leftover in folder.glob(f"{_PARTIAL}*"):
+    for leftover in _named_so(folder, f"{_PARTIAL}*"):
         with suppress(OSError), open(leftover, "rb") as handle:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             leftover.unlink()

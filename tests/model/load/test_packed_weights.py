@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +99,9 @@ def put(path: Path, content: bytes | bytearray) -> None:
     new.replace(path)
 
 
-def write(path: Path, matrices: list[PackedMatrix]) -> None:
+def write(path: Path, matrices: list[PackedMatrix], sources: Sequence[Path] = ()) -> None:
     with path.with_name("new").open("wb") as file:
-        for _ in write_packed(file, matrices, _compiled()):
+        for _ in write_packed(file, matrices, sources, _compiled()):
             pass
     put(path, path.with_name("new").read_bytes())
 
@@ -146,10 +146,10 @@ def test_another_model_under_the_same_name_and_time_is_packed(
     model.write_bytes(content)
     os.utime(model, ns=(before.st_atime_ns, before.st_mtime_ns))
     packed.clear()
-    other = load(model, folder)
+    other, old = load(model, folder), file_in(folder)
     assert packed
     keep(other)
-    assert len(list(folder.iterdir())) == 2
+    assert file_in(folder) != old, "that of the model that was replaced is gone"
 
 
 def test_small_models_and_off_keep_nothing(model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,7 +352,7 @@ def test_a_table_that_points_beyond_the_file_is_refused(tmp_path: Path, compiled
     path = tmp_path / "file"
     for shape, offset in (((1, 1, 1 << 40), 0), ((1, 1, 1), 1 << 62), ((-1, -1, 1), 0), ((1, 1, 1), -1)):
         entry = packed_file._Place("Q4_1", offset, shape, bytes(16))
-        table = msgspec.msgpack.encode(packed_file._Contents({}, {bytes(16): entry}))
+        table = msgspec.msgpack.encode(packed_file._Contents({}, {bytes(16): entry}, []))
         digest = content_digest(table)
         path.write_bytes(table + packed_file._END.pack(packed_file._NAME, packed_file.VERSION, len(table), digest))
         path.chmod(0o600)
@@ -396,19 +396,64 @@ def test_a_folder_that_cannot_be_written_costs_one_line(
     ]
 
 
-def test_the_file_that_was_not_used_for_longest_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "weights"
-    folder.mkdir()
-    for age, name in enumerate(("new", "middle", "old")):
-        file = folder / f"{name}.packed"
-        file.write_bytes(bytes(1000))
-        os.utime(file, (1e9 - age, 1e9 - age))
-    files = PackedFiles(folder)
-    assert [path.stem for path, _ in files.all()] == ["old", "middle", "new"]
-    usage = type("Usage", (), {"total": 12_000, "free": 9_000})()
+def made(folder: Path, number: int, *sources: Path, num_bytes: int = 1) -> Path:
+    """Makes a file of the right name, the older the larger its number."""
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{number:032x}.packed"
+    write(path, [PackedMatrix(bytes(16), "Q4_1", np.ones((1, 1, num_bytes), np.uint8))], sources)
+    os.utime(path, (1e9 - number, 1e9 - number))
+    return path
+
+
+def limit_disk(monkeypatch: pytest.MonkeyPatch, total: int, free: int) -> None:
+    usage = type("Usage", (), {"total": total, "free": free})()
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage)
-    files._make_room("own", 900)
-    assert [path.stem for path, _ in files.all()] == ["middle", "new"], "a quarter of the disk is for all"
+
+
+def test_the_file_that_was_not_used_for_longest_goes_first(
+    compiled: Operators, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert compiled
+    files = PackedFiles(tmp_path / "weights")
+    new, middle, old = (made(files.folder, number) for number in range(3))
+    assert [path for path, _ in files.all()] == [old, middle, new]
+    size = new.stat().st_size
+    limit_disk(monkeypatch, 16 * size, 9 * size)
+    assert files.room_bytes() == 4 * size
+    files._make_room("own", 2 * size, [])
+    assert [path for path, _ in files.all()] == [middle, new], "a quarter of the disk is for all"
+    limit_disk(monkeypatch, 100 * size, 2 * size)
+    assert files.room_bytes() == 2 * size
+    files._make_room("own", 3 * size // 2, [])
+    assert [path for path, _ in files.all()] == [new], "and half of what is free for one"
+
+
+def test_files_of_models_that_are_gone_or_replaced_go_when_another_is_made(
+    model: Path, folder: Path, tmp_path: Path
+) -> None:
+    """Files of other names stay, whoever has given us such a folder, and what another program writes there."""
+    here, gone, strange = tmp_path / "here.gguf", tmp_path / "gone.gguf", tmp_path / "n\udcff.gguf"
+    here.touch()
+    strange.touch()
+    kept = made(folder, 1, here, strange)
+    without, replaced, unusable = made(folder, 2, here, gone), made(folder, 3, model.resolve()), made(folder, 4, here)
+    _cut(unusable, 100)
+    mine = [folder / "notes.packed", folder / ".partial-download"]
+    for path in mine:
+        path.touch()
+    keep(load(model, folder))
+    assert not any(path.exists() for path in (without, replaced, unusable))
+    (own,) = {*folder.iterdir()} - {kept, *mine}
+    files = PackedFiles(folder)
+    assert [path for path, _ in files.made_from([strange])] == [kept]
+    assert [path for path, _ in files.made_from([model.resolve(), gone])] == [own]
+
+
+def test_links_to_a_model_are_followed_to_its_file(model: Path, folder: Path) -> None:
+    link = model.with_name("link.gguf")
+    link.symlink_to(model)
+    keep(load(link, folder))
+    assert packed_file.sources_of(file_in(folder)) == [model.resolve()]
 
 
 def test_a_writer_that_was_killed_leaves_nothing_that_stays(model: Path, folder: Path) -> None:

@@ -13,6 +13,7 @@ from diskprefix.cli.options import setting_option
 from diskprefix.cli.tooling import (
     find_entry,
     opened_store,
+    packed_weights_option,
     plain,
     print_json,
     print_table,
@@ -24,6 +25,7 @@ from diskprefix.cli.tooling import (
 )
 from diskprefix.errors import SettingsError
 from diskprefix.extras.watch.browse.outline import outline
+from diskprefix.model.load.packed_weights import PackedFiles
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import EntryInfo, list_entries
 from diskprefix.units import ago, counted, format_size
@@ -45,9 +47,17 @@ _NUMBERS = ("tokens", "checkpoints", "stored", "shared", "hits")
     help="Show only the saved prompts of this model, named as in the list.",
     show_default="all",
 )
+@packed_weights_option
 @store_options
 def inspect(
-    entry: str | None, tree: bool, stats: bool, lost: bool, model: str | None, kv_cache_dir: Path, as_json: bool
+    entry: str | None,
+    tree: bool,
+    stats: bool,
+    lost: bool,
+    model: str | None,
+    packed_weights: str,
+    kv_cache_dir: Path,
+    as_json: bool,
 ) -> None:
     """List the saved prompts in the cache folder, the most recently used first.
 
@@ -99,13 +109,15 @@ def inspect(
         elif stats:
             from diskprefix.extras.watch.inspect.stats_view import show_stats
 
-            show_stats(snapshot, entries, roots, store.clock(), store.budget_bytes, as_json=as_json)
+            packed = PackedFiles.here(packed_weights)
+            show_stats(snapshot, entries, roots, store.clock(), store.budget_bytes, packed, as_json=as_json)
         elif lost:
             from diskprefix.extras.watch.inspect.lost_view import show_lost
 
             show_lost(snapshot, roots, store.clock(), as_json=as_json)
         else:
-            _show_entries(snapshot, entries, roots, kv_cache_dir, as_json=as_json)
+            packed = PackedFiles.here(packed_weights)
+            _show_entries(snapshot, entries, roots, kv_cache_dir, packed, as_json=as_json)
 
 
 def _of_model(roots: Mapping[bytes, str], model: str) -> dict[bytes, str]:
@@ -118,7 +130,13 @@ def _of_model(roots: Mapping[bytes, str], model: str) -> dict[bytes, str]:
 
 
 def _show_entries(
-    snapshot: Snapshot, entries: list[EntryInfo], roots: Collection[bytes], folder: Path, *, as_json: bool
+    snapshot: Snapshot,
+    entries: list[EntryInfo],
+    roots: Collection[bytes],
+    folder: Path,
+    packed: PackedFiles | None,
+    *,
+    as_json: bool,
 ) -> None:
     trees = outline(snapshot, entries, roots).trees
     names = ("blocks", "checkpoints", "checkpoint_bytes", "images")
@@ -127,7 +145,8 @@ def _show_entries(
     made_with = _made_with(snapshot, entries)
     if as_json:
         rows = [asdict(info) | {"made_with": made_with[info.id]} for info in entries]
-        print_json({"entries": rows} | counts)
+        amounts = None if packed is None else packed.amounts
+        print_json({"entries": rows} | counts | {"packed_weights": amounts})
         return
     if entries:
         _print_entries(entries, made_with, terminal_width(otherwise=160))

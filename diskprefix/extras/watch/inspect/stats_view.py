@@ -10,6 +10,7 @@ import msgspec
 
 from diskprefix.cli.tooling import print_json, tenant_names
 from diskprefix.extras.watch.browse.outline import Outline, outline
+from diskprefix.model.load.packed_weights import PackedFiles
 from diskprefix.printable import printable_only
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.statistics.savings import Savings, Tally, read_savings
@@ -24,11 +25,12 @@ def show_stats(
     roots: Collection[bytes],
     now: float,
     budget_bytes: int,
+    packed: PackedFiles | None,
     *,
     as_json: bool,
 ) -> None:
     """Prints figures for each model and tenant of `roots`. `entries` are the saved prompts of these roots. `now` is in
-    seconds since 1970."""
+    seconds since 1970. `packed` are the packed weights, None if none are made."""
     rows = figures(outline(snapshot, entries, roots), read_savings(snapshot), now)
     used, written = snapshot.used_bytes(), read_written(snapshot)
     if as_json:
@@ -40,6 +42,7 @@ def show_stats(
                 "disk_written_bytes": written.total,
                 "disk_written_last_day_bytes": written.last_day(now),
                 "write_budget_bytes": written.budget_bytes,
+                "packed_weights": None if packed is None else packed.amounts,
                 "roots": rows,
             }
         )
@@ -52,6 +55,8 @@ def show_stats(
     limit = f" of {format_size(written.budget_bytes)} a day" if written.budget_bytes else ""
     last_day, in_all = format_size(written.last_day(now)), format_size(written.total)
     click.echo(f"{last_day}{limit} were written to the disk in 24 hours, {in_all} in all")
+    if packed is not None and packed.amounts["files"]:
+        click.echo(printable_only(f"packed weights: {packed.line}"))
 
 
 def figures(folded: Outline, savings: Mapping[bytes, Savings], now: float) -> list[dict[str, Any]]:
