@@ -104,11 +104,24 @@ def test_a_power_failure_loses_nothing_that_was_acknowledged(deed: str, shares: 
 
 
 @needs("cc")
+@pytest.mark.parametrize("promise", ["kept", "exact"])
+def test_packed_weights_are_whole_after_a_power_failure_or_what_is_damaged_is_noticed(
+    promise: str, tmp_path: Path
+) -> None:
+    part = next(part for part in PARTS if (part.deed, part.promise) == ("weights", promise))
+    result = result_of(part, tmp_path, 0, 1, samples=32)
+    assert result.failures == []
+    assert result.kinds.total() > 50
+
+
+@needs("cc")
 @pytest.mark.parametrize(
     ("deed", "removed", "share", "shares"),
     [
         ("save", "the barrier of names", 28, 40),
         ("profile", "the barrier of a copied file", 0, 1),
+        ("weights", "the barrier of packed weights", 0, 1),
+        ("weights", "the barrier of names", 0, 1),
     ],
 )
 def test_without_a_barrier_an_image_is_wrong(deed: str, removed: str, share: int, shares: int, tmp_path: Path) -> None:

@@ -71,6 +71,8 @@ PARTS = (
     Part("exchange", title="export and import"),
     Part("profile", title="settings of an agent"),
     Part("models", title="a model in the cache folder"),
+    Part("weights", title="packed weights"),
+    Part("weights", "exact", ("all barriers",), title="packed weights on a drive that ignores barriers"),
     Part("save", "exact", ("all barriers",), title="a drive that ignores barriers"),
 )
 MUTANTS = (
@@ -85,6 +87,8 @@ MUTANTS = (
     Part("exchange", without=("the barrier of an export",)),
     Part("profile", without=("the barrier of a copied file",)),
     Part("models", without=("the barrier of a copied file",)),
+    Part("weights", without=("the barrier of packed weights",)),
+    Part("weights", without=("the barrier of names",)),
     Part("save", "exact", ("all barriers",), ("checksums",)),
 )
 

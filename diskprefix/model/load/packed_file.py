@@ -170,6 +170,8 @@ def write_packed(
         places[matrix.content_digest] = _Place(matrix.kind, offset, matrix.packed.shape, digest_of(content.data))
         for first in range(0, len(content), _READ_BYTES):
             file.write(content[first : first + _READ_BYTES].data)
+            # Not all at the end, when what a request saves would wait for gigabytes.
+            _sync(file)
             yield
         file.write(bytes(-len(content) % _PAGE))
         offset += len(content) + -len(content) % _PAGE
@@ -178,6 +180,10 @@ def write_packed(
     table = msgspec.msgpack.encode(_Contents(known, places, list(map(os.fsencode, sources))))
     file.write(table)
     file.write(_END.pack(_NAME, VERSION, len(table), digest_of(table)))
+    _sync(file)
+
+
+def _sync(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
 

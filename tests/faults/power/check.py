@@ -15,9 +15,12 @@ from types import SimpleNamespace
 from typing import Any, Literal, TypeAlias
 
 import msgspec
+import numpy as np
 from msgspec.structs import replace
 
 from diskprefix.errors import CacheError, StoreCorrupt
+from diskprefix.model.load.packed_file import PackedFile, UnusableFile
+from diskprefix.native.library import operators
 from diskprefix.store.changes import NewNode
 from diskprefix.store.epochs import Epochs
 from diskprefix.store.folder import DATA, LOCK, FileMark
@@ -381,6 +384,32 @@ def _models(look: _Look) -> None:
         raise Wrong("wrong bytes in a finished model")
 
 
+def _weights(look: _Look) -> None:
+    """What has the name of packed weights is whole, and as new as was acknowledged. On a drive that ignores barriers,
+    what is not so is noticed."""
+    path = look.root / deeds.WEIGHTS
+    if not path.exists():
+        if look.account.written and not look.is_weak:
+            raise Wrong("packed weights that were kept are gone")
+        return
+    path.chmod(0o600)
+    try:
+        file = PackedFile.open(path, operators())
+        matrices = {matrix.content_digest: matrix.packed for matrix in file.others(())}
+    except (UnusableFile, OSError) as error:
+        if look.is_weak:
+            return
+        raise Wrong(f"packed weights cannot be used: {error}") from error
+    for version in deeds.WEIGHTS_VERSIONS:
+        expected = deeds.packed_matrices(version)
+        if any(not np.array_equal(expected[name].packed, matrices[name]) for name in expected.keys() & matrices.keys()):
+            raise Wrong("wrong bytes in a packed matrix")
+        if matrices.keys() == expected.keys() and (version == "second" or look.account.written != "second"):
+            return
+    if not look.is_weak:
+        raise Wrong(f"of the packed weights there are {[*matrices]}")
+
+
 _CHECKS: dict[str, Callable[[_Look], None]] = {
     "save": lambda look: look.store(deeds.KV, look.account.saved),
     "faulty": lambda look: look.store(deeds.KV, look.account.saved),
@@ -392,6 +421,7 @@ _CHECKS: dict[str, Callable[[_Look], None]] = {
     "exchange": _exchange,
     "profile": _profile,
     "models": _models,
+    "weights": _weights,
 }
 
 

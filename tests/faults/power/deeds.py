@@ -22,10 +22,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 from msgspec.structs import replace
 
 from diskprefix.cli import cli
 from diskprefix.errors import CacheError
+from diskprefix.model.load.packed_file import PackedMatrix
+from diskprefix.native.library import operators
 from diskprefix.store import store_file
 from diskprefix.store.changes import Use, batches, touches
 from diskprefix.store.compact import compact_folder, copy_store, replace_store
@@ -50,6 +53,8 @@ MEDIUM = [*range(5, 10), *range(20, 25), *range(35, 40), *range(50, 55), *range(
 NOTE = NoteKind.RESPONSE
 _NOTE_TTL_S = 1e9
 _NODES_IN_A_PART = 2
+WEIGHTS_DIGEST, WEIGHTS_VERSIONS = "0123456789abcdef" * 2, ("first", "second")
+WEIGHTS = f"{WEIGHTS_DIGEST}.packed"
 
 
 def control() -> Any:
@@ -297,6 +302,29 @@ def model_bytes() -> bytes:
     return bytes(range(251)) * 120
 
 
+def weights(root: Path) -> None:
+    """Packed weights that are kept, and then made anew with other matrices."""
+    from diskprefix.model.load import packed_weights
+
+    packed_weights.LEAST_BYTES = 0
+    for version in WEIGHTS_VERSIONS:
+        packing: Any = SimpleNamespace(matrices=packed_matrices(version), stored=None, operators=operators())
+        for _ in packed_weights.PackedFiles(root).keep(WEIGHTS_DIGEST, [], packing):
+            pass
+        assert (root / WEIGHTS).is_file()
+        mark(written=WEIGHTS, version=version)
+
+
+def packed_matrices(version: str) -> dict[bytes, PackedMatrix]:
+    """Returns three matrices of a few pages, by their names in a file."""
+    made = {}
+    for number in range(3):
+        name = f"{version} {number}".encode()
+        packed = np.random.default_rng([*name]).integers(0, 256, (2, 1, 4000 + 700 * number), np.uint8)
+        made[name] = PackedMatrix(name, "Q4_1", packed)
+    return made
+
+
 def slow(root: Path) -> None:
     """A disk that does not answer: nobody waits for it but the writer, and what was read before can be read."""
     store = Store(root / KV, budget_bytes=BUDGET_BYTES, serving=True)
@@ -344,6 +372,7 @@ DEEDS: dict[str, Callable[..., None]] = {
     "exchange": exchange,
     "profile": profile,
     "models": models,
+    "weights": weights,
     "faulty": faulty,
     "slow": slow,
 }
@@ -377,6 +406,12 @@ def _without_export_sync() -> None:
     vars(pack_file)["os"] = SimpleNamespace(**vars(os) | {"fsync": lambda _fd: None})
 
 
+def _without_weights_sync() -> None:
+    from diskprefix.model.load import packed_file
+
+    vars(packed_file)["os"] = SimpleNamespace(**vars(os) | {"fsync": lambda _fd: None})
+
+
 REMOVALS: dict[str, Callable[[], None]] = {
     "LMDB's barriers": _with_lmdb_unsynced,
     "the barrier between pages and meta page": lambda: control().power_ignore(ON_SYNC),
@@ -384,6 +419,7 @@ REMOVALS: dict[str, Callable[[], None]] = {
     "the barrier of a copied file": lambda: _without_sync(of_folders=False),
     "the barrier of names": lambda: _without_sync(of_folders=True),
     "the barrier of an export": _without_export_sync,
+    "the barrier of packed weights": _without_weights_sync,
 }
 """Protections of the writer, and how to take each away in its process."""
 
@@ -392,6 +428,7 @@ _MODULES = {
     "exchange": ("diskprefix.extras.exchange.pack_file",),
     "profile": ("diskprefix.extras.clients.agent_profile",),
     "models": ("diskprefix.model.load.made_once",),
+    "weights": ("diskprefix.model.load.packed_weights",),
 }
 """Modules that are imported before a protection is taken out of them."""
 
