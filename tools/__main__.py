@@ -54,6 +54,9 @@ SECTIONS: dict[str, dict[str, Tool]] = {
         "kills": Tool(
             "faults.kills", "kill -9 in the middle of long prompts: what the next process finds.", NO_THREADS
         ),
+        "packed": Tool(
+            "faults.packed", "Packed weights: kill -9 while they are written, and a bit of each flipped.", NO_THREADS
+        ),
         "templates": Tool("benchmarks.templates", "A thousand chat templates: four engines, and what we serve."),
         "calls": Tool("benchmarks.calls", "Calls of each family: awkward values, deviations, cut off and damaged."),
         "tokenizers": Tool("benchmarks.token_ids", "Token ids by tokenizers, by llama.cpp and by us."),

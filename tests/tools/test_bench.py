@@ -21,6 +21,7 @@ from tests.model.load.test_gguf_models import TOKENS, require_equal
 from tools.__main__ import TOOLS, main
 from tools.benchmarks import llama_cpp_worker, pictures
 from tools.benchmarks.file_models import CASES
+from tools.measuring import processes
 from tools.measuring.environments import llama_cpp_libraries
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +45,19 @@ def test_a_restart_is_measured_and_shown_again_from_the_file(chat_model: Path, t
     assert {"first_start_s", "cold_s", "recovery_s", "exact_s", "next_s", "other_s"} <= cases
     again = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert again.stdout.splitlines()[:-1] == ran.stdout.splitlines()[:-1]
+
+
+@pytest.mark.parametrize(("program", "is_quiet"), [("input()", True), ("while True: pass", False)])
+def test_a_program_gets_time_for_what_it_does_when_idle(
+    program: str, is_quiet: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_QUIET_S", 0.5)
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE) as process:
+        try:
+            # Its start is over some time before the limit.
+            assert processes.wait_quiet(lambda: processes.family(process.pid), 30 if is_quiet else 1.5) == is_quiet
+        finally:
+            process.kill()
 
 
 def test_figures_of_earlier_runs_are_printed_as_the_pages_have_them(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,6 +12,9 @@ from threading import Event, Thread
 from types import SimpleNamespace
 
 _SAMPLE_S = 0.02
+_QUIET_S = 2.0
+_QUIET_SHARE = 0.05
+"""The part of a CPU that processes may take that have nothing to do."""
 
 
 def status_bytes(pid: int, *keys: str) -> int:
@@ -58,6 +62,32 @@ def peak_of(num_bytes: Callable[[], int]) -> Iterator[SimpleNamespace]:
         is_over.set()
         thread.join()
         peak.peak_bytes = max(peak.peak_bytes, num_bytes())
+
+
+def wait_quiet(pids: Callable[[], list[int]], most_s: float) -> bool:
+    """Waits until processes have neither computed nor written to a disk for two seconds: what a program does in idle
+    time is done. Returns False if they still do after `most_s` seconds."""
+    deadline, before = time.monotonic() + most_s, _work(pids())
+    while time.monotonic() < deadline:
+        time.sleep(_QUIET_S)
+        now = _work(pids())
+        if now[0] - before[0] <= _QUIET_SHARE * _QUIET_S and now[1] == before[1]:
+            return True
+        before = now
+    return False
+
+
+def _work(pids: list[int]) -> tuple[float, int]:
+    """Returns the seconds of CPU time that processes have used, and the bytes that they have written."""
+    seconds, written = 0.0, 0
+    for pid in pids:
+        with suppress(OSError):
+            # After the program's name, which may have spaces.
+            fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            seconds += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+            lines = Path(f"/proc/{pid}/io").read_text(encoding="ascii").splitlines()
+            written += sum(int(line.split()[1]) for line in lines if line.startswith("write_bytes:"))
+    return seconds, written
 
 
 def family(pid: int) -> list[int]:
