@@ -367,7 +367,7 @@ def test_packed_weights_are_compared_with_their_digests_and_what_is_damaged_is_r
     assert report["clean"], "what cannot be used is not damaged"
     os.truncate(cut, 9000)
     with flipped.open("r+b") as file:
-        file.seek(8192 + 4999)
+        file.seek(0x10000 + 4999)
         file.write(b"x")
     report = run("verify", *at, "--json").json
     problems = [

@@ -10,10 +10,13 @@ The map is private: where the file's contents are damaged, the matrix is packed 
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import mmap
 import os
 import stat
 import struct
+import sys
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
@@ -37,8 +40,13 @@ VERSION = 1
 _END = struct.Struct("<8sIQ16s")
 _NAME = b"dpweight"
 _MAX_TABLE_BYTES = 1 << 28
-_PAGE = 1 << 12
+_PAGE = 1 << 16
+"""The largest page of a kernel, so that each matrix has pages of its own."""
+_POPULATE_READ = 22
+"""`MADV_POPULATE_READ`, which Python does not name: what cannot be read is an error there, and not a signal."""
 _READ_BYTES = 1 << 24
+_MAP_FIXED = 0x10
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class UnusableFile(Exception):
@@ -117,12 +125,13 @@ class PackedFile:
         return self._matrices[place.offset : place.offset + place.num_bytes].reshape(place.shape)
 
     def is_intact(self, content_digest: bytes) -> bool:
-        """Compares a matrix with its digest. Reads all of it, so that its pages are in memory."""
+        """Compares a matrix with its digest. Reads all of it, so that its pages are in memory. What the disk cannot
+        read becomes empty memory, which the matrix can be packed into."""
         place = self._contents.places[content_digest]
         content = self._matrices[place.offset : place.offset + place.num_bytes]
-        if self._mapped is not None and len(content) and hasattr(mmap, "MADV_WILLNEED"):
-            # From a cold disk in large pieces.
-            self._mapped.madvise(mmap.MADV_WILLNEED, place.offset, place.num_bytes)
+        if self._mapped is not None and len(content) and not _read_pages(content):
+            _empty(content)
+            return False
         return digest_of(content.data) == place.digest
 
     def compare(self, advance: Callable[[int], None]) -> tuple[int, int]:
@@ -151,6 +160,29 @@ def sources_of(path: Path) -> list[Path]:
     with _opened(path) as file:
         contents, _ = _read_contents(file)
     return [Path(os.fsdecode(source)) for source in contents.sources]
+
+
+def _read_pages(content: np.ndarray) -> bool:
+    """Reads the pages of mapped memory. Returns False for an error of the disk, or a file that was cut meanwhile."""
+    advise = getattr(_LIBC, "madvise", None)
+    if advise is None or not sys.platform.startswith("linux"):
+        return True
+    address, size = ctypes.c_void_p(content.ctypes.data), ctypes.c_size_t(content.nbytes)
+    while advise(address, size, _POPULATE_READ):
+        # Bound: a signal interrupts one call. Before Linux 5.14 the kernel does not know it.
+        if (error := ctypes.get_errno()) != errno.EINTR:
+            return error == errno.EINVAL
+    return True
+
+
+def _empty(content: np.ndarray) -> None:
+    """Puts empty pages in place of those of a map. Raises `OSError`."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+    address, size = ctypes.c_void_p(content.ctypes.data), ctypes.c_size_t(content.nbytes)
+    put = _LIBC.mmap
+    put.restype = ctypes.c_void_p
+    if put(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, ctypes.c_long(0)) != content.ctypes.data:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def packed_bytes(matrices: Sequence[PackedMatrix], sources: Sequence[Path]) -> int:

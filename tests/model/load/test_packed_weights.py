@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from diskprefix.file_system import REMOTE
 from diskprefix.model.load import packed_file, packed_weights
 from diskprefix.model.load.loader import LoadedModel, load_model
 from diskprefix.model.load.packed_file import PackedFile, PackedMatrix, UnusableFile, write_packed
@@ -479,3 +480,54 @@ def test_a_writer_that_was_killed_leaves_nothing_that_stays(model: Path, folder:
         assert not list(folder.glob("*.packed"))
     keep(load(model, folder))
     assert [file.suffix for file in folder.iterdir()] == [".packed"]
+
+
+def test_what_the_disk_cannot_read_is_packed_anew_and_ends_no_process(
+    model: Path, folder: Path, packed: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with a bad sector: the file is as long as it says when it is mapped, and some of its pages are not there."""
+    first = load(model, folder)
+    keep(first)
+    program = textwrap.dedent(
+        f"""
+        import os, sys
+        from pathlib import Path
+        from diskprefix.model.load import packed_file
+        own = packed_file._mapped
+        def mapped(file, size):
+            made = own(file, size)
+            os.truncate(file.name, 1 << 16)
+            return made
+        packed_file._mapped = mapped
+        from diskprefix.model.load.loader import load_model
+        from diskprefix.settings import Settings
+        loaded = load_model(Settings(model={str(model)!r}, packed_weights={str(folder)!r}), lambda _line: None)
+        from tests.model.load.test_packed_weights import keep, packed_weights, weights_of
+        packed_weights.LEAST_BYTES = 0
+        from diskprefix.tokens import content_digest
+        print(content_digest(repr(weights_of(loaded)).encode()).hex())
+        keep(loaded)
+        """
+    )
+    ended = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.strip() == content_digest(repr(weights_of(first)).encode()).hex()
+    packed.clear()
+    assert weights_of(load(model, folder)) == weights_of(first)
+    assert not packed, "the file was made anew"
+    assert "anew" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", sorted(REMOTE))
+def test_on_a_network_the_file_is_read_into_memory_so_that_whoever_cuts_it_ends_no_process(
+    kind: str, model: Path, folder: Path, packed: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = load(model, folder)
+    keep(first)
+    packed.clear()
+    monkeypatch.setattr(packed_file, "file_system", lambda _path: kind)
+    second, file = load(model, folder), file_in(folder)
+    assert not packed
+    assert str(file) not in Path("/proc/self/maps").read_text()
+    os.truncate(file, 0)
+    assert weights_of(second) == weights_of(first)
