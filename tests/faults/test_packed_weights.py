@@ -3,10 +3,13 @@ the file or its disk costs one line."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,13 +23,14 @@ from diskprefix.native.library import operators
 from tests.cache_folder import USERS
 from tests.engines import ENGINE
 from tests.model import tiny
-from tests.server.daemon_process import DaemonProcess, reply_to, serve_flags
+from tests.server.daemon_process import DaemonProcess, clean_environment, reply_to, serve_flags
 from tests.server.other_user import OTHER_USER
 from tests.small_disk import remount, small_disk
 
 pytestmark = pytest.mark.skipif(
     operators() is None or ENGINE == "llama", reason="weights are packed for the compiled operators"
 )
+ROOT = Path(__file__).parents[2]
 KEPT = r"\[model\] the next start maps the weights: .+ in (\S+)$"
 EMBEDDED_FILES = [*(USERS / "diskprefix/models" / EMBEDDED.requirement).glob("*.gguf")]
 QUESTION = {"prompt": "Rivers of the south and north. " * 3, "temperature": 0, "max_tokens": 12, "logprobs": 3}
@@ -139,6 +143,18 @@ def test_a_damaged_file_costs_one_line_and_is_made_anew_once(kind: str, model: P
         assert is_mapped(daemon, file)
         assert answer(daemon, "off") == (choices, 0)
         assert said(daemon) == []
+
+
+def test_what_a_kill_or_a_flipped_bit_leaves_is_never_computed_with(model: Path) -> None:
+    """A little of `tools/bench packed`, which tries this with a real model."""
+    command = [sys.executable, "-P", "-m", "tools", "packed", "--kills", "5", "--model", str(model), "--json"]
+    environment = clean_environment(PYTHONPATH=str(ROOT))
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    samples = json.loads(done.stdout)
+    assert (len(samples["kills"]), len(samples["flips"])) == (5, 14)
+    assert all(case["is_right"] for cases in samples.values() for case in cases)
+    assert all(flip["found_s"] < flip["start_s"] for flip in samples["flips"])
 
 
 def _fill(folder: Path) -> None:

@@ -34,6 +34,7 @@ ROOT = Path(__file__).parents[2]
 FIGURES = "figures.json"
 OTHERWISE = {
     "kills": "tests/faults/test_kills.py",
+    "packed": "tests/faults/test_packed_weights.py",
     "witness": "programs of others, which are installed for it",
     "streams": "tests/tools/test_streams.py",
     "fuzz": "tests/tools/test_bench.py",
