@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -13,6 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from diskprefix.errors import ModelError
+from diskprefix.model.load.gguf_strings import PIECE_BYTES, StringPiece, decoded
 from diskprefix.model.load.lfs_pointer import fault_or_pointer
 from diskprefix.printable import first_line
 
@@ -48,8 +50,8 @@ _CODES: dict[str, tuple[int, tuple[int, ...]]] = {"Q1_0": (1, (-1, 1)), "Q2_0": 
 `gguf` cannot read."""
 _PLAIN = {"F64": "f8", "F32": "f4", "F16": "f2"} | {f"I{bits}": f"i{bits // 8}" for bits in (8, 16, 32, 64)}
 """Types of numpy. The content of other types is bytes."""
-_MOST_STRINGS, _STRING_BYTES = 1 << 21, 64
-"""Several times the merges of the largest models, and the bytes of an array that are read at once for each string."""
+_MOST_STRINGS = 1 << 21
+"""Several times the merges of the largest models."""
 _FEW, _FEW_NUMBERS = 16, 1024
 """The most strings and numbers of an array that is kept. Architectures have a number for each layer."""
 
@@ -154,10 +156,9 @@ def cut_short(tensor: FileTensor) -> ModelError:
     return ModelError(f"{tensor.file} is cut short: it does not hold all of {tensor.name}")
 
 
-class FileArray(Struct, frozen=True):
-    """The array `key` of `count` elements of the type `kind`: `strings`, or numbers or arrays that are the bytes from
-    `begin` to before `end` of a file. `undecoded` is the number of the first element that is not UTF-8, None without;
-    such elements are not in `strings`."""
+class FileArray(Struct, frozen=True, dict=True):
+    """The array `key` of `count` elements of the type `kind`, which are the bytes from `begin` to before `end` of a
+    file. `undecoded` is the number of the first string that is not UTF-8, None without."""
 
     file: Path
     key: str
@@ -165,28 +166,34 @@ class FileArray(Struct, frozen=True):
     count: int
     begin: int
     end: int
-    strings: list[str] | None
     undecoded: int | None = None
 
-    @property
+    @cached_property
     def content(self) -> list[str] | np.ndarray[Any, Any]:
-        """The strings, or the numbers. Raises `ModelError` for strings that are not UTF-8, for arrays, and if the file
-        has changed."""
+        """The strings, or the numbers, read once. Raises `ModelError` for strings that are not UTF-8, for arrays, and
+        if the file has changed."""
         import numpy as np
 
         if self.undecoded is not None:
             raise ModelError(f"the file's {self.key} is not UTF-8 in element {self.undecoded}")
         if self.kind == _ARRAY:
             raise ModelError(f"the file's {self.key} has arrays within it, which nothing here reads")
-        if self.strings is not None:
-            return self.strings
-        with self.file.open("rb") as file:
-            file.seek(self.begin)
-            data = file.read(self.end - self.begin)
         try:
-            return np.frombuffer(data, _SCALARS[self.kind], self.count)
+            with self.file.open("rb") as file:
+                file.seek(self.begin)
+                if self.kind == _STRING:
+                    return self._read_strings(_Reading(file, self.end, self.begin))
+                return np.frombuffer(file.read(self.end - self.begin), _SCALARS[self.kind], self.count)
         except ValueError:
             raise ModelError(f"cannot read {self.file}: it was changed while it was read") from None
+
+    def _read_strings(self, reading: _Reading) -> list[str]:
+        """Raises `ValueError` unless there are as many strings as there were when the header was read."""
+        texts = [text for piece in reading.strings(self.count) for text in piece.texts()]
+        strings = [text for text in texts if isinstance(text, str)]
+        if len(strings) < self.count or reading.at != self.end:
+            raise ValueError("it has other strings")
+        return strings
 
     def as_tensors(self, names: Sequence[str]) -> list[FileTensor]:
         """Returns each of its float32 numbers as a tensor of this name."""
@@ -197,32 +204,6 @@ class FileArray(Struct, frozen=True):
         return [
             FileTensor(name, "F32", (1,), self.file, at, dtype, (1,)) for name, at in zip(names, places, strict=True)
         ]
-
-
-def _split(data: bytes, count: int) -> list[bytes] | None:
-    """Returns the first `count` strings of an array, fast; None if there are fewer, or after some that have zeros."""
-    # Of a length below 256, 7 bytes are 0. So after each cut there is a string, and the first byte of a length. What
-    # is longer, with its length, stands after the string before it. With a length of 0, the cut is a byte early.
-    first, *parts = data.split(bytes(7), count)
-    strings, length, is_early = list[bytes](), first[0] if first else 0, not first
-    if len(first) > 1:
-        return None
-    for part in parts:
-        if is_early:
-            if part[:1] != b"\0":
-                break
-            part = part[1:]
-        at = 0
-        while len(part) > at + length + 1 and len(strings) < count:
-            strings.append(part[at : at + length])
-            at += length + 8
-            length = int.from_bytes(part[at - 8 : at], "little")
-        if len(part) < at + length:
-            break
-        strings.append(part[at : at + length])
-        is_early = len(part) == at + length
-        length = 0 if is_early else part[-1]
-    return strings[:count] if len(strings) >= count else None
 
 
 class GgufHeader(Struct, frozen=True):
@@ -241,14 +222,14 @@ class GgufHeader(Struct, frozen=True):
 
 
 class _Reading:
-    """A file that is read from front to back."""
+    """A file that is read from front to back, from byte `begin` to before byte `end`."""
 
-    def __init__(self, file: BinaryIO, num_bytes: int) -> None:
+    def __init__(self, file: BinaryIO, end: int, begin: int = 0) -> None:
         self._file = file
-        self._left = min(num_bytes, _MOST_HEADER_BYTES)
-        self._is_all = num_bytes <= _MOST_HEADER_BYTES
+        self._left = min(end - begin, _MOST_HEADER_BYTES)
+        self._is_all = end - begin <= _MOST_HEADER_BYTES
         self._num_inner_arrays = 0
-        self.at = 0
+        self.at = begin
 
     def _advance(self, count: int) -> None:
         if count > self._left:
@@ -272,53 +253,67 @@ class _Reading:
 
     def text(self) -> str | bytes:
         """Reads a string. Returns its bytes if it is not UTF-8: most strings change no result."""
-        return _decoded(self.take(self.number("<Q")))
+        return decoded(self.take(self.number("<Q")))
 
     def name(self) -> str:
         """Reads a name, which messages may quote."""
         length = self.number("<Q")
         if length > _MOST_NAME_BYTES:
             raise ValueError(f"a name in it has {length} bytes")
-        name = _decoded(self.take(length))
+        name = decoded(self.take(length))
         if isinstance(name, bytes):
             raise ValueError(f"a name in it is not UTF-8: {name[:100]!r}")
         if not name.isprintable():
             raise ValueError(f"a name in it is {name[:100]!r}")
         return name
 
-    def _strings(self, count: int) -> list[str | bytes]:
+    def strings(self, count: int) -> Iterator[StringPiece]:
+        """Yields the `count` strings of an array in pieces. Makes none of them."""
         if count > _MOST_STRINGS:
             raise ValueError(f"an array in it counts {count} strings")
-        begin = self._file.tell()
-        data = self._file.read(min(self._left, _STRING_BYTES * count))
-        self._file.seek(begin)
-        parts = _split(data, count)
-        if parts is None:
-            return [self.text() for _ in range(count)]
-        self.skip(8 * count + sum(map(len, parts)))
-        joined = _decoded(b"\0".join(parts))
-        strings = joined.split("\0") if isinstance(joined, str) else []
-        return list(strings) if len(strings) == count else list(map(_decoded, parts))
+        while count:
+            data = self._file.read(min(self._left, PIECE_BYTES))
+            self._file.seek(self.at)
+            piece = StringPiece.of(data, count)
+            if piece.count:
+                self.skip(piece.num_bytes)
+            else:
+                # The first string is longer than a piece, or the file ends within it, which this says.
+                piece = StringPiece.of_one(self.take(self.number("<Q")))
+            count -= piece.count
+            yield piece
+
+    def _few_strings(self, count: int) -> tuple[str | bytes, ...]:
+        return tuple(text for piece in self.strings(count) for text in piece.texts())
+
+    def _skip_strings(self, count: int) -> int | None:
+        """Returns the number of the first string that is not UTF-8, None without."""
+        undecoded, before = None, 0
+        for piece in self.strings(count):
+            if undecoded is None and not piece.is_utf8():
+                undecoded = before + next(i for i, text in enumerate(piece.texts()) if isinstance(text, bytes))
+            before += piece.count
+        return undecoded
 
     def array(self, path: Path, key: str) -> tuple[FileArray, tuple[Any, ...] | None]:
         """Returns the array `key` of the file `path`, and its few strings or numbers."""
         kind, count, begin = self.number("<I"), self.number("<Q"), self.at
-        strings, undecoded, few = None, None, None
-        if kind == _STRING:
-            decoded = self._strings(count)
-            strings = [text for text in decoded if isinstance(text, str)]
-            undecoded = next((number for number, text in enumerate(decoded) if isinstance(text, bytes)), None)
-            few = tuple(decoded) if count <= _FEW else None
+        undecoded, few = None, None
+        if kind == _STRING and count <= _FEW:
+            few = self._few_strings(count)
+            undecoded = next((number for number, text in enumerate(few) if isinstance(text, bytes)), None)
+        elif kind == _STRING:
+            undecoded = self._skip_strings(count)
         elif kind in _SCALARS and count <= _FEW_NUMBERS:
             few = tuple(self.number(_SCALARS[kind]) for _ in range(count))
         else:
             self._skip_elements(kind, count, 1)
-        return FileArray(path, key, kind, count, begin, self.at, strings, undecoded), few
+        return FileArray(path, key, kind, count, begin, self.at, undecoded), few
 
     def _skip_elements(self, kind: int, count: int, depth: int) -> None:
         """Skips the elements of an array, which is in `depth` - 1 others."""
         if kind == _STRING:
-            self._strings(count)
+            self._skip_strings(count)
         elif kind in _SCALARS:
             self.skip(count * struct.calcsize(_SCALARS[kind]))
         elif kind != _ARRAY:
@@ -329,14 +324,6 @@ class _Reading:
                 raise ValueError("it has too many arrays within arrays")
             for _ in range(count):
                 self._skip_elements(self.number("<I"), self.number("<Q"), depth + 1)
-
-
-def _decoded(data: bytes) -> str | bytes:
-    """Returns a string, or its bytes if it is not UTF-8."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return data
 
 
 def read_header(path: Path) -> GgufHeader:

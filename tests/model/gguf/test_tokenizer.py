@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,8 @@ from diskprefix.errors import ModelError
 from diskprefix.model.gguf.file_tokenizer import _merges_by_score, make_tokenizer
 from diskprefix.model.gguf.metadata import Metadata
 from diskprefix.model.load.folder_tokenizer import copy_for_transformers
-from diskprefix.model.load.gguf_header import GgufHeader, read_header
+from diskprefix.model.load.gguf_header import FileArray, GgufHeader, read_header
+from diskprefix.model.load.gguf_strings import PIECE_BYTES, StringPiece
 from tests.model import tiny
 from tests.model.load.test_gguf_refusals import write_sample
 
@@ -356,19 +358,56 @@ def test_arrays_are_read_as_the_library_reads_them(tmp_path: Path) -> None:
         assert list(array.content) == fields[key].contents()
 
 
-@pytest.mark.parametrize("odd", [[], [""], ["x" * 255], ["x" * 256], ["\0" * 7], ["a\0"], ["\0a"], ["é" * 127]])
-@pytest.mark.parametrize("at", [0, 7, 20])
-def test_strings_of_all_lengths_are_read(odd: list[str], at: int, tmp_path: Path) -> None:
-    strings = [chr(97 + number) * (number + 1) for number in range(20)]
-    strings[at:at] = odd
-    writer = GGUFWriter(path := tmp_path / "m.gguf", "llama")
+def with_strings(path: Path, strings: list[str] | list[bytes]) -> Path:
+    """Writes a header with the array `list.strings`, and a value after it."""
+    writer = GGUFWriter(path, "llama")
     writer.add_array("list.strings", strings)
     writer.add_string("behind", "them")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    found = read_header(path)
+    return path
+
+
+@pytest.mark.parametrize("odd", [[], [""], ["x" * 255], ["x" * 256], ["\0" * 7], ["a\0"], ["\0a"], ["é" * 127]])
+@pytest.mark.parametrize("at", [0, 7, 20])
+def test_strings_of_all_lengths_are_read(odd: list[str], at: int, tmp_path: Path) -> None:
+    strings = [chr(97 + number) * (number + 1) for number in range(20)]
+    strings[at:at] = odd
+    found = read_header(with_strings(tmp_path / "m.gguf", strings))
     assert (found.arrays["list.strings"].content, found.values["behind"]) == (strings, "them")
+
+
+@pytest.mark.parametrize("longest", [20, 300, 3 * PIECE_BYTES])
+@pytest.mark.parametrize("letters", ["ab", "aé你\U0001f600", "a\0"])
+def test_strings_across_pieces_are_read(longest: int, letters: str, tmp_path: Path) -> None:
+    source = random.Random(longest)
+    lengths = [source.randrange(20) for _ in range(20_000)] + [longest, longest - 9] * 3
+    source.shuffle(lengths)
+    strings = ["".join(source.choices(letters, k=length)) for length in lengths]
+    found = read_header(with_strings(tmp_path / "m.gguf", strings))
+    assert (found.arrays["list.strings"].content, found.values["behind"]) == (strings, "them")
+
+
+def test_a_header_is_read_without_making_the_strings_of_its_long_arrays(tmp_path: Path, monkeypatch: Any) -> None:
+    path = with_strings(tmp_path / "m.gguf", [f"token {number}" for number in range(20_000)])
+    monkeypatch.setattr(StringPiece, "texts", lambda _self: pytest.fail("strings are made"))
+    array = read_header(path).arrays["list.strings"]
+    assert (array.count, array.undecoded) == (20_000, None)
+
+
+@pytest.mark.parametrize("at", [0, 9_999, 19_998])
+@pytest.mark.parametrize("count", [10, 20_000])
+def test_a_beginning_of_a_character_before_the_length_that_would_end_it_is_not_utf_8(
+    at: int, count: int, tmp_path: Path
+) -> None:
+    strings = [b"a"] * count
+    # The length of the second one, 0x85, would end the character that the first one begins.
+    strings[at : at + 2] = [b"\xc3", b"b" * 0x85]
+    array = read_header(with_strings(tmp_path / "m.gguf", strings)).arrays["list.strings"]
+    assert array.undecoded == strings.index(b"\xc3")
+    with pytest.raises(ModelError, match=rf"list.strings is not UTF-8 in element {array.undecoded}"):
+        _ = array.content
 
 
 @pytest.mark.parametrize("damage", [b"", b"\xff" * 200, b"\x02" + b"\0" * 7 + b"\xff" * 200])
@@ -378,6 +417,26 @@ def test_strings_that_are_damaged_are_refused(damage: bytes, tmp_path: Path) -> 
     path.write_bytes(path.read_bytes()[: array.begin] + damage)
     with pytest.raises(ModelError, match=r"it is cut short|has \d+ bytes|not UTF-8"):
         read_header(path)
+
+
+def shorter_by_one(array: FileArray, content: bytearray) -> None:
+    content[array.begin] -= 1
+
+
+def no_utf_8(array: FileArray, content: bytearray) -> None:
+    content[array.end - 1] = 0xFF
+
+
+@pytest.mark.parametrize("change", [lambda _array, content: content.clear(), shorter_by_one, no_utf_8])
+@pytest.mark.parametrize("count", [5, 20_000])
+def test_strings_of_a_file_that_changes_are_refused(
+    change: Callable[[FileArray, bytearray], None], count: int, tmp_path: Path
+) -> None:
+    array = read_header(with_strings(path := tmp_path / "m.gguf", ["abc"] * count)).arrays["list.strings"]
+    change(array, content := bytearray(path.read_bytes()))
+    path.write_bytes(content)
+    with pytest.raises(ModelError, match="it was changed"):
+        _ = array.content
 
 
 def test_numbers_of_a_file_that_changes_are_refused(tmp_path: Path) -> None:
