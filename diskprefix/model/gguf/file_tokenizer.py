@@ -255,12 +255,7 @@ def _merging(vocabulary: dict[str, int], merges: list[tuple[str, str]], **option
 
 
 def _merges(keys: _Keys) -> list[tuple[str, str]]:
-    merges = keys.array("merges")
-    parts = " ".join(merges).split(" ")
-    if len(parts) == 2 * len(merges) and all(" " in merge for merge in merges):
-        # The fast way, if each merge has one blank.
-        return list(zip(parts[::2], parts[1::2], strict=True))
-    return [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    return [(left, right) for left, _, right in (merge.partition(" ") for merge in keys.array("merges"))]
 
 
 def _merges_by_score(keys: _Keys, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
