@@ -10,7 +10,24 @@ from msgspec import Struct
 
 VOLATILE = frozenset({"tmpfs", "ramfs"})
 """File systems in memory."""
-REMOTE = frozenset({"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph", "glusterfs"})
+REMOTE = frozenset({"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph", "fuse.ceph-fuse", "fuse.glusterfs"})
+REMOTE |= {"lustre", "gpfs", "beegfs", "afs"}
+LOCAL = VOLATILE | {
+    "ext2",
+    "ext3",
+    "ext4",
+    "xfs",
+    "btrfs",
+    "zfs",
+    "f2fs",
+    "bcachefs",
+    "jfs",
+    "overlay",
+    "squashfs",
+    "erofs",
+}
+"""File systems whose pages always arrive: a page of a map that does not ends the process. Those in user space may not
+answer either."""
 VOLUME = "DISKPREFIX_VOLUME"
 """The variable with the folder where an image expects a volume. Only images of diskprefix set it."""
 _MOUNTS = Path("/proc/self/mountinfo")

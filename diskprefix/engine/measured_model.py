@@ -122,6 +122,7 @@ def measured(loaded: LoadedModel, settings: Settings) -> MeasuredModel:
         # Frees the plan's memory, which is needed now. Plans refer to themselves, and the garbage collector does not
         # run during a start.
         loaded = replace(loaded, runtime=None, reason=reason, finish=lambda: None)
+        loaded.drop_packed()
         gc.collect()
         read = cache(loaded.read_modules)
         loaded = replace(loaded, model=read(), encoder=None if loaded.encoder is None else read)

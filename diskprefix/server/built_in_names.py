@@ -15,9 +15,11 @@ log = logging.getLogger("diskprefix")
 BUILT_IN = re.compile(
     # OpenAI's and Anthropic's, also as OpenRouter writes them: the defaults of aider, Claude Code, Cline, Codex, Goose,
     # Hermes, LangChain, llm, OpenCode and pi, and of most scripts.
-    r"(?:openai/)?(?:gpt-(?:3\.5|4|5)[\w.-]*|chatgpt-4o-latest|codex-mini-latest)|(?:anthropic/)?claude-[\w.@-]+"
+    r"(?:openai/)?(?:gpt-(?:3\.5|4|5)[\w.-]*|o[134](?:-[\w.-]+)?|chatgpt-4o-latest|codex-mini-latest)"
+    r"|(?:anthropic/)?claude-[\w.@-]+"
     # Qwen Code's.
-    r"|coder-model|qwen3-coder-(?:plus|flash)"
+    r"|coder-model|qwen3-coder-(?:plus|flash)",
+    re.IGNORECASE,
 )
 _MOST_LOGGED = 64
 """The most names that are logged, each once."""
@@ -53,14 +55,16 @@ class BuiltInNames:
         else:
             self._are_read = True
 
+    def refuses(self, name: str) -> bool:
+        """Returns whether `--strict-model-names` is why a name is not answered."""
+        return self._are_refused and _is_built_in(name)
+
     def has(self, name: str, served: str) -> bool:
         """Returns whether the model `served` answers to `name`: another name of its file on this machine, or one that
         programs have built in, and that is no model which can be fetched by it or is here. Logs each of these once."""
         if (means_served := self._means_served.get(_key(name))) is not None:
             return means_served
-        # The empty name is of editors and scripts in which nobody chose one.
-        is_built_in = not name or BUILT_IN.fullmatch(without_latest(name)) is not None
-        if self._are_refused or not self._are_read or not is_built_in or short_name(name) is not None:
+        if self._are_refused or not self._are_read or not _is_built_in(name) or short_name(name) is not None:
             return False
         if name not in self._logged and len(self._logged) < _MOST_LOGGED:
             self._logged.add(name)
@@ -71,6 +75,11 @@ class BuiltInNames:
                 shown(name),
             )
         return True
+
+
+def _is_built_in(name: str) -> bool:
+    # The empty name is of editors and scripts in which nobody chose one.
+    return not name or BUILT_IN.fullmatch(without_latest(name)) is not None
 
 
 def _key(name: str) -> str:

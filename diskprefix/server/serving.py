@@ -83,5 +83,8 @@ class Serving(Struct, frozen=True, eq=False):
     def _instead_of(self, name: str) -> str:
         """Returns what is served, and how another model would be."""
         known = short_name(name)
-        serves = "" if known is None else f"; `diskprefix serve --model {known.name}` serves that"
-        return f"{self.model_name!r} is{serves}"
+        if known is not None:
+            return f"{self.model_name!r} is; `diskprefix serve --model {known.name}` serves that"
+        if self.built_in_names.refuses(name):
+            return f"{self.model_name!r} is, and --strict-model-names refuses the names that programs have built in"
+        return f"{self.model_name!r} is; `--served-model-name` of `diskprefix serve` gives it another name"

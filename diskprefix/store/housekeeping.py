@@ -84,7 +84,7 @@ class Housekeeping:
             if is_for_room and self._store.evictor.full_disk() is not None:
                 self._lacks_room, self._failed_at, self.disk_room_bytes = True, time.monotonic(), 0.0
             else:
-                self._lacks_room = False
+                self._lacks_room, self.disk_room_bytes = False, math.inf
             if isinstance(error, StoreCorrupt):
                 self._start_check(with_records=True)
             return error

@@ -355,7 +355,7 @@ def test_packed_weights_are_compared_with_their_digests_and_what_is_damaged_is_r
     paths = [weights / f"{number:032x}.packed" for number in range(4)]
     for path in paths:
         with path.open("wb") as file:
-            for _ in write_packed(file, matrices, [folder], compiled):
+            for _ in write_packed(file, matrices, path.stem, [folder], compiled):
                 pass
         path.chmod(0o600)
     whole = run("verify", *at)

@@ -16,10 +16,12 @@ from transformers import PreTrainedModel
 
 from diskprefix.engine.measured_model import measured
 from diskprefix.model import self_check
-from diskprefix.model.load import loader
+from diskprefix.model.load import loader, packed_weights
 from diskprefix.model.plan_runner import PlanRunner
 from diskprefix.model.planned import NotExact, PlanRuntime, config_of, first_layers
+from diskprefix.model.quants.file_matrix import MatrixPacking
 from diskprefix.native import build, library
+from diskprefix.native.library import operators
 from diskprefix.settings import Settings
 from tests.exactness.architectures import tiny_model
 from tests.model import tiny
@@ -178,6 +180,29 @@ def test_a_model_that_fails_is_read_as_modules_when_the_memory_of_its_plan_is_fr
     settings = Settings(model=str(tiny.write_folder(tmp_path / "m")))
     found = measured(loader.begin_load(settings, lambda _: None), settings)
     assert (found.layout.exact_at, found.reason) == ("grid", "so")
+
+
+def test_a_model_that_fails_keeps_no_packed_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if operators() is None:
+        pytest.skip("no compiled operators")
+    matrices, take = list[weakref.ref[Any]](), MatrixPacking.take
+
+    def note(packing: MatrixPacking, matrix: Any) -> Any:
+        packed = take(packing, matrix)
+        matrices.append(weakref.ref(packed))
+        return packed
+
+    monkeypatch.setattr(packed_weights, "LEAST_BYTES", 0)
+    monkeypatch.setattr(MatrixPacking, "take", note)
+    monkeypatch.setattr(self_check, "_check", refused)
+    model = tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q4_1")
+    settings = Settings(model=str(model), packed_weights=str(tmp_path / "weights"))
+    found = measured(loader.begin_load(settings, lambda _: None), settings)
+    assert found.reason == "so"
+    assert matrices
+    assert not [packed for packed in matrices if packed() is not None]
+    assert not list(found.loaded.keep_weights())
+    assert not (tmp_path / "weights").exists()
 
 
 @pytest.mark.parametrize("damaged", ["", 7, [], {}, {"layers": 1}, {"layers": [], "groups": []}])

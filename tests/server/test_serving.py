@@ -59,15 +59,30 @@ def test_another_name_is_no_model(name: str) -> None:
 BUILT_IN = [
     *("gpt-4", "gpt-4o", "gpt-4.1-mini", "gpt-5.1-codex-max", "gpt-3.5", "openai/gpt-5", "chatgpt-4o-latest"),
     *("claude-sonnet-4-5", "claude-3-5-haiku-20241022", "anthropic/claude-opus-4.6", "claude-opus-4@20250514"),
-    *("codex-mini-latest", "coder-model", "qwen3-coder-plus", "", "gpt-4o:latest", "anthropic/claude-opus-5:latest"),
+    *(
+        "codex-mini-latest",
+        "coder-model",
+        "qwen3-coder-plus",
+        "",
+        "o1",
+        "o3-mini",
+        "GPT-4o",
+        "gpt-4o:latest",
+        "anthropic/claude-opus-5:latest",
+    ),
 ]
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_the_only_model_answers_to_names_that_programs_have_built_in(name: str) -> None:
     serving().require_model(name)
-    with pytest.raises(ModelNotFound, match="is not served here; 'Small-Instruct' is"):
+    with pytest.raises(
+        ModelNotFound, match="is not served here; 'Small-Instruct' is, and --strict-model-names refuses"
+    ):
         serving(built_in_names=names(are_refused=True)).require_model(name)
+
+
+OTHER_NAME = "; `--served-model-name` of `diskprefix serve` gives it another name"
 
 
 @pytest.mark.parametrize(
@@ -75,16 +90,16 @@ def test_the_only_model_answers_to_names_that_programs_have_built_in(name: str) 
     [
         ("gpt-oss:20b", "; `diskprefix serve --model gpt-oss:20b` serves that"),
         ("qwen3-coder:30b", "; `diskprefix serve --model qwen3-coder:30b` serves that"),
-        ("claude-of-mine", ""),
-        ("claude-of-mine:latest", ""),
-        ("claude-x", ""),
-        ("claude-X:latest", ""),
-        ("gpt-4-bad", ""),
-        ("gpt-4o:latest:latest", ""),
-        ("gpt-4o:8b", ""),
-        ("gpt-4o\n", ""),
-        ("my-gpt-4o", ""),
-        (" ", ""),
+        ("claude-of-mine", OTHER_NAME),
+        ("claude-of-mine:latest", OTHER_NAME),
+        ("claude-x", OTHER_NAME),
+        ("claude-X:latest", OTHER_NAME),
+        ("gpt-4-bad", OTHER_NAME),
+        ("gpt-4o:latest:latest", OTHER_NAME),
+        ("gpt-4o:8b", OTHER_NAME),
+        ("gpt-4o\n", OTHER_NAME),
+        ("my-gpt-4o", OTHER_NAME),
+        (" ", OTHER_NAME),
     ],
 )
 def test_a_name_of_a_model_that_can_be_had_is_never_another_model(name: str, advice: str) -> None:

@@ -182,7 +182,7 @@ def main(
     with tempfile.TemporaryDirectory(prefix="diskprefix-packed-", dir=folder) as work:
         killed = list(kills(model, Path(work) / "kills", num_kills, seed))
         flipped = list(flips(model, Path(work) / "flips", seed)) if are_flipped else []
-    num_wrong = sum(not case.is_right for case in (*killed, *flipped))
+    num_wrong = sum(not kill.is_right for kill in killed) + sum(not flip.is_right for flip in flipped)
     if as_json:
         click.echo(
             json.dumps({"kills": [kill._asdict() for kill in killed], "flips": [flip._asdict() for flip in flipped]})

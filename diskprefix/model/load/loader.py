@@ -105,6 +105,8 @@ class LoadedModel(Struct, frozen=True, kw_only=True, eq=False):
     """Returns when all weights are in memory. Raises the errors of `load_model`."""
     in_memory: Future[None]
     """The end of `finish`."""
+    drop_packed: Callable[[], None] = lambda: None
+    """Lets go of packed weights, when the model does not compute by its plan."""
     keep_weights: Callable[[], Iterator[None]] = lambda: iter(())
     """Writes for later starts what this start has packed, a piece at a time (see `PackedFiles.keep`). For after
     `in_memory`."""
@@ -179,6 +181,11 @@ class _ModelSource(Struct, frozen=True, kw_only=True, eq=False, dict=True):
         if self.packed_files is None or digest is None:
             return MatrixPacking(compiled())
         return MatrixPacking(compiled(), self.packed_files.opened(digest, compiled()))
+
+    def drop_packed(self) -> None:
+        """Lets go of what was packed."""
+        if self.packing is not None:
+            self.packing.drop()
 
     def keep(self, digest: str, in_memory: Future[None]) -> Iterator[None]:
         """Writes what was packed for later starts, a piece at a time, unless the load has failed."""
@@ -277,13 +284,11 @@ def begin_load(settings: Settings, progress: Report, flag: str = "--model") -> L
             model = encoder() if source.reason else None
             runtime = None if source.reason else _begin_plan(source, settings.block_size, failing)
         with clock("digest"), _load_failures(source.path):
-            digest = source.digest()
+            digest, of_replies = source.digest(), source.reply_tokens()
         with clock("tokenizer"):
             tokenizer = read_tokenizer(source.path, template)
             forget_headers()
             processor = _load_processor(source, tokenizer, encoder) if source.kind.is_multimodal else None
-        with _load_failures(source.path):
-            of_replies = source.reply_tokens()
         failing.pop_all()
 
     def read_rest() -> None:
@@ -315,6 +320,7 @@ def begin_load(settings: Settings, progress: Report, flag: str = "--model") -> L
         read_modules=lambda: source.for_modules().modules(),
         finish=finish,
         in_memory=in_memory,
+        drop_packed=source.drop_packed,
         keep_weights=partial(source.keep, digest, in_memory),
     )
 

@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from diskprefix.file_system import REMOTE, file_system
+from diskprefix.file_system import LOCAL, file_system
 from diskprefix.model.load.memory import LargePages
 from diskprefix.model.quants.quant_form import FILE_FORMS
 from diskprefix.native import ROWS
@@ -98,6 +98,8 @@ class _Contents(Struct, frozen=True):
     """The matrices by their `content_digest`."""
     sources: list[bytes]
     """The files of the model, links resolved, when this was made."""
+    model: str
+    """The digest of the model's contents."""
 
 
 class PackedFile:
@@ -107,11 +109,13 @@ class PackedFile:
         self.path, self._contents, self._matrices, self._mapped = path, contents, matrices, mapped
 
     @classmethod
-    def open(cls, path: Path, operators: Operators | None) -> PackedFile:
-        """Maps a file, or reads it where it comes over a network. Without `operators`, any packer may have made it.
-        Raises `UnusableFile`, `OSError`, `MemoryError`."""
-        with _opened(path) as file:
+    def open(cls, path: Path, model: str, operators: Operators | None) -> PackedFile:
+        """Maps the file of a model, given by the digest of its contents, or reads it where it may come over a network.
+        Without `operators`, any packer may have made it. Raises `UnusableFile`, `OSError`, `MemoryError`."""
+        with opened(path) as file:
             contents, end = _read_contents(file)
+            if contents.model != model:
+                raise UnusableFile("it is that of another model")
             if operators is not None:
                 _require_packer(contents, operators)
             return cls(path, contents, *_mapped(file, end))
@@ -157,7 +161,7 @@ class PackedFile:
 def sources_of(path: Path) -> list[Path]:
     """Returns the files of the model from which a file was packed. Reads its table alone. Raises `UnusableFile`,
     `OSError`."""
-    with _opened(path) as file:
+    with opened(path) as file:
         contents, _ = _read_contents(file)
     return [Path(os.fsdecode(source)) for source in contents.sources]
 
@@ -192,10 +196,10 @@ def packed_bytes(matrices: Sequence[PackedMatrix], sources: Sequence[Path]) -> i
 
 
 def write_packed(
-    file: BinaryIO, matrices: Sequence[PackedMatrix], sources: Sequence[Path], operators: Operators
+    file: BinaryIO, matrices: Sequence[PackedMatrix], model: str, sources: Sequence[Path], operators: Operators
 ) -> Iterator[None]:
-    """Writes and syncs a file of matrices from the files `sources`, and yields after each piece of 16 MiB. Raises
-    `OSError`."""
+    """Writes and syncs a file of matrices from the files `sources` of a `model`, and yields after each piece of 16 MiB.
+    Raises `OSError`."""
     places, offset = dict[bytes, _Place](), 0
     for matrix in matrices:
         content = matrix.packed.reshape(-1)
@@ -209,7 +213,7 @@ def write_packed(
         offset += len(content) + -len(content) % _PAGE
     kinds = sorted({matrix.kind for matrix in matrices})
     known = {kind: _known(operators, kind) for kind in kinds}
-    table = msgspec.msgpack.encode(_Contents(known, places, list(map(os.fsencode, sources))))
+    table = msgspec.msgpack.encode(_Contents(known, places, list(map(os.fsencode, sources)), model))
     file.write(table)
     file.write(_END.pack(_NAME, VERSION, len(table), digest_of(table)))
     _sync(file)
@@ -221,7 +225,7 @@ def _sync(file: BinaryIO) -> None:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
+def opened(path: Path) -> Iterator[BinaryIO]:
     """Opens a file that no other user may write. Raises `UnusableFile`, `OSError`."""
     flags = os.O_NOFOLLOW | os.O_NONBLOCK
     with open(path, "rb", opener=lambda name, given: os.open(name, given | flags)) as file:
@@ -275,14 +279,15 @@ def _require_packer(contents: _Contents, operators: Operators) -> None:
 
 
 def _known(operators: Operators, kind: str) -> bytes:
-    """Returns the digest of a matrix of two strips in every order of columns and rows that packing knows, packed."""
+    """Returns the digest of a matrix of two strips as it is packed, with its rows in order and the last one first. What
+    is done to a model's numbers before they are packed is not in it: `VERSION` rises with that."""
     _, weights, num_bytes = TYPES[kind]
     blocks = max(1, 256 // weights)
     content = np.random.default_rng(blocks).integers(0, 256, (2 * ROWS, blocks * num_bytes), np.uint8)
-    order = np.arange(2 * ROWS, dtype=np.int32)[::-1].copy()
-    packed = np.zeros(FILE_FORMS[kind].packed_shape(2 * ROWS, blocks * weights), np.uint8)
     factors = np.ones(2 * ROWS, np.float32) if kind == "NVFP4" else None
-    pack(operators, kind, content, order, packed, factors, threads=1)
+    packed = np.zeros((2, *FILE_FORMS[kind].packed_shape(2 * ROWS, blocks * weights)), np.uint8)
+    for out, order in zip(packed, (None, np.arange(2 * ROWS, dtype=np.int32)[::-1].copy()), strict=True):
+        pack(operators, kind, content, order, out, factors, threads=1)
     return digest_of(packed.data)
 
 
@@ -290,7 +295,7 @@ def _mapped(file: BinaryIO, size: int) -> tuple[np.ndarray, mmap.mmap | None]:
     """Returns the matrices, uint8 [size], and their map if they are mapped."""
     if not size:
         return np.empty(0, np.uint8), None
-    if file_system(Path(file.name)) in REMOTE:
+    if file_system(Path(file.name)) not in LOCAL:
         # A page of a map that does not arrive would end the process.
         content, at = LargePages().take((size,), np.uint8), 0
         # Bound: each round reads some of it.

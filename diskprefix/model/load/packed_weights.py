@@ -7,6 +7,7 @@ the seconds of one start: those of models that are gone are removed first, then 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -26,6 +27,7 @@ from diskprefix.model.load.packed_file import (
     PackedFile,
     PackedMatrix,
     UnusableFile,
+    opened,
     packed_bytes,
     sources_of,
     write_packed,
@@ -77,19 +79,22 @@ class PackedFiles(Struct, frozen=True):
         """Returns the file of a model, None if there is none that can be used. Notes its use."""
         path = self.path_of(digest)
         try:
+            self._require_own()
             _remove_leftovers(self.folder)
             file = self._open(digest, operators)
-            os.utime(path)
         except OSError:
             return None  # `keep` says what is wrong with the folder
         except (UnusableFile, MemoryError) as error:
             log.info("[model] the packed weights in %s are made anew: %s", path, error)
             return None
+        # Not on a disk that is read only.
+        with suppress(OSError):
+            os.utime(path)
         return file
 
     def _open(self, digest: str, operators: Operators) -> PackedFile:
         self._require_own()
-        return PackedFile.open(self.path_of(digest), operators)
+        return PackedFile.open(self.path_of(digest), digest, operators)
 
     def _require_own(self) -> None:
         if problem := distrusted_by_root(self.folder):
@@ -134,7 +139,7 @@ class PackedFiles(Struct, frozen=True):
         """Compares a file with its digests, and calls `advance` with the bytes of each matrix. Returns what is wrong
         with it, None if nothing is."""
         try:
-            damaged, of_all = PackedFile.open(path, operators).compare(advance)
+            damaged, of_all = PackedFile.open(path, path.stem, operators).compare(advance)
         except UnusableFile as error:
             return Problem(path.name, str(error), is_damage=isinstance(error, DamagedFile))
         except (OSError, MemoryError) as error:
@@ -153,7 +158,7 @@ class PackedFiles(Struct, frozen=True):
             sources = sorted(file.resolve() for file in files)
             self._make_room(digest, packed_bytes(matrices, sources), sources)
             with self._partial() as file:
-                yield from write_packed(file, matrices, sources, packing.operators)
+                yield from write_packed(file, matrices, digest, sources, packing.operators)
                 path = self.path_of(digest)
                 Path(file.name).replace(path)
                 sync(self.folder)
@@ -182,15 +187,17 @@ class PackedFiles(Struct, frozen=True):
             if path != own and _is_left(path, sources):
                 path.unlink(missing_ok=True)
         others = [(path, size) for path, size in self.all() if path != own]
-        disk = shutil.disk_usage(self.folder)
-        used, free = sum(size for _, size in others), disk.free
+        used, disk = sum(size for _, size in others), shutil.disk_usage(self.folder)
+        if not _fits(num_bytes, 0, disk.free + used, disk.total):
+            raise _NoRoom(f"{format_size(num_bytes)} of {format_size(disk.free)} that {self.folder} has free")
         for path, size in others:
-            if _fits(num_bytes, used, free, disk.total):
+            if _fits(num_bytes, used, disk.free, disk.total):
                 return
             path.unlink(missing_ok=True)
-            used, free = used - size, free + size
-        if not _fits(num_bytes, used, free, disk.total):
-            raise _NoRoom(f"{format_size(num_bytes)} of {format_size(free)} that {self.folder} has free")
+            # A file that another process has mapped takes its room until that ends.
+            used, disk = used - size, shutil.disk_usage(self.folder)
+        if not _fits(num_bytes, used, disk.free, disk.total):
+            raise _NoRoom(f"{format_size(num_bytes)} of {format_size(disk.free)} that {self.folder} has free")
 
     @contextmanager
     def _partial(self) -> Iterator[BinaryIO]:
@@ -199,6 +206,8 @@ class PackedFiles(Struct, frozen=True):
         with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             try:
+                if not os.fstat(file.fileno()).st_nlink:
+                    raise FileNotFoundError(errno.ENOENT, "another process has removed the new file")
                 yield file
             finally:
                 path.unlink(missing_ok=True)
@@ -251,6 +260,6 @@ def _named_so(folder: Path, pattern: str) -> list[Path]:
 def _remove_leftovers(folder: Path) -> None:
     """Removes the files of writers that have ended, whose locks are free."""
     for leftover in _named_so(folder, f"{_PARTIAL}*"):
-        with suppress(OSError), open(leftover, "rb") as handle:
+        with suppress(OSError, UnusableFile), opened(leftover) as handle:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             leftover.unlink()

@@ -288,6 +288,12 @@ class MatrixPacking:
         self._end_threads()
         self._wait()
 
+    def drop(self) -> None:
+        """Stops packing, and lets go of all matrices: their model computes otherwise."""
+        self.stop()
+        self.matrices, self.stored, self.has_packed = {}, None, False
+        self._places = LargePages()
+
     def _end_threads(self) -> None:
         """Ends each thread, and the caller's own work, after the tasks."""
         for _ in range(len(self._threads) + 1):

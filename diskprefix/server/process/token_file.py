@@ -145,6 +145,9 @@ def page_link(url: str, token: str, page: str = "") -> str:
     return f"{url}/{page}#token={quote(token, safe='')}" if token else f"{url}/{page}"
 
 
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
 def log_key(token: str) -> str:
     """Returns the key in links of logs, which have other readers: it has the rights of the `token` only over a
     connection that the kernel says is the daemon's user's."""
@@ -153,9 +156,9 @@ def log_key(token: str) -> str:
 
 def shown_link(url: str, token: str, page: str = "") -> str:
     """Returns the link to a page for standard error. A terminal shows the token. A log has `log_key` in its place, and
-    nothing where the kernel names no users."""
+    nothing where the kernel names no users, as for connections from another machine or a container."""
     if token and not sys.stderr.isatty():
-        token = log_key(token) if NAMES_USERS else ""
+        token = log_key(token) if NAMES_USERS and urlsplit(url).hostname in _LOOPBACK else ""
     return page_link(url, token, page)
 
 

@@ -394,7 +394,7 @@ def _weights(look: _Look) -> None:
         return
     path.chmod(0o600)
     try:
-        file = PackedFile.open(path, operators())
+        file = PackedFile.open(path, path.stem, operators())
         matrices = {matrix.content_digest: matrix.packed for matrix in file.others(())}
     except (UnusableFile, OSError) as error:
         if look.is_weak:

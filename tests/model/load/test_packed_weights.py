@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -102,13 +103,13 @@ def put(path: Path, content: bytes | bytearray) -> None:
 
 def write(path: Path, matrices: list[PackedMatrix], sources: Sequence[Path] = ()) -> None:
     with path.with_name("new").open("wb") as file:
-        for _ in write_packed(file, matrices, sources, _compiled()):
+        for _ in write_packed(file, matrices, path.stem, sources, _compiled()):
             pass
     put(path, path.with_name("new").read_bytes())
 
 
 def stored(path: Path) -> list[PackedMatrix]:
-    return list(PackedFile.open(path, _compiled()).others(()))
+    return list(PackedFile.open(path, path.stem, _compiled()).others(()))
 
 
 def test_the_next_start_maps_what_the_first_has_packed(model: Path, folder: Path, packed: Counter[str]) -> None:
@@ -335,14 +336,14 @@ def test_what_another_packer_made_is_not_read(
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_the_known_matrix_of_each_type_tells_packers_apart(kind: str, compiled: Operators) -> None:
-    """Also one that takes rows in another order, or only some of the columns."""
+    """Such as one that takes rows in another order."""
     digest = packed_file._known(compiled, kind)
     assert digest == packed_file._known(compiled, kind)
     own = packing.pack
 
     def forwards(*args: Any, **more: Any) -> None:
         operators, kind, content, order, *others = args
-        own(operators, kind, content, order[::-1].copy(), *others, **more)
+        own(operators, kind, content, order if order is None else order[::-1].copy(), *others, **more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packed_file, "pack", forwards)
@@ -353,12 +354,12 @@ def test_a_table_that_points_beyond_the_file_is_refused(tmp_path: Path, compiled
     path = tmp_path / "file"
     for shape, offset in (((1, 1, 1 << 40), 0), ((1, 1, 1), 1 << 62), ((-1, -1, 1), 0), ((1, 1, 1), -1)):
         entry = packed_file._Place("Q4_1", offset, shape, bytes(16))
-        table = msgspec.msgpack.encode(packed_file._Contents({}, {bytes(16): entry}, []))
+        table = msgspec.msgpack.encode(packed_file._Contents({}, {bytes(16): entry}, [], ""))
         digest = content_digest(table)
         path.write_bytes(table + packed_file._END.pack(packed_file._NAME, packed_file.VERSION, len(table), digest))
         path.chmod(0o600)
         with pytest.raises(UnusableFile, match=r"its table is damaged|beyond its end"):
-            PackedFile.open(path, compiled)
+            PackedFile.open(path, "", compiled)
 
 
 def test_a_full_disk_keeps_nothing_and_says_so(
@@ -406,9 +407,15 @@ def made(folder: Path, number: int, *sources: Path, num_bytes: int = 1) -> Path:
     return path
 
 
-def limit_disk(monkeypatch: pytest.MonkeyPatch, total: int, free: int) -> None:
-    usage = type("Usage", (), {"total": total, "free": free})()
-    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage)
+def limit_disk(monkeypatch: pytest.MonkeyPatch, total: int, free: int, files: PackedFiles | None = None) -> None:
+    """Has a disk that is free for so many bytes now, and for more without some of the `files`."""
+    used = files.amounts["bytes"] if files else 0
+
+    def usage(_path: object) -> object:
+        freed = used - files.amounts["bytes"] if files else 0
+        return type("Usage", (), {"total": total, "free": free + freed})()
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
 
 
 def test_the_file_that_was_not_used_for_longest_goes_first(
@@ -419,11 +426,11 @@ def test_the_file_that_was_not_used_for_longest_goes_first(
     new, middle, old = (made(files.folder, number) for number in range(3))
     assert [path for path, _ in files.all()] == [old, middle, new]
     size = new.stat().st_size
-    limit_disk(monkeypatch, 16 * size, 9 * size)
+    limit_disk(monkeypatch, 16 * size, 9 * size, files)
     assert files.room_bytes() == 4 * size
     files._make_room("own", 2 * size, [])
     assert [path for path, _ in files.all()] == [middle, new], "a quarter of the disk is for all"
-    limit_disk(monkeypatch, 100 * size, 2 * size)
+    limit_disk(monkeypatch, 100 * size, 2 * size, files)
     assert files.room_bytes() == 2 * size
     files._make_room("own", 3 * size // 2, [])
     assert [path for path, _ in files.all()] == [new], "and half of what is free for one"
@@ -518,7 +525,7 @@ def test_what_the_disk_cannot_read_is_packed_anew_and_ends_no_process(
     assert "anew" not in caplog.text
 
 
-@pytest.mark.parametrize("kind", sorted(REMOTE))
+@pytest.mark.parametrize("kind", [*sorted(REMOTE), "fuse.s3fs", ""])
 def test_on_a_network_the_file_is_read_into_memory_so_that_whoever_cuts_it_ends_no_process(
     kind: str, model: Path, folder: Path, packed: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -531,3 +538,58 @@ def test_on_a_network_the_file_is_read_into_memory_so_that_whoever_cuts_it_ends_
     assert str(file) not in Path("/proc/self/maps").read_text()
     os.truncate(file, 0)
     assert weights_of(second) == weights_of(first)
+
+
+def test_the_file_of_another_model_under_this_name_is_not_read(
+    model: Path, folder: Path, packed: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A fine-tune has the same names and shapes."""
+    first = load(model, folder)
+    keep(first)
+    other = tiny.write_gguf(model.with_name("other.gguf"), seed=1, quantised="Q4_1")
+    os.utime(other, (1e9, 1e9))
+    own = file_in(folder)
+    keep(load(other, folder))
+    (others,) = (path for path in folder.iterdir() if path != own)
+    others.replace(own)
+    packed.clear()
+    with caplog.at_level("INFO"):
+        assert weights_of(load(model, folder)) == weights_of(first)
+    assert packed["calls"] > 10
+    assert f"[model] the packed weights in {own} are made anew: it is that of another model" in caplog.messages
+
+
+def test_a_file_on_a_disk_that_is_read_only_is_mapped(
+    model: Path, folder: Path, packed: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(load(model, folder))
+    packed.clear()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "utime", refuse)
+    load(model, folder)
+    assert not packed
+
+
+def test_a_model_that_has_no_room_removes_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    names = [f"{number:032x}.packed" for number in range(3)]
+    for name in names:
+        (folder / name).write_bytes(bytes(1000))
+    monkeypatch.setattr(packed_weights, "_is_left", lambda *_: False)
+    usage = type("Usage", (), {"total": 12_000, "free": 9_000})()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage)
+    with pytest.raises(packed_weights._NoRoom):
+        PackedFiles(folder)._make_room("f" * 32, 3001, [])
+    assert sorted(path.name for path in folder.iterdir()) == names
+
+
+def test_a_pipe_among_the_leftovers_holds_no_start(model: Path, folder: Path, packed: Counter[str]) -> None:
+    keep(load(model, folder))
+    os.mkfifo(folder / f".partial-{'0' * 16}")
+    packed.clear()
+    load(model, folder)
+    assert not packed
