@@ -74,10 +74,10 @@ def start(model: Path, folder: Path) -> Start:
 
 
 def _mapped_file(folder: Path) -> Path | None:
-    found = (
+    names = (
         line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line
     )
-    return next((Path(name) for name in found if not name.endswith("(deleted)")), None)
+    return next((Path(name) for name in names if not name.endswith("(deleted)")), None)
 
 
 def keep(loaded: LoadedModel) -> float:
@@ -199,9 +199,9 @@ def _show(model: Path, killed: list[Kill], flipped: list[Flip]) -> None:
         more = f"{kept} after the rename; at most {most / 1e6:.0f} MB were left, and removed"
         table.add_row("killed while it is written", str(len(killed)), _wrong(killed), more)
     if flipped:
-        found = [flip.found_s for flip in flipped if flip.found_s is not None]
+        seconds = [flip.found_s for flip in flipped if flip.found_s is not None]
         start_s = median([flip.start_s for flip in flipped])
-        more = f"found after {median(found):.2f} s, at most {max(found):.2f}; weights in memory after {start_s:.2f}"
+        more = f"found after {median(seconds):.2f} s, at most {max(seconds):.2f}; weights in memory after {start_s:.2f}"
         table.add_row("a bit of each matrix", str(len(flipped)), _wrong(flipped), more)
     Console().print(table)
 

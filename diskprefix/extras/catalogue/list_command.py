@@ -100,6 +100,13 @@ def list_models(architectures: bool, available: bool, as_json: bool, **flags: An
         amounts = None if packed is None else packed.amounts
         print_json({"free_bytes": available_ram_bytes(), "packed_weights": amounts, "models": rows})
         return
+    _print_models(rows)
+    click.echo(f"{counted(len(rows), 'model')}, {format_size(available_ram_bytes())} of memory free")
+    if packed is not None and packed.amounts["files"]:
+        click.echo(printable_only(f"packed weights: {packed.line}"))
+
+
+def _print_models(rows: list[dict[str, Any]]) -> None:
     titles = ("name", "weights", "files", "memory", "context", "fits", "where")
     cells = [
         (
@@ -114,9 +121,6 @@ def list_models(architectures: bool, available: bool, as_json: bool, **flags: An
         for row in rows
     ]
     print_table(titles, cells, wrapped=("where",))
-    click.echo(f"{counted(len(rows), 'model')}, {format_size(available_ram_bytes())} of memory free")
-    if packed is not None and packed.amounts["files"]:
-        click.echo(printable_only(f"packed weights: {packed.line}"))
 
 
 def _packed_bytes(packed: PackedFiles | None, known: KnownModel) -> int:

@@ -20,7 +20,7 @@ from diskprefix.cli.tooling import (
     show_first,
     store_options,
 )
-from diskprefix.model.load.packed_weights import PackedFiles, Problem
+from diskprefix.model.load.packed_weights import PackedFiles, PackedProblem
 from diskprefix.native.library import operators
 from diskprefix.printable import printable_only
 from diskprefix.store.verify import (
@@ -87,12 +87,12 @@ class _Compared(Struct, frozen=True):
     folder: str
     files: int
     bytes: int
-    problems: list[Problem]
+    problems: list[PackedProblem]
     removed: int
 
 
 def _compared(packed: PackedFiles, *, fix: bool) -> _Compared:
-    problems, removed = list[Problem](), 0
+    problems, removed = list[PackedProblem](), 0
     with progress("comparing packed weights", packed.amounts["bytes"]) as advance:
         amounts = packed.amounts
         for path, _ in packed.all():

@@ -102,12 +102,12 @@ class PackedFiles(Struct, frozen=True):
 
     def all(self) -> list[tuple[Path, int]]:
         """Returns the files and their sizes in bytes, the one that was not used for longest first."""
-        found = []
+        files = []
         for path in _named_so(self.folder, f"*{_SUFFIX}"):
             # Another process may remove it meanwhile.
             with suppress(OSError):
-                found.append((path, path.lstat()))
-        return [(path, of.st_size) for path, of in sorted(found, key=lambda file: file[1].st_mtime)]
+                files.append((path, path.lstat()))
+        return [(path, of.st_size) for path, of in sorted(files, key=lambda file: file[1].st_mtime)]
 
     @property
     def amounts(self) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class PackedFiles(Struct, frozen=True):
         return [(path, size) for path, size in self.all() if not set(_sources(path)).isdisjoint(files)]
 
     def room_bytes(self, digest: str = "") -> int:
-        """Returns how large a file may be that is made now, if all others except that of `digest` go. Raises
+        """Returns how large a file may be that is made now, if all others except the one of `digest` go. Raises
         `OSError`."""
         folder = next(place for place in (self.folder, *self.folder.absolute().parents) if place.exists())
         disk = shutil.disk_usage(folder)
@@ -135,16 +135,16 @@ class PackedFiles(Struct, frozen=True):
 
     def compare(
         self, path: Path, operators: Operators | None, advance: Callable[[int], None] = lambda _bytes: None
-    ) -> Problem | None:
+    ) -> PackedProblem | None:
         """Compares a file with its digests, and calls `advance` with the bytes of each matrix. Returns what is wrong
         with it, None if nothing is."""
         try:
             damaged, of_all = PackedFile.open(path, path.stem, operators).compare(advance)
         except UnusableFile as error:
-            return Problem(path.name, str(error), is_damage=isinstance(error, DamagedFile))
+            return PackedProblem(path.name, str(error), is_damage=isinstance(error, DamagedFile))
         except (OSError, MemoryError) as error:
-            return Problem(path.name, getattr(error, "strerror", None) or str(error), is_damage=False)
-        return Problem(path.name, f"{damaged} of {of_all} matrices are damaged") if damaged else None
+            return PackedProblem(path.name, getattr(error, "strerror", None) or str(error), is_damage=False)
+        return PackedProblem(path.name, f"{damaged} of {of_all} matrices are damaged") if damaged else None
 
     def keep(self, digest: str, files: Collection[Path], packing: MatrixPacking) -> Iterator[None]:
         """Writes the matrices of a model, which has these `files`, for later starts, and yields after each piece of 16
@@ -213,8 +213,8 @@ class PackedFiles(Struct, frozen=True):
                 path.unlink(missing_ok=True)
 
 
-class Problem(Struct, frozen=True):
-    """What is wrong with a file: `damage`, or that no start of this version and user maps it."""
+class PackedProblem(Struct, frozen=True):
+    """A `file` that is damaged (`is_damage`), or that no start of this version and user maps. `message` says why."""
 
     file: str
     message: str

@@ -27,6 +27,7 @@ from diskprefix.errors import SettingsError
 from diskprefix.extras.watch.browse.outline import outline
 from diskprefix.model.load.packed_weights import PackedFiles
 from diskprefix.store.snapshot import Snapshot
+from diskprefix.store.store import Store
 from diskprefix.store.tree import EntryInfo, list_entries
 from diskprefix.units import ago, counted, format_size
 
@@ -102,22 +103,37 @@ def inspect(
             from diskprefix.extras.watch.inspect.entry_view import show_entry
 
             show_entry(snapshot, entries, find_entry(entries, entry), as_json=as_json)
-        elif tree:
-            from diskprefix.extras.watch.inspect.tree_view import show_tree
-
-            show_tree(snapshot, entries, roots, as_json=as_json)
-        elif stats:
-            from diskprefix.extras.watch.inspect.stats_view import show_stats
-
-            packed = PackedFiles.here(packed_weights)
-            show_stats(snapshot, entries, roots, store.clock(), store.budget_bytes, packed, as_json=as_json)
-        elif lost:
-            from diskprefix.extras.watch.inspect.lost_view import show_lost
-
-            show_lost(snapshot, roots, store.clock(), as_json=as_json)
         else:
+            view = "tree" if tree else "stats" if stats else "lost" if lost else "entries"
             packed = PackedFiles.here(packed_weights)
-            _show_entries(snapshot, entries, roots, kv_cache_dir, packed, as_json=as_json)
+            _show_view(view, store, snapshot, entries, roots, kv_cache_dir, packed, as_json=as_json)
+
+
+def _show_view(
+    view: str,
+    store: Store,
+    snapshot: Snapshot,
+    entries: list[EntryInfo],
+    roots: Mapping[bytes, str],
+    folder: Path,
+    packed: PackedFiles | None,
+    *,
+    as_json: bool,
+) -> None:
+    if view == "tree":
+        from diskprefix.extras.watch.inspect.tree_view import show_tree
+
+        show_tree(snapshot, entries, roots, as_json=as_json)
+    elif view == "stats":
+        from diskprefix.extras.watch.inspect.stats_view import show_stats
+
+        show_stats(snapshot, entries, roots, store.clock(), store.budget_bytes, packed, as_json=as_json)
+    elif view == "lost":
+        from diskprefix.extras.watch.inspect.lost_view import show_lost
+
+        show_lost(snapshot, roots, store.clock(), as_json=as_json)
+    else:
+        _show_entries(snapshot, entries, roots, folder, packed, as_json=as_json)
 
 
 def _of_model(roots: Mapping[bytes, str], model: str) -> dict[bytes, str]:
