@@ -14,13 +14,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 import pytest
 from huggingface_hub import constants
 from msgspec.structs import replace
 
+from diskprefix.errors import SettingsError
 from diskprefix.extras import daemon_call
 from diskprefix.extras.clients import daemon_choice, launch_command, launched_daemon, model_choice
 from diskprefix.extras.clients.first_prompt_size import counted_tokens
@@ -265,10 +266,32 @@ def test_the_largest_fetched_model_that_fits_and_calls_tools_is_served(
     assert model_choice.flags_of_model("any") == ["--model", "any"]
 
 
+@pytest.mark.parametrize("here", [[], ["--model", "right"]])
+def test_anyway_starts_the_embedded_model_where_none_suits_agents(
+    here: list[str], run: Run, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert place
+    asked = list[str | None]()
+
+    def flags(_model: str | None) -> list[str]:
+        if not here:
+            raise SettingsError("no model")
+        return here
+
+    def choose(_own: str | None, _url: str, model: str | None, *_: object) -> NoReturn:
+        asked.append(model)
+        raise SettingsError("enough")
+
+    monkeypatch.setattr(launch_command, "flags_of_model", flags)
+    monkeypatch.setattr(launch_command, "_choice", choose)
+    run("launch", "pi", "--anyway").assert_refused(2, "enough")
+    assert asked == [None if here else "SmolLM2-135M-Instruct"]
+
+
 def test_launch_refuses_with_one_line_and_advice(
     run: Run, place: Place, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run("launch", "pi").assert_refused(2, "no model that calls tools and fits", "`diskprefix pull ", "--model")
+    run("launch", "pi").assert_refused(2, "no model that calls tools and fits", "`diskprefix pull ", "--anyway takes")
     run("launch", "pi", "--url", "http://127.0.0.1:1").assert_refused(1, "no daemon answers at http://127.0.0.1:1 (")
     ended = run("launch", "pi", "--model", "broken")
     assert (ended.exit_code, ended.stderr.count("\n")) == (1, 2), "where its daemon keeps prompts is said before"

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(
     operators() is None or ENGINE == "llama", reason="weights are packed for the compiled operators"
 )
 ROOT = Path(__file__).parents[2]
-KEPT = r"\[model\] the next start maps the weights: .+ in (\S+)$"
+KEPT = r"\[model\] kept for a faster start: .+ in (\S+)$"
 EMBEDDED_FILES = [*(USERS / "diskprefix/models" / EMBEDDED.requirement).glob("*.gguf")]
 QUESTION = {"prompt": "Rivers of the south and north. " * 3, "temperature": 0, "max_tokens": 12, "logprobs": 3}
 
@@ -75,7 +75,7 @@ def kept_by(daemon: DaemonProcess) -> Path:
 
 def said(daemon: DaemonProcess) -> list[str]:
     """The daemon's lines about packed weights."""
-    found = (re.search(r"\[model\] (.*packed.*|the next start maps.*)$", line) for line in daemon.lines)
+    found = (re.search(r"\[model\] (.*packed.*|kept for a faster start.*)$", line) for line in daemon.lines)
     return [line[1] for line in found if line]
 
 
@@ -137,7 +137,7 @@ def test_a_damaged_file_costs_one_line_and_is_made_anew_once(kind: str, model: P
         assert kept_by(daemon) == file
         first, second = said(daemon)
         assert re.fullmatch(line, first)
-        assert second.startswith("the next start maps the weights")
+        assert second.startswith("kept for a faster start")
         daemon.stop(signal.SIGKILL)
     with daemon_of(model, tmp_path, tmp_path / "weights") as daemon:
         assert is_mapped(daemon, file)

@@ -29,6 +29,7 @@ from diskprefix.extras.clients.launched_daemon import LaunchedDaemon, is_ours
 from diskprefix.extras.clients.model_choice import Choice, NotServed, ask_served, flags_of_model
 from diskprefix.extras.clients.recipe import KnownAgent, Served, agent_called, agents, recipe
 from diskprefix.extras.daemon_call import running_daemon
+from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.server.process.token_file import shown_link, token_for
 from diskprefix.units import counted, format_size, rough_duration
 
@@ -48,7 +49,7 @@ _SIGNAL_EXIT_CODE = 128
 )
 @url_option()
 @api_key_option("The key, for a daemon with --api-keys.", otherwise="this user's key")
-@click.option("--anyway", is_flag=True, help="Start the agent even if the model does not suit agents.")
+@click.option("--anyway", is_flag=True, help="Start the agent even if no model here suits agents.")
 @click.option("--print", "prints", is_flag=True, help="Show what would be done, and do nothing.")
 @click.option("--clean", is_flag=True, help="Remove what AGENT (or all agents) and launches wrote. Asks first.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
@@ -108,8 +109,20 @@ def launch(
     if prints:
         own_url = own_url or shared.url() or (url if is_ours(url) else None)
         return _print_recipe(known, arguments, _served(own_url, url, model, api_key), shared.folder / known.name)
+    requires_suitable = model is None and not anyway
+    if model is None and anyway and own_url is None and shared.url() is None and not is_ours(url):
+        model = _any_model()
     choose = partial(_choice, own_url, url, model, api_key)
-    return _start(shared, known, arguments, choose, requires_suitable=model is None and not anyway)
+    return _start(shared, known, arguments, choose, requires_suitable=requires_suitable)
+
+
+def _any_model() -> str | None:
+    """Returns the embedded model if no model here suits agents, or else None."""
+    try:
+        flags_of_model(None)
+    except SettingsError:
+        return EMBEDDED.name
+    return None
 
 
 def _list_agents() -> int:

@@ -166,7 +166,7 @@ def flags_of_model(model: str | None, *, fetches: bool = True) -> list[str]:
     if not fit:
         raise SettingsError(
             "no model that calls tools and fits is on this machine; fetch one with "
-            f"{proposed()}, or name any with --model"
+            f"{proposed()}, or name any with --model; --anyway takes the embedded one"
         )
     return ["--model", max(fit, key=lambda row: preference(row["name"], row["file_bytes"]))["name"]]
 

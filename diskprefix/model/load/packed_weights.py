@@ -162,7 +162,7 @@ class PackedFiles(Struct, frozen=True):
                 path = self.path_of(digest)
                 Path(file.name).replace(path)
                 sync(self.folder)
-            log.info("[model] the next start maps the weights: %s in %s", format_size(path.stat().st_size), path)
+            log.info("[model] kept for a faster start: %s of weights in %s", format_size(path.stat().st_size), path)
         except _NoRoom as error:
             log.info("[model] the packed weights are not kept: %s", error)
         except OSError as error:
