@@ -6,6 +6,9 @@ import os
 import pty
 import select
 import sys
+import time
+
+_SILENT_S = 120.0
 
 
 class Terminal:
@@ -20,8 +23,10 @@ class Terminal:
             os.execve(sys.executable, [sys.executable, "-m", "diskprefix", *args], environment)
 
     def wait_for(self, text: str) -> None:
-        """Until `text` is on the screen; fails if the command ends without it."""
+        """Until `text` is on the screen; fails if the command ends without it, or shows other text for too long."""
+        deadline = time.monotonic() + _SILENT_S
         while text not in self.shown:
+            assert time.monotonic() < deadline, f"{text!r} does not come:\n{self.shown}"
             assert self._read(), f"it ended without {text!r}:\n{self.shown}"
 
     def type(self, keys: str) -> None:
@@ -47,6 +52,7 @@ class Terminal:
         return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
 
     def _read(self) -> bool:
+        assert select.select([self._fd], [], [], _SILENT_S)[0], f"nothing more is shown:\n{self.shown}"
         try:
             data = os.read(self._fd, 65536)
         except OSError:

@@ -204,7 +204,7 @@ def test_show_says_how_much_room_keys_and_values_take_in_8_bits(run: Run, chat_m
 
 def test_top_shows_one_of_several_models_to_the_holder_of_a_key(daemon: DaemonProcess) -> None:
     terminal = Terminal("top", "--url", daemon.url, "--model", "tiny-chat", "--api-key", daemon.token)
-    terminal.wait_for("compute saved")
+    terminal.wait_for("computing saved")
     terminal.type("q")
     assert terminal.wait() == 0
 
