@@ -71,6 +71,7 @@ def test_every_setting_has_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch
         "device": "cuda:1",
         "gpu_layers": "12",
         "dtype": "float32",
+        "packed_weights": "off",
         "host": "::1",
         "port": "9000",
         "max_queue": "5",

@@ -199,6 +199,8 @@ def test_who_cuts_the_file_ends_the_daemon_and_the_next_start_makes_it_anew(mode
     whole = file.read_bytes()
     with daemon_of(model, tmp_path, tmp_path / "weights") as daemon:
         assert is_mapped(daemon, file)
+        # Once it was compared: before that, it is packed anew.
+        assert answer(daemon, "off") == (choices, 0)
         os.truncate(file, 0)
         with pytest.raises(httpx.TransportError):
             answer(daemon, "off")

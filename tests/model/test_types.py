@@ -29,7 +29,13 @@ MAY_NAME_TYPES = {
         "the type that files of an architecture become",
     ),
     **dict.fromkeys(
-        ["app.py", "settings.py", "extras/setup/doctor_llama.py", *(f"llama/{name}.py" for name in _OF_LLAMA_CPP)],
+        [
+            "app.py",
+            "settings.py",
+            "engine/measured_model.py",
+            "extras/setup/doctor_llama.py",
+            *(f"llama/{name}.py" for name in _OF_LLAMA_CPP),
+        ],
         "the name of an engine",
     ),
     "model/gguf/late_gemmas.py": "the type that files of an architecture become",

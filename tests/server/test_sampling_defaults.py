@@ -210,7 +210,7 @@ def test_ps_and_show_say_what_is_used_and_where_it_is_from(recommending: AppServ
     line = f"{own}; top_p 0.95, min_p 0.05 (default)"
     with recommending.client() as client:
         token = client.headers["Authorization"].removeprefix("Bearer ")
-    assert f": {line}\n" in run("ps", "--url", recommending.url, "--api-key", token).stdout
+    assert f" {line}\n" in run("ps", "--url", recommending.url, "--api-key", token).stdout
     shown = run("show", str(model)).stdout
     assert f"sampling  {line}\n" in shown
     assert "not used  min_p of generation_config.json: -3 is out of range (0 to 1)\n" in shown

@@ -48,6 +48,7 @@ MAY_HANG = {
     "store/statistics/savings.py": "the writer, and `ask`",
     "store/verify.py": "commands, and the thread kv-check",
     "store/purge.py": "commands, and by `ask`",
+    "cache/cache.py": "the start",
     "cache/build_bits.py": "the start, the writer, and threads of fetches",
     "cache/imported_prompt.py": "a thread for reads",
     "cache/namespaces.py": "kv-seen, and the start",

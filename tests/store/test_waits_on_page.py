@@ -27,6 +27,7 @@ NO_WAITS = {
     "eviction._USELESS_AFTER_S": "an age",
     "fetches._CHECK_S": "the time between two looks",
     "folder._LOG_AGAIN_S": "the time between two lines in the log",
+    "housekeeping._TRY_AGAIN_S": "the time between two writes to a full disk",
     "note_record.SHORT_TTL_S": "a time to live",
     "reads._LOOK_S": "the time between two looks",
     "savings._TTL_S": "a time to live",
