@@ -25,6 +25,7 @@ from diskprefix.errors import SettingsError
 from diskprefix.extras import daemon_call
 from diskprefix.extras.clients import daemon_choice, launch_command, launched_daemon, model_choice
 from diskprefix.extras.clients.first_prompt_size import counted_tokens
+from diskprefix.extras.clients.model_choice import NoAgentModel
 from diskprefix.extras.clients.recipe import Served, agent_called, agents, recipe
 from diskprefix.extras.daemon_call import Answer
 from diskprefix.server.process.token_file import agents_key, published_token, token_for
@@ -266,26 +267,20 @@ def test_the_largest_fetched_model_that_fits_and_calls_tools_is_served(
     assert model_choice.flags_of_model("any") == ["--model", "any"]
 
 
-@pytest.mark.parametrize("here", [[], ["--model", "right"]])
 def test_anyway_starts_the_embedded_model_where_none_suits_agents(
-    here: list[str], run: Run, place: Place, monkeypatch: pytest.MonkeyPatch
+    run: Run, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert place
     asked = list[str | None]()
 
-    def flags(_model: str | None) -> list[str]:
-        if not here:
-            raise SettingsError("no model")
-        return here
-
-    def choose(_own: str | None, _url: str, model: str | None, *_: object) -> NoReturn:
+    def find(_stack: ExitStack, _url: str, model: str | None, _key: str | None) -> NoReturn:
         asked.append(model)
-        raise SettingsError("enough")
+        raise NoAgentModel("none suits") if model is None else SettingsError("enough")
 
-    monkeypatch.setattr(launch_command, "flags_of_model", flags)
-    monkeypatch.setattr(launch_command, "_choice", choose)
+    monkeypatch.setattr(launch_command, "find_daemon", find)
+    run("launch", "pi").assert_refused(2, "none suits")
     run("launch", "pi", "--anyway").assert_refused(2, "enough")
-    assert asked == [None if here else "SmolLM2-135M-Instruct"]
+    assert asked == [None, None, "SmolLM2-135M-Instruct"]
 
 
 def test_launch_refuses_with_one_line_and_advice(

@@ -26,7 +26,7 @@ from diskprefix.extras.clients.agent_profile import AgentProfile
 from diskprefix.extras.clients.daemon_choice import find_daemon, shared_daemon
 from diskprefix.extras.clients.first_prompt_size import counted_tokens
 from diskprefix.extras.clients.launched_daemon import LaunchedDaemon, is_ours
-from diskprefix.extras.clients.model_choice import Choice, NotServed, ask_served, flags_of_model
+from diskprefix.extras.clients.model_choice import Choice, NoAgentModel, NotServed, ask_served, flags_of_model
 from diskprefix.extras.clients.recipe import KnownAgent, Served, agent_called, agents, recipe
 from diskprefix.extras.daemon_call import running_daemon
 from diskprefix.model.load.embedded import EMBEDDED
@@ -109,20 +109,8 @@ def launch(
     if prints:
         own_url = own_url or shared.url() or (url if is_ours(url) else None)
         return _print_recipe(known, arguments, _served(own_url, url, model, api_key), shared.folder / known.name)
-    requires_suitable = model is None and not anyway
-    if model is None and anyway and own_url is None and shared.url() is None and not is_ours(url):
-        model = _any_model()
-    choose = partial(_choice, own_url, url, model, api_key)
-    return _start(shared, known, arguments, choose, requires_suitable=requires_suitable)
-
-
-def _any_model() -> str | None:
-    """Returns the embedded model if no model here suits agents, or else None."""
-    try:
-        flags_of_model(None)
-    except SettingsError:
-        return EMBEDDED.name
-    return None
+    choose = partial(_choice, own_url, url, model, api_key, takes_any=anyway)
+    return _start(shared, known, arguments, choose, requires_suitable=model is None and not anyway)
 
 
 def _list_agents() -> int:
@@ -138,11 +126,19 @@ def _print_recipe(known: KnownAgent, arguments: Sequence[str], served: Served, p
     return 0
 
 
-def _choice(own_url: str | None, url: str, model: str | None, api_key: str | None, stack: ExitStack) -> Choice:
-    """Returns the model at the daemon that the user named, or else at the one that `find_daemon` finds or starts."""
-    if own_url is None:
+def _choice(
+    own_url: str | None, url: str, model: str | None, api_key: str | None, stack: ExitStack, *, takes_any: bool
+) -> Choice:
+    """Returns the model at the daemon that the user named, or else at the one that `find_daemon` finds or starts; with
+    `takes_any` the embedded model where none suits agents."""
+    if own_url is not None:
+        return ask_served(running_daemon(own_url, api_key), own_url, model, api_key)
+    try:
         return find_daemon(stack, url, model, api_key)
-    return ask_served(running_daemon(own_url, api_key), own_url, model, api_key)
+    except NoAgentModel:
+        if not takes_any:
+            raise
+        return find_daemon(stack, url, EMBEDDED.name, api_key)
 
 
 def _start(

@@ -51,6 +51,10 @@ class Choice(Struct, frozen=True, kw_only=True):
     is_measured: bool = False
 
 
+class NoAgentModel(SettingsError):
+    """No model on this machine suits agents."""
+
+
 class NotServed(SettingsError):
     """The daemon does not serve the requested model."""
 
@@ -164,7 +168,7 @@ def flags_of_model(model: str | None, *, fetches: bool = True) -> list[str]:
         rows = [(path, row) for path, row in fetched if path is not None and row["fits"]]
     fit = [row for path, row in rows if row["context"] >= LEAST_CONTEXT and "tools" in template_of(path)]
     if not fit:
-        raise SettingsError(
+        raise NoAgentModel(
             "no model that calls tools and fits is on this machine; fetch one with "
             f"{proposed()}, or name any with --model; --anyway takes the embedded one"
         )
