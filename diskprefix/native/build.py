@@ -117,8 +117,8 @@ def build(extent: str = "needed", say: Callable[[str], None] = lambda _: None) -
     compiler = _compiler()
     with tempfile.TemporaryDirectory(prefix=".build-", dir=LIBRARY.parent) as folder:
         wanted = _wanted(compiler, Path(folder), extent)
-        # Only a machine that gets another CPU computes with it.
-        spare = "baseline" if extent == "needed" and len(wanted) > 1 else ""
+        # Only a machine that gets another CPU, and tests, compute with it.
+        spare = "baseline" if extent != "all" and len(wanted) > 1 else ""
         objects = _compiled(compiler, Path(folder), wanted, spare, say)
         library = Path(folder, LIBRARY.name)
         _run([*compiler, "-shared", "-pthread", *map(str, objects), "-o", str(library)])

@@ -138,6 +138,7 @@ def test_a_start_without_room_for_any_prompt_is_degraded_before_one_is_lost(
     runner.close()
 
 
+@pytest.mark.slow
 def test_on_a_disk_that_others_have_filled_prompts_take_the_place_of_older_ones_and_one_warning_says_so(
     disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -391,7 +392,7 @@ def outcome(reply: dict[str, Any]) -> tuple[str, str]:
     return reply["prefix_cache"]["saved"], reply["prefix_cache"]["boundary_reason"]
 
 
-@pytest.mark.parametrize("scope", ["auto", "full"])
+@pytest.mark.parametrize("scope", ["auto", pytest.param("full", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("when", ["before the folder is made", "before the start", "during the run"])
 def test_a_daemon_on_a_full_disk_says_in_each_reply_why_nothing_is_saved_warns_once_and_recovers(
     disk: Path, chat_model: Path, when: str, scope: str
