@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 from diskprefix.cache.cache import PrefixCache
+from diskprefix.engine.idle.kept_weights import KeptWeights
 from diskprefix.engine.inbox import Inbox
 from diskprefix.errors import StoreUnavailable
 from diskprefix.store.environment import Environment
@@ -68,6 +69,15 @@ def test_histories_have_all_kinds_of_events(tmp_path: Path) -> None:
         "purge_prompt",
     )
     assert all(found.events[kind] for kind in (*kinds, "meet_a_strangers_purge", "meet_late_work"))
+
+
+@pytest.mark.cases(1)
+def test_a_history_is_wrong_if_the_daemon_goes_on_after_a_slip_in_the_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KeptWeights, "_write", lambda: None)
+    found = run_histories(range(1), tmp_path)
+    assert "the daemon goes on after TypeError" in found.failures[0][1]
 
 
 @pytest.mark.parametrize("edition", KEPT_SEEDS)

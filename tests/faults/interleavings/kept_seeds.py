@@ -32,5 +32,6 @@ KEPT_SEEDS: dict[int, dict[int, str]] = {
         80007307: "got ErrorEvent(error=NotReady('the daemon is stopping')) behind its end",
         80001360: "a request waits for a read that never ends",
         110000402: "mdb_txn_begin: MDB_READERS_FULL: Environment maxreaders limit reached",
+        130005700: "the memory of a tenant is gone because another one was purged",
     },
 }

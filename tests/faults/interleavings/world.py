@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -18,13 +19,13 @@ from typing import Any
 import lmdb
 from msgspec.structs import replace
 
+from diskprefix import printable, thread_pool
 from diskprefix import settings as settings_module
-from diskprefix import thread_pool
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.tiered_store import open_store
 from diskprefix.cache.tiers.local import DiskView
 from diskprefix.chat.replay import RecordsUnread
-from diskprefix.engine import forward, served_model
+from diskprefix.engine import device, forward, served_model
 from diskprefix.engine.idle import ahead, ahead_jobs, idle_work
 from diskprefix.engine.idle.idle_work import IdleWork
 from diskprefix.engine.inbox import Inbox
@@ -97,6 +98,8 @@ class Disk:
             threads.wake_one(self.waiting)
 
 
+_SLIPS = (TypeError, AttributeError, NameError, AssertionError, LookupError)
+"""What only a slip in the code raises, here or in the daemon."""
 _disks: list[Disk] = []
 _buckets: list[SimulatedBucket] = []
 _transaction, _init_environment, _init_lock = Environment.transaction, Environment.__init__, FolderLock.__init__
@@ -204,9 +207,9 @@ def _quarantined(self: Store, name: bytes, parent: bytes) -> int:
 
 
 @contextmanager
-def _noted_restoring(self: IdleWork, model: Any, prompt: Any, options: Any, *begins: Any) -> Iterator[Any]:
+def _noted_restoring(self: IdleWork, model: Any, prompt: Any, options: Any, *begins: Any, **how: Any) -> Iterator[Any]:
     """In the place of `IdleWork.restoring`: the model knows whose sequence it is."""
-    with _restoring(self, model, prompt, options, *begins) as restored:
+    with _restoring(self, model, prompt, options, *begins, **how) as restored:
         hash_model.salts[restored.sequence] = hash_model.salt_of(options.tenant)
         yield restored
 
@@ -297,6 +300,19 @@ def _noted_failure(name: str, error: Exception) -> None:
         _report_failure(name, error)
 
 
+def _noting_slips(work: Callable[..., Any]) -> Callable[..., Any]:
+    """In the place of what the daemon calls with each error that it goes on after: one that only a slip in the code
+    raises is a fault, whoever goes on."""
+
+    def noting(error: BaseException, *rest: Any) -> Any:
+        if threads.is_simulated() and isinstance(error, _SLIPS):
+            lines = "".join(traceback.format_exception(error))
+            scheduler().errors.append(f"the daemon goes on after {error!r}\n{lines}")
+        return work(error, *rest)
+
+    return noting
+
+
 def _listed_meter(self: WriteMeter) -> None:
     """In the place of `WriteMeter.__init__`."""
     _init_meter(self)
@@ -329,6 +345,14 @@ def patched() -> Iterator[None]:
         (environment, "open_lmdb", shared_file.opened),
         *((module, "fcntl", Shim(module.fcntl, flock=shared_file.flock)) for module in (environment, folder)),
         *((module, "os", Shim(os, **of_disk)) for module in (evictor, folder, compact)),
+        *(
+            (module, name, _noting_slips(work))
+            for work in (device.raise_if_lost, printable.first_line)
+            for module in list(sys.modules.values())
+            if module.__name__.startswith("diskprefix.")
+            for name in [work.__name__]
+            if vars(module).get(name) is work
+        ),
         *((module, "shutil", Shim(shutil, rmtree=_living(shutil.rmtree))) for module in (opening, compact)),
         (forward, "_rows", hash_model.salted_rows),
         (objects, "_import", lambda: _buckets[-1]),
