@@ -180,10 +180,10 @@ def _num_others(layout: Layout) -> int:
 
 def _compute(rows: SaltedRows, sequence: KVSequence, salt: int) -> Logits:
     tokens, most = rows.token_ids.tolist(), _num_others(sequence.layout)
-    run_ = sequence.begin_step(len(tokens))
+    run_ = sequence.begin_step(len(tokens), (), rows.num_taken_back)
     others = _rows(sequence.tables[-1], max(0, run_.start - most), run_.start)
     if sequence.states and run_.start:
-        others = [sequence.content(sequence.num_tokens)]
+        others = [page.tensor.tobytes() for page in (sequence.states if run_.replays is None else sequence.spares)]
     states = _States(salt, _rows(sequence.tables[0], 0, run_.start), others, most)
     logits = np.zeros((rows.num_logits, VOCAB), np.float32)
     for number, token in enumerate(tokens, start=rows.num_logits - len(tokens)):
@@ -194,8 +194,14 @@ def _compute(rows: SaltedRows, sequence: KVSequence, salt: int) -> Logits:
     for table in sequence.tables:
         # Keys, and then values.
         table.write_rows(run_.start, np.stack([new[:, :2], new[:, 2:]])[:, None])
-    for state in sequence.states:
-        state.tensor[0] = new[-1:]
+
+    def set_states(num_tokens: int) -> None:
+        for state in sequence.states:
+            state.tensor[0] = new[num_tokens - 1]
+
+    set_states(len(tokens))
+    if run_.replays is not None:
+        run_.replays.append(set_states)
     sequence.end_step(run_)
     return logits
 

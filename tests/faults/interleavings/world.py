@@ -364,7 +364,7 @@ def patched() -> Iterator[None]:
         # The kernel counts for this thread, which is that of all tasks. Without it, pages of records are counted.
         (written, "_written_by_thread", lambda: None),
         (settings_module, "_MIN_WRITTEN", 0),
-        # Prompts are short. So are the rows of a step, and nothing is guessed and taken back.
+        # Prompts are short. So are the rows of a step.
         (pages, "_SLAB_BYTES", 1024),
         (pages, "zeros", _refused_zeros),
         (sizes, "STEP_TOKENS", LONGEST),
