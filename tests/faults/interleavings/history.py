@@ -169,7 +169,7 @@ class History:
         self.model = hash_model.reset()
         self.disk, self.bucket = Disk(slow_s=self.random.choice((0.0, 0.0, 0.0, 0.3))), SimulatedBucket()
         self._has_restarted = self._has_preempted = self._has_others = False
-        self._memory: dict[Daemon, tuple[int, ...]] = {}
+        self._memory: dict[Daemon, tuple[object, ...]] = {}
         self._numbers = count()
         choose = self.random.choice
         self._documents = [[self._token() for _ in range(LONGEST)] for _ in range(choose((1, 2, 3)))]
@@ -1158,7 +1158,8 @@ class History:
         pages, writer, room = daemon.engine.pages, daemon.cache.writer, self.settings.kv_cache_write_buffer
         pool: Any = pages.pool
         reserved = writer._reserved_bytes
-        memory = pool.taken_bytes, pool.used_bytes, len(pool.holds), len(pages.running), len(pages.kept.blocks)
+        free = [len(pages_of) for pages_of in pool._free]
+        memory = pool.taken_bytes, free, len(pool.holds), len(pages.running), len(pages.kept.blocks)
         if memory != self._memory.get(daemon) and not pool.lock.locked():
             self._memory[daemon] = memory
             lock, pool.lock = pool.lock, nullcontext()
@@ -1168,8 +1169,8 @@ class History:
             errors.append(f"{pool.taken_bytes} bytes of KV memory are used, of {pool.limit_bytes}")
         if not 0 <= reserved <= room:
             errors.append(f"{reserved} bytes of the write buffer are reserved, of {room}")
-        is_paused = writer.num_pending and writer._next() is None
-        if (at := world.held_at.get(writer)) and self.scheduler.now > at + _LEASE_S and is_paused:
+        has_waited = (at := world.held_at.get(writer)) and self.scheduler.now > at + _LEASE_S
+        if has_waited and writer.num_pending and writer._next() is None:
             errors.append(f"the writer pauses for nobody since {self.scheduler.now - at:.1f} s")
 
     def _check_idle(self, daemon: Daemon) -> None:
