@@ -1169,8 +1169,8 @@ class History:
             errors.append(f"{pool.taken_bytes} bytes of KV memory are used, of {pool.limit_bytes}")
         if not 0 <= reserved <= room:
             errors.append(f"{reserved} bytes of the write buffer are reserved, of {room}")
-        has_waited = (at := world.held_at.get(writer)) and self.scheduler.now > at + _LEASE_S
-        if has_waited and writer.num_pending and writer._next() is None:
+        at = world.held_at.get(writer, math.inf)
+        if self.scheduler.now > at + _LEASE_S and writer.num_pending and writer._next() is None:
             errors.append(f"the writer pauses for nobody since {self.scheduler.now - at:.1f} s")
 
     def _check_idle(self, daemon: Daemon) -> None:
