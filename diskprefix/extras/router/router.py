@@ -61,6 +61,9 @@ _SETTLED_S = 60.0
 """After this many seconds of service, a failure counts as the first in a row."""
 _TRIM_S = 5.0
 """How long after the last large body its memory is given back to the system."""
+_SPARE_PAUSE_S = 2.0
+_SPARE_FREE_BYTES = 2 << 30
+"""A spare process is started if this much memory is free. It takes about 0.1 GiB."""
 _WORKER_END_S = 30.0
 """The time for a worker that has not taken a request to end."""
 
@@ -107,6 +110,7 @@ class RouterApp:
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._trimming: asyncio.TimerHandle | None = None
+        self._sparing: asyncio.TimerHandle | None = None
         self._is_stopping = self._has_served = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -246,7 +250,19 @@ class RouterApp:
         )
         self._swaps.require_room(worker, lines)
         self._workers.start(worker, settings)
+        if self._sparing is not None:
+            self._sparing.cancel()
+        self._sparing = self._loop.call_later(_SPARE_PAUSE_S, self._keep_spare)
         return worker
+
+    def _keep_spare(self) -> None:
+        """Starts a spare process for the next worker, once nothing computes and if there is memory for it."""
+        if any(slot.num_active or slot.phase is not Phase.READY for slot in self._swaps.slots):
+            self._sparing = self._loop.call_later(_SPARE_PAUSE_S, self._keep_spare)
+        elif not self._is_stopping and available_ram_bytes() > _SPARE_FREE_BYTES:
+            # Without it, the next worker starts a little later.
+            with suppress(OSError):
+                self._workers.keep_spare()
 
     def _on_change(self, worker: ModelWorker) -> None:
         """Acts on a message of a worker, or on its end."""

@@ -1,4 +1,4 @@
-"""The program of a worker: `python -m diskprefix.extras.router.worker_program LISTENER CHANNEL`, two descriptors."""
+"""The program of a worker: `python -m diskprefix.extras.router.worker_program CHANNEL`, a descriptor."""
 
 from __future__ import annotations
 
@@ -22,12 +22,37 @@ if TYPE_CHECKING:
     from diskprefix.progress import Report
 
 MAX_ORDER_BYTES = 64 * 1024
+_NEEDED = (
+    "anyio._backends._asyncio",
+    "diskprefix.engine.loop",
+    "diskprefix.engine.measured_model",
+    "diskprefix.extras.catalogue.catalogue",
+    "diskprefix.model.gguf.encoders",
+    "diskprefix.model.load.gguf",
+    "diskprefix.model.load.gguf_weights",
+    "diskprefix.model.load.template_sandbox",
+    "diskprefix.server.http_app",
+    "diskprefix.server.metrics",
+    "diskprefix.server.process.connection",
+    "diskprefix.server.process.process",
+    "huggingface_hub.constants",
+    "uvicorn.lifespan.on",
+    "uvicorn.loops.asyncio",
+)
+"""What is imported late otherwise: when a file is opened, a port is served, or the first request comes."""
 
 
-def main(serve: Callable[[Settings, RouterLine], None]) -> NoReturn:
-    """Serves as the router orders, and ends the process."""
-    listener, channel = (socket.socket(fileno=int(number)) for number in sys.argv[-2:])
-    order: Order = pickle.loads(channel.recv(MAX_ORDER_BYTES))
+def main(serve: Callable[[Settings, RouterLine], None], *, prepare: Callable[[], None] = lambda: None) -> NoReturn:
+    """Waits for an order of the router, serves as it says, and ends the process. What needs no order is done before,
+    in `prepare`."""
+    channel = socket.socket(fileno=int(sys.argv[-1]))
+    prepare()
+    message, listeners, *_ = socket.recv_fds(channel, MAX_ORDER_BYTES, 1)
+    if not message:
+        # The router is gone, or needs no spare any more.
+        os._exit(0)
+    order: Order = pickle.loads(message)
+    listener = socket.socket(fileno=listeners[0])
     configure_logging(order.settings.log_level)
     code = 0
     try:
@@ -40,12 +65,16 @@ def main(serve: Callable[[Settings, RouterLine], None]) -> NoReturn:
     os._exit(code)
 
 
+def import_all() -> None:
+    """Imports what a worker needs until the end of its first reply."""
+    for name in _NEEDED:
+        importlib.import_module(name)
+
+
 def serve_model(settings: Settings, router: RouterLine) -> None:
     from diskprefix.server.process.process import run
 
     def load_in_turn(settings: Settings, progress: Report) -> Engine:
-        # While it waits.
-        importlib.import_module("diskprefix.engine.measured_model")
         router.wait_for_turn()
         return load_engine(settings, progress)
 
@@ -53,4 +82,4 @@ def serve_model(settings: Settings, router: RouterLine) -> None:
 
 
 if __name__ == "__main__":
-    main(serve_model)
+    main(serve_model, prepare=import_all)

@@ -14,10 +14,12 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from diskprefix.extras.router.swaps import Slot
 from diskprefix.server.keys import OwnerToken
@@ -85,6 +87,36 @@ class ModelWorker(Slot):
         return True
 
 
+class _Spare(NamedTuple):
+    """A process that has imported all that a worker needs, and waits for an order on the other end of `channel`."""
+
+    process: subprocess.Popen[bytes]
+    channel: socket.socket
+
+    @classmethod
+    def started(cls) -> _Spare:
+        """Starts a process. Raises `OSError` if the system has no room for it."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ExitStack() as failing, theirs:
+            failing.callback(ours.close)
+            process = subprocess.Popen(
+                [*program, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                # systemd's watchdog is the router's.
+                env={name: value for name, value in os.environ.items() if name != "WATCHDOG_PID"},
+                # The terminal's interrupt is for the router only.
+                process_group=0,
+            )
+            failing.pop_all()
+        return cls(process, ours)
+
+    def end(self) -> None:
+        self.channel.close()
+        self.process.kill()
+        self.process.wait()
+
+
 class Workers:
     """All workers that live. All methods must be called on the event loop."""
 
@@ -98,32 +130,27 @@ class Workers:
         """Called when a worker says something, and when it has ended (`code`)."""
         self.all: list[ModelWorker] = []
         self._numbers = itertools.count(1)
+        self._spare: _Spare | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="diskprefix-"))
         """Only the daemon's user may enter it."""
 
     def start(self, worker: ModelWorker, settings: Settings) -> None:
-        """Starts the process of a worker. It takes requests, and waits for its turn to load the model. Raises `OSError`
-        if the system has no room for a process."""
+        """Gives a worker a process: the spare one, or a new one. It takes requests, and waits for its turn to load the
+        model. Raises `OSError` if the system has no room for a process."""
         worker.path = str(self._folder / str(next(self._numbers)))
         with ExitStack() as failing, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(worker.path)
             failing.callback(os.unlink, worker.path)
             listener.listen(_BACKLOG)
-            worker.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            failing.callback(worker.channel.close)
-            with theirs:
-                order = Order(settings, self.address, self.token, self.page_secret, self._takes_any_name)
-                worker.channel.send(pickle.dumps(order))
-                passed = [listener.fileno(), theirs.fileno()]
-                worker.process = subprocess.Popen(
-                    [*program, *map(str, passed)],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=passed,
-                    # systemd's watchdog is the router's.
-                    env={name: value for name, value in os.environ.items() if name != "WATCHDOG_PID"},
-                    # The terminal's interrupt is for the router only.
-                    process_group=0,
-                )
+            spare, self._spare = self._spare, None
+            if spare is None or spare.process.poll() is not None:
+                spare = _Spare.started()
+            failing.callback(spare.end)
+            worker.process, worker.channel = spare
+            order = Order(
+                settings, self.address, self.token, self.page_secret, self._takes_any_name, sent_at=time.monotonic()
+            )
+            socket.send_fds(worker.channel, [pickle.dumps(order)], [listener.fileno()])
             failing.pop_all()
         log.info("[router] %s runs in process %d", worker.model, worker.process.pid)
         worker.channel.setblocking(False)
@@ -139,8 +166,20 @@ class Workers:
 
         threading.Thread(target=wait, name="worker", daemon=True).start()
 
+    def keep_spare(self) -> None:
+        """Starts a spare process, if there is none. Raises `OSError` if the system has no room for it."""
+        if self._spare is None or self._spare.process.poll() is not None:
+            self._end_spare()
+            self._spare = _Spare.started()
+
+    def _end_spare(self) -> None:
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            spare.end()
+
     async def close(self) -> None:
         """Waits for the workers, which were told to end, and kills those that do not."""
+        self._end_spare()
         ends = [asyncio.create_task(worker.ended.wait()) for worker in self.all]
         if ends and (await asyncio.wait(ends, timeout=MAX_UNLOAD_S))[1]:
             self.kill_all()
@@ -148,6 +187,7 @@ class Workers:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def kill_all(self) -> None:
+        self._end_spare()
         for worker in self.all:
             worker.kill(signal.SIGKILL)
         shutil.rmtree(self._folder, ignore_errors=True)

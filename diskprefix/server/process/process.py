@@ -114,7 +114,7 @@ def run(settings: Settings, load_engine: EngineLoader, router: RouterLine | None
         warn_without_keys(settings, address)
     app = create_app(settings, loading, keys or token)
     daemon: Daemon = app.state.daemon
-    daemon.prior_s = process_age_s()
+    daemon.prior_s = process_age_s() if router is None else time.monotonic() - router.order.sent_at
     daemon.takes_any_name = router is not None and router.order.takes_any_name
     server = _Server(uvicorn_config(app, settings, is_behind_router=router is not None), daemon, keys, router)
     daemon.on_ready, daemon.on_failure = on_ready, server.fail

@@ -32,6 +32,8 @@ class Order(NamedTuple):
     page_secret: bytes | None
     takes_any_name: bool
     """Whether the router has chosen the model by its name or one of its aliases."""
+    sent_at: float
+    """The time of the order, on the monotonic clock of the system."""
 
 
 class RouterLine:

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import json
 import logging
+import os
 import re
 import signal
 import socket
@@ -608,10 +609,11 @@ def test_a_worker_that_cannot_be_started_leaves_no_socket(monkeypatch: pytest.Mo
     monkeypatch.setattr(router_workers, "program", ["/nowhere"])
     workers = Workers(takes_any_name=False)
     worker = ModelWorker(model="one", needed_bytes=1, waits_since=0)
+    before = os.listdir("/proc/self/fd")
     with pytest.raises(FileNotFoundError):
         workers.start(worker, Settings())
     assert list(workers._folder.iterdir()) == []
-    assert worker.channel.fileno() == -1
+    assert os.listdir("/proc/self/fd") == before
     workers.kill_all()
     assert not workers._folder.exists()
 

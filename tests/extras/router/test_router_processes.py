@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -24,11 +27,14 @@ import pytest
 
 from diskprefix.errors import DeviceLost
 from diskprefix.extras.daemon_call import key_for
-from diskprefix.extras.router.router import Failures
+from diskprefix.extras.router import router
+from diskprefix.extras.router.router import Failures, RouterApp
+from diskprefix.server.keys import OwnerToken
 from diskprefix.server.process import router_line
-from diskprefix.server.process.router_line import Order, RouterLine
+from diskprefix.server.process.router_line import LOAD, UNLOAD, Order, RouterLine
 from diskprefix.settings import Settings
 from tests.engines import ENGINE, not_by_llama
+from tests.model.tiny import write_gguf
 from tests.server.chat_model import POSITIONS, weights_of, write_chat_model
 from tests.server.daemon_process import CHAT, DaemonProcess, clean_environment, family, serve_flags, wait_until
 from tests.server.process.test_process import Notifications, next_data
@@ -108,7 +114,7 @@ def test_workers_end_with_a_killed_front_and_free_its_port(tmp_path: Path, actio
         port = int(daemon.url.rpartition(":")[2])
         wait_for(daemon, line)
         all_of_them = below(daemon)
-        assert len(all_of_them) == 1
+        assert wait_for_worker(daemon) in all_of_them
         (folder,) = tmp_path.iterdir()
         assert folder.stat().st_mode & 0o777 == 0o700, "only its user reaches the workers' sockets"
         assert daemon.stop(signal.SIGKILL) == -signal.SIGKILL
@@ -129,9 +135,90 @@ def test_a_worker_ends_whose_router_died_with_unread_messages(monkeypatch: pytes
         listener.bind(str(tmp_path / "folder" / "1"))
         theirs.send(b"WATCHDOG=1")
         ours.close()
-        RouterLine(Order(Settings(), "", None, None, takes_any_name=False), listener, theirs)
+        RouterLine(Order(Settings(), "", None, None, takes_any_name=False, sent_at=0.0), listener, theirs)
         assert ended.wait(30)
     assert not (tmp_path / "folder").exists()
+
+
+def spare_beside(daemon: DaemonProcess, worker: int) -> int:
+    """Waits for the process that the router has ready. Returns it."""
+    wait_until(lambda: len(below(daemon)) == 2, "a spare process")
+    (spare,) = set(below(daemon)) - {worker}
+    return spare
+
+
+def test_a_spare_process_takes_the_place_of_a_dead_worker_and_is_replaced_even_if_it_dies_itself() -> None:
+    with small("serve") as daemon:
+        wait_for(daemon, "serving in")
+        worker = wait_for_worker(daemon)
+        spare = spare_beside(daemon, worker)
+        os.kill(worker, signal.SIGKILL)
+        wait_for(daemon, f"serving in {spare}")
+        assert wait_for_worker(daemon, 2) == spare
+        wait_gone([worker])
+        os.kill(spare_beside(daemon, spare), signal.SIGKILL)
+        os.kill(spare, signal.SIGKILL)
+        third = wait_for_worker(daemon, 3)
+        wait_for(daemon, f"serving in {third}")
+        all_of_them = [third, spare_beside(daemon, third)]
+        assert daemon.stop() == 0
+        wait_gone(all_of_them)
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("free_bytes", [1 << 30, 4 << 30])
+def test_a_spare_process_is_kept_where_there_is_memory_for_it(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
+    kept: list[bool] = []
+    monkeypatch.setattr(router, "available_ram_bytes", lambda: free_bytes)
+    app = SimpleNamespace(
+        _swaps=SimpleNamespace(slots=[]),
+        _is_stopping=False,
+        _workers=SimpleNamespace(keep_spare=lambda: kept.append(True)),
+    )
+    RouterApp._keep_spare(app)  # type: ignore[arg-type]
+    assert bool(kept) == (free_bytes > 2 << 30)
+
+
+_NOTED_IMPORTS = """
+import sys
+from diskprefix.extras.router import worker_program
+
+def serve(settings, router):
+    before = set(sys.modules)
+    worker_program.serve_model(settings, router)
+    print(*sys.modules.keys() - before)
+
+worker_program.main(serve, prepare=worker_program.import_all)
+"""
+
+
+@not_by_llama("it is another library")
+def test_a_spare_process_has_imported_what_a_first_reply_needs(tmp_path: Path) -> None:
+    settings = Settings(model=str(write_gguf(tmp_path / "tiny.gguf")), kv_cache_dir=tmp_path / "kv")
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "worker"))
+        listener.listen()
+        worker = subprocess.Popen(
+            [sys.executable, "-P", "-c", _NOTED_IMPORTS, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        token = OwnerToken.drawn()
+        order = Order(settings, "", token, None, takes_any_name=False, sent_at=time.monotonic())
+        socket.send_fds(ours, [pickle.dumps(order)], [listener.fileno()])
+        ours.send(LOAD)
+        transport = httpx.HTTPTransport(uds=str(tmp_path / "worker"))
+        with httpx.Client(transport=transport, base_url="http://localhost", timeout=60) as client:
+            asked = {"model": "tiny", "prompt": "Oslo", "max_tokens": 2, "temperature": 0}
+            client.post("/v1/completions", json=asked).raise_for_status()
+        ours.send(UNLOAD)
+        late = set((worker.communicate(timeout=60)[0] or "").split())
+    assert late, "it has noted them"
+    named = {name for name in late if name.partition(".")[0] not in sys.stdlib_module_names}
+    # Libraries that choose by what is installed, when they are first used.
+    assert [name for name in sorted(named) if not name.startswith(("lmdb.", "pydantic."))] == []
 
 
 @pytest.mark.cases(1)
