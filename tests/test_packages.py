@@ -21,7 +21,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 BELOW: dict[str, frozenset[str]] = {}
 """For each package, those that it may import: all in the rows before its own, but not its neighbours."""
 for _row in (
-    "control_groups errors fair_cache file_system identity json_values printable progress thread_pool version",
+    "control_groups errors fair_cache file_system identity json_values nearest printable progress thread_pool version",
     "origins thread_work units",
     "private_file settings tenant_ids tokens",
     "values",

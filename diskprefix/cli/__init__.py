@@ -9,13 +9,13 @@ import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from difflib import get_close_matches
 from typing import Any
 
 import click
 
 from diskprefix.cli.process_start import begin
 from diskprefix.errors import DiskPrefixError
+from diskprefix.nearest import nearest
 from diskprefix.printable import printable_only
 
 _CFFI = "LMDB_FORCE_CFFI"
@@ -67,11 +67,10 @@ class LazyGroup(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
-            near = get_close_matches(args[0], COMMANDS, n=1)
-            if not near:
+            if not (near := nearest(args[0], COMMANDS)):
                 raise
             problem = error.format_message().rstrip(".")
-            raise click.UsageError(f"{problem}; did you mean {near[0]}?", error.ctx) from error
+            raise click.UsageError(f"{problem}; did you mean {near}?", error.ctx) from error
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in COMMANDS:

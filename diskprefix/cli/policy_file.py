@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from diskprefix.errors import DiskPrefixError, SettingsError
+from diskprefix.nearest import meant
 from diskprefix.settings import SETTINGS, flag_of, policies_folder
 
 
@@ -39,7 +40,7 @@ def read_policy(path: Path, convert: Callable[[str, Any], Any] | None = None) ->
         name = key.replace("-", "_")
         where = f"--policy: {path}:{_line_of(text, key)}"
         if name not in SETTINGS:
-            raise SettingsError(f"{where}: unknown key {key!r}")
+            raise SettingsError(f"{where}: unknown key {key!r}{meant(name, SETTINGS)}")
         if name in settings:
             raise SettingsError(f"{where}: {key}: is given twice, with - and with _")
         try:

@@ -8,7 +8,6 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack
-from difflib import get_close_matches
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -22,6 +21,7 @@ from diskprefix.api.error_forms import HttpError
 from diskprefix.api.parsed_request import note_misspelt
 from diskprefix.errors import InvalidRequest
 from diskprefix.json_values import MAX_LEVELS, count_values, path_below, whole_characters
+from diskprefix.nearest import nearest
 from diskprefix.printable import shown
 from diskprefix.server.limits import LARGE_BYTES, BodyPace, CountedRequest, Turns
 from diskprefix.server.log_context import log_context
@@ -188,7 +188,7 @@ def _misspelt(parsed: BaseModel, sent: object, path: str = "") -> Iterator[str]:
 def _meant(model: type[BaseModel], name: str) -> str | None:
     """Returns the field of a model that is like an unknown name, None if there is none or `name` is its alias."""
     known = {field.alias or own for own, field in model.model_fields.items()}
-    return None if name in known else next(iter(get_close_matches(name, known, n=1, cutoff=_LIKE)), None)
+    return None if name in known else nearest(name, known, _LIKE)
 
 
 def _require_finite(text: str) -> Any:

@@ -41,17 +41,18 @@ class BuiltInNames:
         """Names of models on this machine, without case → whether they mean the served one."""
         self._logged: set[str] = set()
 
-    def prepare(self, origin: Path) -> None:
-        """Reads the names of the models on this machine before `origin` is served. If that fails, the failure is
-        logged, and names that programs have built in are refused: one of them may be another model's."""
+    def prepare(self, origin: Path | None, name: str) -> None:
+        """Reads the names of the models on this machine before the model `name`, of the files `origin` (None: they are
+        to be fetched), is served. If that fails, the failure is logged, and names that programs have built in are
+        refused: one of them may be another model's."""
         try:
-            served = origin.resolve()
+            served = None if origin is None else origin.resolve()
             for name, path in self._models_here():
                 key = _key(name)
                 is_served = path is not None and path.resolve() == served
                 self._means_served[key] = is_served and self._means_served.get(key, True)
         except Exception:
-            log.exception("the names of the models here cannot be read; only %s's own names are answered", origin.name)
+            log.exception("the names of the models here cannot be read; only %s's own names are answered", name)
         else:
             self._are_read = True
 

@@ -214,7 +214,7 @@ class Daemon:
         try:
             serving = self._serve(report)
             if not self.takes_any_name:
-                self._built_in_names.prepare(serving.engine.origin)
+                self._built_in_names.prepare(serving.engine.origin, serving.model_name)
             _call_soon(loop, self._loaded, serving)
             # Prompts that are wholly stored are answered while the weights are read.
             serving.engine.finish_load()

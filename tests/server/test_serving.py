@@ -33,7 +33,7 @@ HERE = {
 
 def names(*, are_refused: bool = False, models_here: Any = HERE.items) -> BuiltInNames:
     made = BuiltInNames(are_refused=are_refused, models_here=models_here)
-    made.prepare(FILE)
+    made.prepare(FILE, "Small-Instruct")
     return made
 
 

@@ -10,12 +10,12 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from difflib import get_close_matches
 from pathlib import Path
 
 from msgspec import Struct
 from msgspec.structs import replace
 
+from diskprefix.cli.policy_file import toml_value
 from diskprefix.errors import ModelError, ModelNotFound, SettingsError
 from diskprefix.extras.catalogue.adviser import none_known
 from diskprefix.extras.catalogue.models_file import read_models_file
@@ -28,6 +28,7 @@ from diskprefix.model.load.hub import cached_models
 from diskprefix.model.load.named_model import path_of, plain_name
 from diskprefix.model.load.proposals import full_name
 from diskprefix.native import build
+from diskprefix.nearest import nearest
 from diskprefix.printable import first_line, shown
 from diskprefix.server.built_in_names import BUILT_IN, without_latest
 from diskprefix.settings import OF_ONE_MODEL, Settings, config_home, flag_of
@@ -36,6 +37,7 @@ from diskprefix.values import MOST_NAME_CHARS, require_model_name
 log = logging.getLogger("diskprefix")
 
 _SHOWN_NAMES = 8
+_MODELS_FILE = "models.toml"
 
 
 class KnownModel(Struct, frozen=True, kw_only=True):
@@ -91,8 +93,12 @@ def known_names(settings: Settings) -> Iterator[tuple[str, Path | None]]:
 def _models_file(settings: Settings) -> Path | None:
     if settings.models_file is not None or settings.model is not None:
         return settings.models_file
-    default = config_home() / "models.toml"
+    default = _usual_models_file()
     return default if default.is_file() else None
+
+
+def _usual_models_file() -> Path:
+    return config_home() / _MODELS_FILE
 
 
 class Catalogue:
@@ -121,12 +127,34 @@ class Catalogue:
             if asked in by_name:
                 return by_name[asked]
         hint = f"there are {listed([model.name for model in self._models])}" if by_name else none_known()
-        folded = {known.casefold(): known for known in by_name}
-        if near := get_close_matches(name.casefold(), folded, n=1):
-            hint = f"the nearest name is {folded[near[0]]!r}"
-        if name and BUILT_IN.fullmatch(alias := without_latest(name)):
-            hint += f"; `aliases = [{json.dumps(alias)}]` in models.toml gives one of them this name"
-        raise ModelNotFound(f"no model is called {shown(name)!r}; {hint}", param="model")
+        if near := nearest(name, by_name):
+            hint = f"the nearest name is {near!r}"
+        problem = f"no model is called {shown(name)!r}; {hint}"
+        if by_name and name and BUILT_IN.fullmatch(alias := without_latest(name)):
+            for_all = f"{problem}; an alias in the daemon's models.toml gives one of them this name"
+            raise ModelNotFound(f"{problem}; {self._alias_advice(alias)}", for_all=for_all, param="model")
+        raise ModelNotFound(problem, param="model")
+
+    def unread_file(self) -> Path | None:
+        """Returns the `models.toml` in --models-dir, which is not read without --models-file; None if there is none."""
+        read, folder = _models_file(self._settings), self._settings.models_dir
+        if folder is None or not (file := folder / _MODELS_FILE).is_file():
+            return None
+        return file if read is None or file.resolve() != read.resolve() else None
+
+    def _alias_advice(self, alias: str) -> str:
+        """Returns what to write into `models.toml` so that one of the models has a further name."""
+        known, file = self._models[0], _models_file(self._settings)
+        begin, starts = "to give one of them this name, write for example", "start the daemon again"
+        if known.origin == "models.toml":
+            aliases = json.dumps([*known.aliases, alias], ensure_ascii=False)
+            return f"{begin} `aliases = {aliases}` below [{known.name}] in {file}, and {starts}"
+        is_on_disk = known.path is not None and known.origin in ("--model", "--models-dir")
+        model = known.path.absolute() if is_on_disk else known.source if known.origin == "--model" else known.name
+        table = f"{toml_value(known.name)} = {{model = {toml_value(model)}, aliases = [{toml_value(alias)}]}}"
+        where = file or _usual_models_file()
+        starts += f" with --models-file {where}" if file is None and self._settings.model is not None else ""
+        return f"{begin} `{table}` as the first line of {where}, and {starts}"
 
     def read_again(self) -> None:
         """Finds added, pulled and removed models. If it raises `SettingsError`, nothing is changed.

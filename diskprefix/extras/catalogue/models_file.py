@@ -13,6 +13,7 @@ from diskprefix.cli.options import build_settings, policy_value
 from diskprefix.cli.policy_file import checked_value, read_toml
 from diskprefix.errors import SettingsError
 from diskprefix.model.load.proposals import meant_name
+from diskprefix.nearest import meant
 from diskprefix.settings import PER_MODEL, Settings, flag_of
 from diskprefix.units import parse_duration
 
@@ -93,7 +94,8 @@ def _value(field: str, value: object) -> Any:
     if field in _OWN_KEYS:
         raise SettingsError(f"must be {_OWN_KEYS[field]}")
     if field not in PER_MODEL:
-        raise SettingsError(f"unknown key; a model has {', '.join((*_OWN_KEYS, *sorted(PER_MODEL)))}")
+        keys = (*_OWN_KEYS, *sorted(PER_MODEL))
+        raise SettingsError(f"unknown key{meant(field, keys)}; a model has {', '.join(keys)}")
     return checked_value(field, value, policy_value)
 
 

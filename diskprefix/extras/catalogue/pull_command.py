@@ -6,7 +6,6 @@ import os
 import shlex
 import shutil
 from collections.abc import Sequence
-from difflib import get_close_matches
 from pathlib import Path
 
 import click
@@ -24,6 +23,7 @@ from diskprefix.model.load.hub import HubListing, cached_models, fetched_model, 
 from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.model.load.packed_weights import PackedFiles
 from diskprefix.model.load.proposals import meant_name, require_repository, short_name
+from diskprefix.nearest import nearest
 from diskprefix.printable import printable_only
 from diskprefix.settings import Settings
 from diskprefix.units import counted, format_size
@@ -150,6 +150,6 @@ def _not_pulled(name: str, here: Sequence[str]) -> str:
     require_model_name(name)
     if (model := found_model(name)) is not None:
         return f"{name} belongs to {model.owner}, and must be removed there"
-    near = get_close_matches(name, here, n=1)
-    hint = f"the nearest name is {near[0]!r}" if near else "`diskprefix list` shows the names"
+    near = nearest(name, here)
+    hint = f"the nearest name is {near!r}" if near else "`diskprefix list` shows the names"
     return f"no model that was fetched from the hub is called {name!r}; {hint}"

@@ -12,18 +12,28 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
-from diskprefix.errors import DiskPrefixError, ModelError
+from diskprefix.errors import DiskPrefixError, ModelError, ModelNotFound
 from diskprefix.extras.catalogue.adviser import none_known
-from diskprefix.extras.catalogue.catalogue import Catalogue, KnownModel, file_bytes, listed, needs, offered_by
+from diskprefix.extras.catalogue.catalogue import (
+    Catalogue,
+    KnownModel,
+    file_bytes,
+    known_names,
+    listed,
+    needs,
+    offered_by,
+)
 from diskprefix.extras.ollama.ollama_models import facts_of
 from diskprefix.model.load.fit import Fit, ModelNeeds, fitted
 from diskprefix.model.load.found_models import models_below
 from diskprefix.model.load.gguf_file import forget_headers
 from diskprefix.model.load.recommended_sampling import sampling_defaults
 from diskprefix.printable import first_line, shown
+from diskprefix.server.built_in_names import BuiltInNames
 from diskprefix.settings import Settings
 from diskprefix.thread_pool import ThreadPool
 from diskprefix.units import format_size
+from diskprefix.values import require_model_name
 
 T = TypeVar("T")
 
@@ -48,6 +58,10 @@ class Listing:
         if catalogue is None:
             self.only = KnownModel(name="the model", settings=settings, source="", path=None, origin="--model")
         self._catalogue, self._needs = catalogue, needs
+        self._settings = settings
+        self._names_of_only: BuiltInNames | None = None
+        """Decides on names that programs have built in, if the catalogue has one model."""
+        self._read_names()
         self._known_needs: dict[str, ModelNeeds | DiskPrefixError | None] = {}
         """The error, if the last try to read them failed."""
         self._offers: dict[str, tuple[int, list[str], dict[str, Any]]] = {}
@@ -68,9 +82,27 @@ class Listing:
         return self._catalogue.models() if self._catalogue is not None else (self.only,) if self.only else ()
 
     def find(self, name: str) -> KnownModel:
-        """Raises `ModelNotFound`."""
+        """Returns the model with a name, or the only one for a name that programs have built in. Raises
+        `ModelNotFound`."""
         assert self._catalogue is not None, "the only model needs no name"
-        return self._catalogue.find(name)
+        require_model_name(name)
+        try:
+            return self._catalogue.find(name)
+        except ModelNotFound:
+            names = self._names_of_only
+            if names is None or not names.has(name, (only := self._catalogue.models()[0]).name):
+                raise
+            return only
+
+    def _read_names(self) -> None:
+        models = self.models()
+        if self._catalogue is None or len(models) != 1:
+            self._names_of_only = None
+            return
+        here = partial(known_names, self._settings)
+        names = BuiltInNames(are_refused=self._settings.strict_model_names, models_here=here)
+        names.prepare(models[0].path, models[0].name)
+        self._names_of_only = names
 
     def idle_unload_s(self, known: KnownModel) -> float | None:
         """Returns after how many seconds without a request a model is unloaded, None for never."""
@@ -85,6 +117,7 @@ class Listing:
         async with self._learning:
             if self._catalogue is not None:
                 await self._read(self._catalogue.read_again)
+                await self._read(self._read_names)
             self._known_needs.clear()
 
     async def log_models(self) -> None:
@@ -93,6 +126,8 @@ class Listing:
         folder = self._models_dir
         if folder is not None and not await self._read(models_below, folder):
             log.warning("[models] --models-dir %s has no .gguf file and no model's folder; %s", folder, none_known())
+        if self._catalogue is not None and (file := await self._read(self._catalogue.unread_file)) is not None:
+            log.warning("[models] %s is not read; give it with --models-file", file)
 
     async def read_needs(self, known: KnownModel) -> None:
         """Reads from the disk what a model needs, unless it is known. `fit` and `cards` read nothing."""

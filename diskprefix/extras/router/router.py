@@ -431,8 +431,11 @@ class RouterApp:
             [name] = loaded
         if name is not None:
             return self._listing.find(name), keep_alive_s
-        if not (names := [known.name for known in self._listing.models()]):
+        if not (models := self._listing.models()):
             raise ModelNotFound(none_known(), param="model")
+        if len(models) == 1:
+            return models[0], keep_alive_s
+        names = [known.name for known in models]
         where = "model" if scope["method"] == "POST" else "?model="
         raise InvalidRequest.at(
             "model", f"is required: this daemon has several models ({listed(names)}); say one in {where}"

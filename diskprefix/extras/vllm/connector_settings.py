@@ -10,6 +10,7 @@ from typing import Any
 from diskprefix.cli.options import build_settings, policy_value
 from diskprefix.cli.policy_file import checked_value
 from diskprefix.errors import SettingsError
+from diskprefix.nearest import meant
 from diskprefix.settings import Settings
 
 TIER_NAMES = ("kv_cache_dir", "kv_cache_budget", "kv_cache_ttl", "namespace_key_file")
@@ -41,7 +42,7 @@ def tier_settings(config: Mapping[str, Any]) -> Settings:
 
 def _settings(config: Mapping[str, Any], names: Collection[str], **defaults: Any) -> Settings:
     if unknown := sorted(config.keys() - set(names)):
-        raise SettingsError(f"{unknown[0]}: unknown key; there are: {', '.join(names)}")
+        raise SettingsError(f"{unknown[0]}: unknown key{meant(unknown[0], names)}; there are: {', '.join(names)}")
     if not config.get("kv_cache_dir"):
         raise SettingsError("kv_cache_dir: must name the folder of the store")
     if config.get("remote_tier") and not config.get("namespace_key_file"):

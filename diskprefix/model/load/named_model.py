@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from difflib import get_close_matches
 from pathlib import Path
 
 from diskprefix.errors import ModelError
@@ -16,6 +15,7 @@ from diskprefix.model.load.gguf_file import model_stem, part_paths, require_gguf
 from diskprefix.model.load.hub import cached_model, cached_models, gguf_models_in, is_gguf_model
 from diskprefix.model.load.manifests import is_blob
 from diskprefix.model.load.proposals import SHORT_NAMES, short_names
+from diskprefix.nearest import nearest
 from diskprefix.printable import escaped
 from diskprefix.progress import Report
 from diskprefix.settings import cache_home
@@ -123,10 +123,10 @@ def _models_beside(path: Path) -> Iterator[str]:
 
 def _nearest(model: str, names: Iterator[str] | list[str]) -> str:
     folder, _, name = model.rpartition("/")
-    by_letters = {known_name.casefold(): known_name for known_name in names}
+    if (near := nearest(name, names)) is None:
+        return ""
     # A path is written as the user has begun it.
-    near = [by_letters[known_name] for known_name in get_close_matches(name.casefold(), by_letters, n=1)]
-    return f"; the nearest is {escaped(os.path.join(folder or model[: model.find('/') + 1], near[0]))}" if near else ""
+    return f"; the nearest is {escaped(os.path.join(folder or model[: model.find('/') + 1], near))}"
 
 
 def name_faster(folder: Path, files: list[Path], report: Report) -> None:

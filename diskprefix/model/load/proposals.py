@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from difflib import get_close_matches
 from functools import cache
 from math import prod
 
 from msgspec import Struct
 
 from diskprefix.errors import SettingsError
+from diskprefix.nearest import nearest
 from diskprefix.printable import shown
 
 _TABLE = """
@@ -212,7 +212,7 @@ def meant_name(model: str) -> str:
 def require_repository(model: str) -> str:
     """Returns `meant_name` of a model to fetch. Raises `SettingsError` for a name that no repository can have."""
     if "/" not in (name := meant_name(model)):
-        near = get_close_matches(model.lower(), short_names(), n=1)
-        meant = f"did you mean {near[0]}? " if near else ""
+        near = nearest(model, short_names())
+        meant = f"did you mean {near}? " if near else ""
         raise SettingsError(f"no model has the short name {shown(model)!r}; {meant}{SHORT_NAMES}; others are ORG/NAME")
     return name

@@ -217,7 +217,9 @@ def test_a_table_has_its_own_settings_beside_those_of_the_daemon(tmp_path: Path)
         ('[a]\nmodel = "x"\nspeculative = true', "a.speculative: must be one of off, ngram, mtp, auto, in quotes"),
         ('[a]\nmodel = "x"\ndraft_model = ""', "a.draft_model: must be a file, a folder or a repository"),
         ('[a]\nmodel = "x"\nspeculative = "off"\ndraft_model = "y"', "a: --draft-model: has no effect with"),
-        ('[a]\nmodel = "x"\nport = 80', "a.port: unknown key"),
+        ('[a]\nmodel = "x"\nport = 80', "a.port: unknown key; a model has"),
+        ('[a]\nmodel = "x"\nalias = ["b"]', "a.alias: unknown key (meant: aliases?); a model has"),
+        ('[a]\nmodel = "x"\nkv-memry = "1GiB"', "a.kv-memry: unknown key (meant: kv_memory?)"),
         ('[a]\nmodel = "x"\nweights = "int3"', "a.weights: "),
         ('[a]\nmodel = "x"\nkv-memory = 1000000000\nkv_memory = 1000000000', "is given twice"),
         ("a = 3", "a: must be a table"),
@@ -298,15 +300,38 @@ def test_with_several_models_the_error_for_a_name_that_programs_have_built_in_gi
     models_dir: Path, tmp_path: Path
 ) -> None:
     (models_dir / "tiny-Q8_0.gguf").rename(models_dir / "gpt-4o.gguf")
-    with pytest.raises(ModelNotFound) as refused:
-        Catalogue(Settings(models_dir=models_dir)).find("claude-opus-4-5:latest")
-    [alias] = re.findall(r'`(aliases = \["claude-opus-4-5"\])` in models.toml', refused.value.message)
-    file = written(tmp_path, f'[mine]\nmodel = "{models_dir}/deep/er/other.gguf"\n{alias}\n')
-    catalogue = Catalogue(Settings(models_dir=models_dir, models_file=file))
-    assert (catalogue.find("claude-opus-4-5").name, catalogue.find("gpt-4o").name) == ("mine", "gpt-4o")
+    pulled(tmp_path, "org/tiny-GGUF", "tiny-Q8_0.gguf", "tiny-Q4_0.gguf")
+    usual, own = tmp_path / "config/diskprefix/models.toml", tmp_path / "own/models.toml"
+    both = f"{models_dir}/tiny-Q4.gguf,org/other"
+    for settings, file, is_flag_needed in (
+        (Settings(models_dir=models_dir), usual, False),
+        (Settings(models_file=written(tmp_path / "empty", "")), tmp_path / "empty/models.toml", False),
+        (Settings(model=both), usual, True),
+        (Settings(models_file=own), own, False),
+        (Settings(models_file=own, model=both), own, False),
+    ):
+        usual.unlink(missing_ok=True)
+        written(own.parent, '["a.b"]\nmodel = "org/tiny-GGUF:Q8_0"\n')
+        (models_dir / "tiny-Q4.gguf").write_bytes(b"GGUF")
+        before = Catalogue(settings)
+        with pytest.raises(ModelNotFound) as refused:
+            before.find("claude-opus-4-5:latest")
+        assert str(tmp_path) not in refused.value.for_caller(sees_all=False).message
+        # It is used as the message says.
+        found = re.search(r"`(.*)` (?:as the first line of|below \[a\.b\] in) ([^, ]+)", refused.value.message)
+        assert found is not None
+        line, place = found.groups()
+        assert (place, "--models-file" in refused.value.message) == (str(file), is_flag_needed)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        text = file.read_text() if file.exists() else ""
+        file.write_text(f"{text}{line}\n" if "below" in refused.value.message else f"{line}\n{text}")
+        after = Catalogue(replace(settings, models_file=file) if is_flag_needed else settings)
+        named, plain = after.find("claude-opus-4-5"), before.find(before.models()[0].name)
+        assert (named.name, named.path) == (plain.name, plain.path)
+        assert [model.name for model in after.models()] == [model.name for model in before.models()]
     for name in ("", "tiny"):
         with pytest.raises(ModelNotFound) as refused:
-            catalogue.find(name)
+            before.find(name)
         assert "aliases" not in refused.value.message
 
 
@@ -326,7 +351,7 @@ def test_a_name_that_no_model_can_have_is_refused_before_any_look_up_and_not_rep
     file = written(tmp_path, f'["{"a" * 200}"]\nmodel = "x"\n["{"b" * 201}"]\nmodel = "y"\n')
     models = Catalogue(Settings(models_file=file))
     assert [known.name for known in models.models()] == ["a" * 200]
-    monkeypatch.setattr(catalogue, "get_close_matches", None)
+    monkeypatch.setattr(catalogue, "nearest", None)
     assert models.find("a" * 200).source == "x"
     with pytest.raises(ModelNotFound, match=r"^model: no model has a name of 201 characters; 200 are the most$"):
         models.find("b" * 201)

@@ -56,6 +56,7 @@ def named(name: str, *, pin: bool = False) -> KnownModel:
 class Models(Catalogue):
     def __init__(self, *models: KnownModel) -> None:
         self.known = models
+        self._settings = Settings()
 
     def models(self) -> tuple[KnownModel, ...]:
         return self.known
@@ -578,6 +579,52 @@ def test_the_start_lists_what_it_found_and_a_daemon_without_models_says_what_to_
     for status, said in answers:
         assert status == 404
         assert re.search(r"`diskprefix pull \S+` .*, or put a .gguf file below --models-dir", said["error"]["message"])
+
+
+@pytest.mark.usefixtures("own_places")
+@pytest.mark.parametrize("model", ["gpt-4o", "claude-sonnet-4-5:latest", "", None])
+@pytest.mark.parametrize("how", ["models_dir", "models_file", "strict", "several"])
+def test_an_only_model_of_a_router_answers_to_names_that_programs_have_built_in(
+    how: str, model: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, file = tmp_path / "models", tmp_path / "models.toml"
+    folder.mkdir()
+    for name in ("oak", "elm")[: 2 if how == "several" else 1]:
+        (folder / f"{name}.gguf").write_bytes(b"GGUF" * 256)
+    file.write_text(f'[oak]\nmodel = "{folder}/oak.gguf"\n')
+    place: Any = {"models_file": file} if how == "models_file" else {"models_dir": folder}
+    settings = Settings(**place, strict_model_names=how == "strict")
+    told = Told(Listing(settings, Catalogue(settings), lambda _settings: None))
+    caplog.set_level(logging.INFO, "diskprefix")
+
+    async def ask() -> tuple[int | None, list[str]]:
+        async with told.running() as workers:
+            asked = told.ask(model)  # type: ignore[arg-type]
+            await until(lambda: asked.done() or bool(workers.started))
+            answered = asked.result()[0] if asked.done() else None
+            asked.cancel()
+            return answered, [worker.model for worker in workers.started]
+
+    status, started = asyncio.run(ask())
+    is_named = bool(model)
+    if how == "several" or (how == "strict" and is_named):
+        assert (status, started) == (404 if is_named else 400, [])
+    else:
+        assert (status, started) == (None, ["oak"])
+        assert ("oak answers a request for" in caplog.text) is is_named
+
+
+@pytest.mark.usefixtures("own_places")
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_list_of_models_inside_models_dir_that_is_not_read_is_named_at_the_start(
+    is_read: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "oak.gguf").write_bytes(b"GGUF")
+    (tmp_path / "models.toml").write_text("")
+    settings = Settings(models_dir=tmp_path, models_file=tmp_path / "models.toml" if is_read else None)
+    asyncio.run(Listing(settings, Catalogue(settings), needs).log_models())
+    unread = f"[models] {tmp_path}/models.toml is not read; give it with --models-file"
+    assert (unread in caplog.messages) is not is_read
 
 
 @in_a_loop
