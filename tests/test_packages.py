@@ -45,12 +45,12 @@ BELOW["__main__"] = frozenset({"cli"})
 BELOW["__init__"] = frozenset({"extras", "version"})  # The library, on its first use.
 
 BESIDE = {
-    "watch": {"daemon_call", "open_page", "web_page"},
-    "warm": {"clients", "daemon_call"},
+    "watch": {"daemon_call", "open_page", "own_daemon", "web_page"},
+    "warm": {"clients", "daemon_call", "own_daemon"},
     "open_page": {"daemon_call"},
-    "talk": {"clients", "daemon_call", "open_page", "web_page"},
-    "clients": {"catalogue", "daemon_call"},
-    "setup": {"catalogue", "clients", "daemon_call", "router"},
+    "talk": {"clients", "daemon_call", "open_page", "own_daemon", "web_page"},
+    "clients": {"catalogue", "daemon_call", "own_daemon"},
+    "setup": {"catalogue", "clients", "daemon_call", "own_daemon", "router"},
     "router": {"catalogue", "ollama", "web_page"},
     "ollama": {"catalogue", "embedding"},
     "lmcache": {"vllm"},

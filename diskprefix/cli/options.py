@@ -137,32 +137,6 @@ def option(flag: str, *, help: str, **attributes: Any) -> Callable[[Decorated], 
     return click.option(flag, help=help, **{"cls": GroupedOption, "show_default": True, **attributes})
 
 
-_PORT = variable_of("--port")
-
-
-def _usual_url() -> str:
-    """Returns the address of a daemon that `diskprefix serve` starts without flags."""
-    try:
-        port = policy_value("port", os.environ.get(_PORT) or _DEFAULTS.port)
-    except SettingsError as error:
-        raise SettingsError(f"{_PORT}: {error.message}") from error
-    return f"http://{_DEFAULTS.host}:{port}"
-
-
-def url_option() -> Callable[[Decorated], Decorated]:
-    """Returns the option `--url`: the daemon's address."""
-    return option(
-        "--url",
-        metavar="URL",
-        default=_usual_url,
-        show_default=f"http://{_DEFAULTS.host}:{_DEFAULTS.port}, or the port of {_PORT}",
-        envvar=variable_of("--url"),
-        callback=nonempty,
-        show_envvar=True,
-        help="The address of the daemon.",
-    )
-
-
 def api_key_option(help: str, *, otherwise: str = "none") -> Callable[[Decorated], Decorated]:
     """Returns the option `--api-key`. `otherwise` is its default in the help."""
     return option(

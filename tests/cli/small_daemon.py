@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ class SmallDaemon:
         self.bodies: list[Any] = []
         self.keys: list[str | None] = []
         self.url = ""
+        self.listener: socket.socket
 
     def reply(self, path: str, body: bytes) -> Reply:
         self.asked.append(path.rsplit("/", 1)[-1])
@@ -63,6 +65,7 @@ def small_daemon(**replies: Sequence[Reply]) -> Iterator[SmallDaemon]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
+        daemon.listener = server.socket
         daemon.url = f"http://127.0.0.1:{server.server_port}"
         try:
             yield daemon

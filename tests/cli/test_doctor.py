@@ -26,6 +26,7 @@ from diskprefix.extras.catalogue.adviser import AGENT_TOKENS
 from diskprefix.extras.setup import doctor_machine, doctor_model, doctor_rows
 from diskprefix.extras.setup.doctor_machine import (
     Finding,
+    daemon_finding,
     folder_findings,
     packed_finding,
     port_finding,
@@ -51,6 +52,7 @@ CHECKS = {
     "space",
     "packed weights",
     "store",
+    "your daemons",
     "port",
     "torch",
     "kernels",
@@ -276,7 +278,7 @@ def test_a_store_tells_what_it_holds_or_why_it_cannot_be_read(tmp_path: Path, mo
     [
         (b"", "problem"),
         (b"SSH-2.0-OpenSSH_9.6\r\n", "problem"),
-        (b'HTTP/1.0 200 -\r\n\r\n{"status": "ok"}', "ok"),
+        (b'HTTP/1.0 200 -\r\n\r\n{"status": "ok"}', "note"),
         (b'HTTP/1.0 503 -\r\n\r\n{"status": "loading"}', "note"),
         (b'HTTP/1.0 200 -\r\n\r\n{"status": "degraded"}', "note"),
         (b'HTTP/1.0 200 -\r\n\r\n{"status": 1}', "problem"),
@@ -311,6 +313,7 @@ def test_a_daemon_at_the_port_is_no_problem_and_an_address_of_another_machine_is
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     found = port_finding(Settings(port=int(daemon.url.rpartition(":")[2])))
     assert (found.level, found.text.endswith(": ok")) == ("ok", True), "no proxy is asked"
+    assert daemon_finding().text.startswith(daemon.url)
     found = port_finding(Settings(host="192.0.2.1", port=0))
     assert (found.level, "another --host" in found.advice) == ("problem", True)
 

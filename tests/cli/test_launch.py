@@ -28,6 +28,7 @@ from diskprefix.extras.clients.first_prompt_size import counted_tokens
 from diskprefix.extras.clients.model_choice import NoAgentModel
 from diskprefix.extras.clients.recipe import Served, agent_called, agents, recipe
 from diskprefix.extras.daemon_call import Answer
+from diskprefix.extras.own_daemon import own_urls
 from diskprefix.server.process.token_file import agents_key, published_token, token_for
 from diskprefix.settings import cache_home
 from diskprefix.user_key import user_key
@@ -136,7 +137,7 @@ class Place:
 PATCH = """\
 from diskprefix.extras.clients import daemon_choice, launch_command, launched_daemon
 launched_daemon.SERVE = (sys.executable, "-S", "{}")
-launch_command.is_ours = daemon_choice.is_ours = lambda url: False
+launch_command.own_urls = daemon_choice.own_urls = lambda: []
 """
 
 
@@ -153,7 +154,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     monkeypatch.setattr(launched_daemon, "SERVE", (sys.executable, "-S", str(made.bin / "serve.py")))
     # One that runs on this machine is not for the test.
     for module in (launch_command, daemon_choice):
-        monkeypatch.setattr(module, "is_ours", lambda _url: False)
+        monkeypatch.setattr(module, "own_urls", list)
     monkeypatch.setenv("DISKPREFIX_PORT", "0")
     yield made
     if made.is_daemon_alive():
@@ -273,7 +274,7 @@ def test_anyway_starts_the_embedded_model_where_none_suits_agents(
     assert place
     asked = list[str | None]()
 
-    def find(_stack: ExitStack, _url: str, model: str | None, _key: str | None) -> NoReturn:
+    def find(_stack: ExitStack, model: str | None, _key: str | None) -> NoReturn:
         asked.append(model)
         raise NoAgentModel("none suits") if model is None else SettingsError("enough")
 
@@ -295,7 +296,7 @@ def test_launch_refuses_with_one_line_and_advice(
     old, new = place.logs / "daemon.log.1", place.logs / "daemon.log"
     assert old.read_text(encoding="utf-8") == "error: broken holds no weights\n", "the log of the launch before is kept"
     assert new.stat().st_mode & 0o777 == 0o600
-    monkeypatch.setattr(daemon_choice, "is_ours", lambda _url: True)
+    monkeypatch.setattr(daemon_choice, "own_urls", lambda: ["http://127.0.0.1:0"])
     stopping = Answer(200, b'{"status": "stopping"}')
     monkeypatch.setattr(daemon_choice, "running_daemon", lambda _url, _key: lambda *_: stopping)
     run("launch", "pi").assert_refused(1, "127.0.0.1:0 serves no requests: its status is stopping")
@@ -549,7 +550,7 @@ def left_daemon(place: Place, *flags: str) -> subprocess.Popen[bytes]:
 def usual(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     """A daemon of this user at the usual address."""
     monkeypatch.setenv("DISKPREFIX_PORT", str(urlsplit(url).port))
-    monkeypatch.setattr(daemon_choice, "is_ours", lambda found: found == url)
+    monkeypatch.setattr(daemon_choice, "own_urls", lambda: [url])
 
 
 def test_a_small_daemon_in_the_way_is_left_alone_and_another_one_is_started_if_it_can_be(
@@ -713,15 +714,15 @@ def test_launch_reports_dead_model_processes_after_the_agent_ends(
 
 
 def test_only_a_daemon_of_this_user_is_taken_for_one_and_others_are_sent_nothing(url: str) -> None:
-    assert not launched_daemon.is_ours(url), "it answers as a daemon does"
+    assert token_for(url) is None, "it answers as a daemon does"
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"http://127.0.0.1:{listener.getsockname()[1]}"
         for token in ("abc", ""):
             with published_token(token, [listener]):
-                assert launched_daemon.is_ours(address)
+                assert address in own_urls()
                 assert token_for(address) == token
         assert token_for(address) is None
-        assert not launched_daemon.is_ours(address)
+        assert address not in own_urls()
         listener.setblocking(False)
         with pytest.raises(BlockingIOError):
             listener.accept()

@@ -70,7 +70,7 @@ def test_a_model_is_run_stays_is_unloaded_and_ends(chat_model: Path, monkeypatch
     finally:
         ended = typed("stop")
     assert (ended.returncode, ended.stdout.endswith(": ended\n")) == (0, True)
-    assert typed("ps").returncode == 1
+    assert (typed("ps").returncode, json.loads(typed("ps", "--json").stdout)) == (0, {"models": []})
 
 
 AGENT = """\
@@ -192,11 +192,11 @@ def test_a_daemon_that_refuses_the_key_hides_no_other(run: Run, monkeypatch: pyt
     refuses = [(403, {"error": {"message": "only admin"}})]
     with small_daemon(props=refuses) as one, small_daemon(props=[(200, PROPS)]) as other:
         monkeypatch.delenv("DISKPREFIX_URL", raising=False)
-        monkeypatch.setattr(daemons_command, "own_daemons", lambda: {1: one.url, 2: other.url})
+        monkeypatch.setattr(daemons_command, "own_urls", lambda: [one.url, other.url])
         shown = run("ps")
         assert shown.stderr == f"{one.url}: --api-key: only admin\n"
         assert shown.stdout.splitlines()[1].split()[-1] == other.url
-        monkeypatch.setattr(daemons_command, "own_daemons", lambda: {1: one.url})
+        monkeypatch.setattr(daemons_command, "own_urls", lambda: [one.url])
         run("ps").assert_refused(2, "--api-key: only admin")
 
 
@@ -259,7 +259,7 @@ def test_a_short_name_is_taken_wherever_a_model_is_named(
     assert f'model = "{QWEN},a/b"' in run("serve", "--model", "qwen3.5:4b", "--model", "a/b", "--print-config").stdout
     for command in (["pull", "qwen3.5:5b"], ["run", "qwen3.5:5b"], ["launch", "goose", "--model", "qwen3.5:5b"]):
         monkeypatch.setattr("shutil.which", lambda name: name)
-        monkeypatch.setattr(daemon_choice, "is_ours", lambda _url: False)
+        monkeypatch.setattr(daemon_choice, "own_urls", list)
         run(*command).assert_refused(2, "no model has the short name 'qwen3.5:5b'; did you mean qwen3.5:")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "qwen3.5:4b").touch()

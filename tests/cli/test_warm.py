@@ -304,12 +304,6 @@ def test_what_does_not_serve_is_one_line(run: Run, text: Path, answer: Reply, wo
         run("warm", text, "--url", server.url).assert_refused(1, words)
 
 
-def test_the_port_of_the_variable_is_asked(run: Run, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with small_daemon(models=[SMALL], props=[props()], completions=[SAVED]) as server:
-        monkeypatch.setenv("DISKPREFIX_PORT", server.url.rpartition(":")[2])
-        assert run("warm", text).exit_code == 0
-
-
 def test_a_key_is_sent_where_one_is_asked_for(
     run: Run, text: Path, chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

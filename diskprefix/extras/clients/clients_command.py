@@ -5,11 +5,12 @@ from __future__ import annotations
 import click
 from msgspec import to_builtins
 
-from diskprefix.cli.options import api_key_option, nonempty, url_option
+from diskprefix.cli.options import api_key_option, nonempty
 from diskprefix.cli.tooling import json_option, print_json
 from diskprefix.extras.clients.model_choice import ask_served
 from diskprefix.extras.clients.recipe import client_called, names, recipe, shown_names
 from diskprefix.extras.daemon_call import running_daemon
+from diskprefix.extras.own_daemon import daemon_url, url_option
 
 
 @click.command(short_help="Print the settings with which agents and libraries use the daemon.")
@@ -20,7 +21,7 @@ from diskprefix.extras.daemon_call import running_daemon
 )
 @api_key_option("The key, for a daemon with --api-keys. It is printed with the settings.", otherwise="this user's key")
 @json_option
-def clients(name: str | None, url: str, model: str | None, api_key: str | None, as_json: bool) -> None:
+def clients(name: str | None, url: str | None, model: str | None, api_key: str | None, as_json: bool) -> None:
     """Print the environment variables and files that make a client use the running daemon: its address, model and key,
     and how many tokens the model takes.
 
@@ -39,7 +40,9 @@ def clients(name: str | None, url: str, model: str | None, api_key: str | None, 
     Exit codes: 0 done; 1 no daemon answers; 2 wrong usage, or no such NAME.
     """
     name = name and client_called(name)
-    call = running_daemon(url, api_key, otherwise=f". There are settings for {', '.join(shown_names())}")
+    otherwise = f". There are settings for {', '.join(shown_names())}"
+    url = daemon_url(url, otherwise)
+    call = running_daemon(url, api_key, otherwise=otherwise)
     served = ask_served(call, url, model, api_key).served
     recipes = [recipe(each, served) for each in ([name] if name else names())]
     if as_json:

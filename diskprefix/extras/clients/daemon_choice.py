@@ -11,9 +11,10 @@ from urllib.parse import urlsplit
 from diskprefix.cli.options import policy_values, variable_of
 from diskprefix.cli.tooling import say
 from diskprefix.errors import NotReady, SettingsError
-from diskprefix.extras.clients.launched_daemon import STAYS, LaunchedDaemon, is_ours
+from diskprefix.extras.clients.launched_daemon import STAYS, LaunchedDaemon
 from diskprefix.extras.clients.model_choice import Choice, NotServed, ask_served, flags_of_model
 from diskprefix.extras.daemon_call import running_daemon
+from diskprefix.extras.own_daemon import own_urls, usual_url
 from diskprefix.settings import config_home, default_kv_cache_dir, state_home
 from diskprefix.store.folder import DATA
 from diskprefix.units import format_size, parse_size
@@ -24,22 +25,19 @@ def shared_daemon() -> LaunchedDaemon:
     return LaunchedDaemon(folder=config_home() / "launch", logs=state_home() / "launch")
 
 
-def find_daemon(stack: ExitStack, url: str, model: str | None, api_key: str | None, *flags: str) -> Choice:
+def find_daemon(stack: ExitStack, model: str | None, api_key: str | None, *flags: str) -> Choice:
     """Returns `model` (None: a model that agents can work with) at a daemon that keeps it until `stack` ends.
 
-    Tries this user's daemon at `url`, the usual address, then the daemons that launches share. A shared daemon with
-    another model ends if nobody uses it. Starts a new daemon with `flags` if need be. Raises `NotReady` if it does not
-    start, and raises as `ask_served` and `flags_of_model`.
+    Tries this user's daemons in the order of `own_urls`, then those that launches share. A shared daemon with another
+    model ends if nobody uses it. Starts a new daemon with `flags` if need be, at the usual port if that is free. Raises
+    `NotReady` if it does not start, and raises as `ask_served` and `flags_of_model`.
     """
-
     path = os.path.abspath(os.path.expanduser(model)) if model and os.path.exists(os.path.expanduser(model)) else ""
-    shared = shared_daemon()
-    if (
-        url not in {daemon.url() for daemon in shared.all()}
-        and is_ours(url)
-        and (choice := _served_at(url, model, api_key))
-    ):
-        return choice
+    shared, port = shared_daemon(), urlsplit(usual_url()).port or 0
+    launched = {daemon.url() for daemon in shared.all()}
+    for url in own_urls():
+        if url not in launched and (choice := _served_at(url, model, api_key)):
+            return choice
     for daemon in shared.candidates():
         while True:
             was_absent = daemon.url() is None
@@ -53,7 +51,7 @@ def find_daemon(stack: ExitStack, url: str, model: str | None, api_key: str | No
                     if is_new:
                         _say_start(flags)
                     policy = ("--policy", "agent")
-                    use = held.enter_context(daemon.use(urlsplit(url).port or 0, [*policy, *flags, *model_flags]))
+                    use = held.enter_context(daemon.use(port, [*policy, *flags, *model_flags]))
                     log_bytes = daemon.log.stat().st_size
                 try:
                     choice = None

@@ -11,13 +11,13 @@ from typing import Any
 from urllib.parse import quote
 
 import click
-from click.core import ParameterSource
 
-from diskprefix.cli.options import api_key_option, nonempty, url_option
+from diskprefix.cli.options import api_key_option, nonempty
 from diskprefix.cli.tooling import json_option, plain, print_json, print_table, say, status
-from diskprefix.errors import DiskPrefixError, SettingsError
+from diskprefix.errors import DiskPrefixError, NotReady, SettingsError
 from diskprefix.extras.clients.daemon_choice import shared_daemon
 from diskprefix.extras.daemon_call import process_of, running_daemon, state_of
+from diskprefix.extras.own_daemon import none_runs, own_urls, url_option
 from diskprefix.model.load.proposals import full_name
 from diskprefix.model.load.recommended_sampling import sampling_line
 from diskprefix.printable import printable_only, shown
@@ -38,8 +38,7 @@ _PROC = Path("/proc")
 @url_option()
 @api_key_option("The key named admin, for a daemon with --api-keys.")
 @json_option
-@click.pass_context
-def ps(context: click.Context, url: str, api_key: str | None, as_json: bool) -> None:
+def ps(url: str | None, api_key: str | None, as_json: bool) -> None:
     """Show the models that all daemons of this user, or the one at --url, have in memory: the memory that each needs
     and what is in it, when it was loaded, how requests that do not say it are sampled, and its requests. A prompt that
     is being computed is shown with the time left.
@@ -50,12 +49,16 @@ def ps(context: click.Context, url: str, api_key: str | None, as_json: bool) -> 
     diskprefix ps --url http://192.168.1.5:8642 --api-key "$KEY"
 
     \b
-    Exit codes: 0 done; 1 no daemon answers; 2 wrong usage, or the key is refused.
+    Exit codes: 0 done, also if no daemon of yours runs; 1 the daemon at --url does not answer; 2 wrong usage, or the
+    key is refused.
     """
-    rows = _rows(_urls(context, url), api_key)
+    urls = own_urls() if url is None else [url]
+    rows = _rows(urls, api_key)
     if as_json:
         print_json({"models": rows})
         return
+    if not urls:
+        say(none_runs())
     titles = ("model", "memory", "context", "loaded", "requests", "daemon")
     print_table(titles, map(_cells, rows), right=("memory", "context", "requests"), wrapped=())
     for row in rows:
@@ -77,12 +80,6 @@ def ps(context: click.Context, url: str, api_key: str | None, as_json: bool) -> 
                 click.echo(printable_only(f"{row['model']}: for {asked['label']}: {of_all}"))
 
 
-def _urls(context: click.Context, url: str) -> list[str]:
-    """Returns the address that was given with --url, or else the addresses of this user's daemons."""
-    is_named = context.get_parameter_source("url") is not ParameterSource.DEFAULT
-    return [url] if is_named else [*own_daemons().values()] or [url]
-
-
 def _rows(urls: list[str], api_key: str | None) -> list[dict[str, Any]]:
     """Returns the rows of all daemons. An error of one of several daemons is printed, and hides no other daemon. The
     error of an only daemon is raised."""
@@ -97,7 +94,7 @@ def _rows(urls: list[str], api_key: str | None) -> list[dict[str, Any]]:
     return rows
 
 
-def _in_memory(url: str, api_key: str | None) -> list[dict[str, Any]]:
+def _in_memory(url: str | None, api_key: str | None) -> list[dict[str, Any]]:
     """Returns a row for each model that a daemon has or loads, or a row without a model. Raises `NotReady` if no daemon
     answers, and `SettingsError` if it refuses the key."""
     call = running_daemon(url, api_key)
@@ -120,7 +117,7 @@ def _in_memory(url: str, api_key: str | None) -> list[dict[str, Any]]:
     return rows or [_row(url, {"phase": "unloaded"})]
 
 
-def _row(url: str, slot: dict[str, Any], props: dict[str, Any] | None = None) -> dict[str, Any]:
+def _row(url: str | None, slot: dict[str, Any], props: dict[str, Any] | None = None) -> dict[str, Any]:
     """Returns a row from what the router (`slot`) and the model's process (`props`) say."""
     model, running = (props["model"], props["running"]) if props else ({}, [])
     return {
@@ -175,8 +172,7 @@ def _ahead_line(ahead: dict[str, Any]) -> str:
 @url_option()
 @api_key_option("The key named admin, for a daemon with --api-keys.")
 @json_option
-@click.pass_context
-def stop(context: click.Context, model: str | None, url: str, api_key: str | None, as_json: bool) -> None:
+def stop(model: str | None, url: str | None, api_key: str | None, as_json: bool) -> None:
     """Unload MODEL from a daemon with several models or with --idle-unload; the next request loads it again. Without
     MODEL, end this user's daemon.
 
@@ -191,7 +187,9 @@ def stop(context: click.Context, model: str | None, url: str, api_key: str | Non
     \b
     Exit codes: 0 done; 1 no daemon answers; 2 wrong usage, no such model in memory, or the daemon is in use.
     """
-    urls = _urls(context, url)
+    urls = own_urls() if url is None else [url]
+    if not urls:
+        raise NotReady(none_runs())
     if model is not None:
         done = _unload(urls, model, api_key)
     elif len(urls) > 1:

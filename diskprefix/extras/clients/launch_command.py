@@ -15,20 +15,20 @@ from types import FrameType
 from urllib.parse import urlsplit
 
 import click
-from click.core import ParameterSource
 from msgspec.structs import replace
 
-from diskprefix.cli.options import api_key_option, nonempty, url_option
+from diskprefix.cli.options import api_key_option, nonempty
 from diskprefix.cli.tooling import confirmed, say, status
 from diskprefix.errors import SettingsError
 from diskprefix.extras.catalogue.adviser import LEAST_CONTEXT
 from diskprefix.extras.clients.agent_profile import AgentProfile
 from diskprefix.extras.clients.daemon_choice import find_daemon, shared_daemon
 from diskprefix.extras.clients.first_prompt_size import counted_tokens
-from diskprefix.extras.clients.launched_daemon import LaunchedDaemon, is_ours
+from diskprefix.extras.clients.launched_daemon import LaunchedDaemon
 from diskprefix.extras.clients.model_choice import Choice, NoAgentModel, NotServed, ask_served, flags_of_model
 from diskprefix.extras.clients.recipe import KnownAgent, Served, agent_called, agents, recipe
 from diskprefix.extras.daemon_call import running_daemon
+from diskprefix.extras.own_daemon import own_urls, url_option, usual_url
 from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.server.process.token_file import shown_link, token_for
 from diskprefix.units import counted, format_size, rough_duration
@@ -53,13 +53,11 @@ _SIGNAL_EXIT_CODE = 128
 @click.option("--print", "prints", is_flag=True, help="Show what would be done, and do nothing.")
 @click.option("--clean", is_flag=True, help="Remove what AGENT (or all agents) and launches wrote. Asks first.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
-@click.pass_context
 def launch(
-    context: click.Context,
     agent: str | None,
     arguments: tuple[str, ...],
     model: str | None,
-    url: str,
+    url: str | None,
     api_key: str | None,
     anyway: bool,
     prints: bool,
@@ -105,11 +103,10 @@ def launch(
     known = agent_called(agent)
     if clean:
         return _clean(shared, [known], yes=yes)
-    own_url = url if context.get_parameter_source("url") is not ParameterSource.DEFAULT else None
     if prints:
-        own_url = own_url or shared.url() or (url if is_ours(url) else None)
-        return _print_recipe(known, arguments, _served(own_url, url, model, api_key), shared.folder / known.name)
-    choose = partial(_choice, own_url, url, model, api_key, takes_any=anyway)
+        running = url or next(iter(own_urls()), None)
+        return _print_recipe(known, arguments, _served(running, model, api_key), shared.folder / known.name)
+    choose = partial(_choice, url, model, api_key, takes_any=anyway)
     return _start(shared, known, arguments, choose, requires_suitable=model is None and not anyway)
 
 
@@ -126,19 +123,17 @@ def _print_recipe(known: KnownAgent, arguments: Sequence[str], served: Served, p
     return 0
 
 
-def _choice(
-    own_url: str | None, url: str, model: str | None, api_key: str | None, stack: ExitStack, *, takes_any: bool
-) -> Choice:
+def _choice(url: str | None, model: str | None, api_key: str | None, stack: ExitStack, *, takes_any: bool) -> Choice:
     """Returns the model at the daemon that the user named, or else at the one that `find_daemon` finds or starts; with
     `takes_any` the embedded model where none suits agents."""
-    if own_url is not None:
-        return ask_served(running_daemon(own_url, api_key), own_url, model, api_key)
+    if url is not None:
+        return ask_served(running_daemon(url, api_key), url, model, api_key)
     try:
-        return find_daemon(stack, url, model, api_key)
+        return find_daemon(stack, model, api_key)
     except NoAgentModel:
         if not takes_any:
             raise
-        return find_daemon(stack, url, EMBEDDED.name, api_key)
+        return find_daemon(stack, EMBEDDED.name, api_key)
 
 
 def _start(
@@ -223,7 +218,7 @@ def _clean(shared: LaunchedDaemon, known: Sequence[KnownAgent], *, yes: bool) ->
     return 0
 
 
-def _served(running_url: str | None, url: str, model: str | None, api_key: str | None) -> Served:
+def _served(running_url: str | None, model: str | None, api_key: str | None) -> Served:
     """Returns the values of the daemon at `running_url`, or the known values of a daemon that would be started. This
     user's key is neither generated nor shown."""
     key = api_key or "KEY"
@@ -237,7 +232,7 @@ def _served(running_url: str | None, url: str, model: str | None, api_key: str |
     flags = flags_of_model(model, fetches=False)
     started = shlex.join(["diskprefix", "serve", "--policy", "agent", *flags])
     click.echo(f"No daemon serves this model. A launch would start `{started}`, which then names model and context:\n")
-    return Served(url=url, model=flags[-1] if flags else "MODEL", key=key, context=LEAST_CONTEXT)
+    return Served(url=usual_url(), model=flags[-1] if flags else "MODEL", key=key, context=LEAST_CONTEXT)
 
 
 def _not_by_proxy(url: str) -> dict[str, str]:

@@ -31,7 +31,7 @@ from diskprefix.errors import NotReady
 from diskprefix.extras.daemon_call import running_daemon
 from diskprefix.printable import shown
 from diskprefix.private_file import make_private_folder
-from diskprefix.server.process.token_file import UNPUBLISHED, daemon_at, token_for
+from diskprefix.server.process.token_file import UNPUBLISHED, daemon_at
 
 SERVE = (sys.executable, "-P", "-m", "diskprefix", "serve")
 """Without -P, Python would run a `diskprefix` of the current folder."""
@@ -248,11 +248,6 @@ class DaemonUse(Struct):
     url: str
     is_serving: bool = False
     """Whether the daemon has the model that the launch needs."""
-
-
-def is_ours(url: str) -> bool:
-    """Returns whether a daemon of this user listens at `url`, without sending it anything."""
-    return token_for(url) is not None
 
 
 def _free_port(usual: int) -> int:

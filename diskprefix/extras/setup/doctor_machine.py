@@ -17,11 +17,13 @@ from msgspec import Struct
 from diskprefix.cli.tooling import existing_folder
 from diskprefix.errors import CacheError, NotReady, SettingsError, StoreCorrupt, StoreFormatError
 from diskprefix.extras.daemon_call import running_daemon
+from diskprefix.extras.own_daemon import own_urls
 from diskprefix.file_system import REMOTE, VOLATILE, file_system, lost_with_container
 from diskprefix.model.load.imports import INSTALL
 from diskprefix.model.load.packed_weights import PackedFiles
 from diskprefix.printable import shown
 from diskprefix.private_file import distrusted_by_root
+from diskprefix.server.process.token_file import token_for
 from diskprefix.settings import Settings
 from diskprefix.store.folder import DATA, check_folder, disk_full, require_on_disk
 from diskprefix.store.statistics.savings import total_savings
@@ -90,6 +92,7 @@ def machine_findings(settings: Settings) -> Iterator[Finding]:
     yield from folder_findings(settings)
     yield packed_finding(settings)
     yield store_finding(settings)
+    yield daemon_finding()
     yield port_finding(settings)
 
 
@@ -187,8 +190,15 @@ def store_finding(settings: Settings) -> Finding:
         store.close()
 
 
+def daemon_finding() -> Finding:
+    """Returns the daemons of this user with what they serve, as other commands find them."""
+    states = {url: _get(url, "/health") for url in own_urls()}
+    served = {url: shown(str(state.get("model") or state.get("status", "no answer"))) for url, state in states.items()}
+    return Finding("your daemons", "ok", ", ".join(f"{url}: {what}" for url, what in served.items()) or "none runs")
+
+
 def port_finding(settings: Settings) -> Finding:
-    """Returns `ok` if the port is free or a healthy daemon answers on it."""
+    """Returns `ok` if the port is free or a healthy daemon of this user answers on it."""
     where = f"{settings.host}:{settings.port}"
     try:
         family, _, _, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
@@ -199,20 +209,24 @@ def port_finding(settings: Settings) -> Finding:
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             return Finding("port", "problem", f"{where}: {error.strerror or error}", "give another --host or --port")
-    status = _get(settings, "/health").get("status")
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    url = f"http://{host}:{settings.port}"
+    status = _get(url, "/health").get("status")
     if not isinstance(status, str):
         return Finding("port", "problem", f"{where} is used by another program", "stop it, or give another --port")
-    text = f"a daemon answers at {where}: {shown(status)}"
+    answers = f"daemon answers at {where}: {shown(status)}"
+    if token_for(url) is None:
+        advice = f"give `diskprefix serve` another --port; --url {url} uses that daemon"
+        return Finding("port", "note", f"another user's {answers}", advice)
     if status == "ok":
-        return Finding("port", "ok", text)
-    return Finding("port", "note", text, "its log and GET /health say why")
+        return Finding("port", "ok", f"your {answers}")
+    return Finding("port", "note", f"your {answers}", "its log and GET /health say why")
 
 
-def _get(settings: Settings, path: str) -> dict[str, Any]:
-    """Returns the answer of the daemon at the port, or an empty dict."""
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+def _get(url: str, path: str) -> dict[str, Any]:
+    """Returns the answer of the daemon at an address, or an empty dict."""
     try:
-        body = running_daemon(f"http://{host}:{settings.port}", None)("GET", path, None).body
+        body = running_daemon(url, None)("GET", path, None).body
     except NotReady:
         return {}
     return body if isinstance(body, dict) else {}

@@ -15,11 +15,12 @@ import click
 from click.core import ParameterSource
 from msgspec import Struct, field
 
-from diskprefix.cli.options import api_key_option, option, url_option
+from diskprefix.cli.options import api_key_option, option
 from diskprefix.cli.tooling import status
 from diskprefix.errors import DiskPrefixError, NotReady, SettingsError
 from diskprefix.extras.daemon_call import ConnectionBroken, Stream, running_daemon, streaming_daemon, wait_ready
 from diskprefix.extras.open_page import open_page
+from diskprefix.extras.own_daemon import daemon_url, url_option
 from diskprefix.printable import printable_only, shown
 from diskprefix.units import counted, format_duration
 
@@ -126,7 +127,7 @@ class Talk(Struct):
 @click.option("--browser", is_flag=True, help="Open the chat page in a browser; everything else is set there.")
 @url_option()
 @api_key_option("The key to send.", otherwise="the key that this user's agents send")
-def chat(browser: bool, url: str, api_key: str | None, **options: Any) -> None:
+def chat(browser: bool, url: str | None, api_key: str | None, **options: Any) -> None:
     """Talk to the model of a running daemon.
 
     A line below each reply shows how many tokens of the prompt were restored, and the time to the first token.
@@ -136,14 +137,15 @@ def chat(browser: bool, url: str, api_key: str | None, **options: Any) -> None:
         for name in options:
             if click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE:
                 raise SettingsError(f"--browser: --{name.replace('_', '-')} is set on the page; leave it out")
-        open_page(url, api_key, "chat")
+        open_page(daemon_url(url), api_key, "chat")
         return
+    url = daemon_url(url)
     with status(_WAITING) as say:
         wait_ready(running_daemon(url, api_key), url, say)
     converse(url, api_key, "", **options)
 
 
-def converse(url: str, api_key: str | None, prompt: str, *, system: Path | None, **fields: Any) -> None:
+def converse(url: str | None, api_key: str | None, prompt: str, *, system: Path | None, **fields: Any) -> None:
     """Answers standard input and `prompt`, or holds a conversation at a terminal. Each request has the `fields`. Raises
     `DiskPrefixError` if there is nothing to answer, or no answer."""
     try:
@@ -166,7 +168,7 @@ def converse(url: str, api_key: str | None, prompt: str, *, system: Path | None,
         pass
 
 
-def _one_turn(talk: Talk, url: str, api_key: str | None) -> bool:
+def _one_turn(talk: Talk, url: str | None, api_key: str | None) -> bool:
     """Reads a message or a command, and answers it. Returns False at the end of the conversation."""
     try:
         text = input("> ").strip()
@@ -204,7 +206,7 @@ def _one_turn(talk: Talk, url: str, api_key: str | None) -> bool:
     return True
 
 
-def _wait_for_daemon(url: str, api_key: str | None) -> None:
+def _wait_for_daemon(url: str | None, api_key: str | None) -> None:
     """Waits for a daemon that stopped. Ctrl+C ends the wait."""
     call = running_daemon(url, api_key)
     with suppress(KeyboardInterrupt):

@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from diskprefix.cli.options import nonempty
 from diskprefix.extras.clients.daemon_choice import find_daemon
@@ -36,10 +35,7 @@ cannot be fetched.
 )
 @click.argument("model", callback=nonempty)
 @click.argument("prompt", nargs=-1)
-@click.pass_context
-def run(
-    context: click.Context, /, model: str, prompt: tuple[str, ...], url: str, api_key: str | None, **options: Any
-) -> None:
+def run(model: str, prompt: tuple[str, ...], url: str | None, api_key: str | None, **options: Any) -> None:
     """Talk to MODEL: a short name or ORG/NAME[:QUANT] of the hub (fetched if necessary), a folder or a .gguf file.
 
     With PROMPT, print one reply and exit. Piped input goes before PROMPT, or is the prompt.
@@ -50,8 +46,8 @@ def run(
     nobody uses the daemon, a daemon with that model replaces it. With --url, no daemon is started.
     """
     with ExitStack() as stack:
-        if context.get_parameter_source("url") is ParameterSource.DEFAULT:
-            served = find_daemon(stack, url, model, api_key, *STAYS).served
+        if url is None:
+            served = find_daemon(stack, model, api_key, *STAYS).served
         else:
             served = ask_served(running_daemon(url, api_key), url, model, api_key).served
         converse(served.url, api_key, " ".join(prompt), model=served.model, **options)

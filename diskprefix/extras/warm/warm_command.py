@@ -12,7 +12,7 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.cli.options import api_key_option, option, url_option
+from diskprefix.cli.options import api_key_option, option
 from diskprefix.cli.tooling import print_json, say, status
 from diskprefix.errors import InvalidRequest, NotReady, SettingsError
 from diskprefix.extras.clients.daemon_choice import shared_daemon
@@ -20,6 +20,7 @@ from diskprefix.extras.clients.first_prompt import first_prompt
 from diskprefix.extras.clients.model_choice import ask_served
 from diskprefix.extras.clients.recipe import Served, agent_called
 from diskprefix.extras.daemon_call import Answer, Call, Say, running_daemon
+from diskprefix.extras.own_daemon import daemon_url, url_option
 from diskprefix.extras.warm.warm_prompts import AgentItem, Json, WarmItem, read_items
 from diskprefix.printable import printable_only, shown
 from diskprefix.units import counted
@@ -110,7 +111,7 @@ def warm(
     system: bool,
     json: bool,
     model: str | None,
-    url: str,
+    url: str | None,
     api_key: str | None,
 ) -> int:
     """Compute prompts and save their state on disk before the first request needs them.
@@ -137,6 +138,7 @@ def warm(
         raise SettingsError("--scope: off keeps nothing, so there is nothing to warm")
     started = time.monotonic()
     results: list[WarmResult] = []
+    url = daemon_url(url)
     call = running_daemon(url, api_key)
     served = ask_served(call, url, model, api_key).served
     target = Target(call, served.model)

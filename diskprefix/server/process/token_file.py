@@ -112,9 +112,11 @@ def token_for(url: str) -> str | None:
 
 
 def own_daemons() -> dict[int, str]:
-    """Returns the processes of this user's daemons that listen on ports of this machine, each with an address."""
+    """Returns the processes of this user's daemons that listen on ports of this machine, each with an address, those
+    that were started last first. Root also finds the systemd service."""
     daemons: dict[int, str] = {}
-    for file in sorted((cache_home() / _FOLDER).glob("[!.]*_*")):
+    files = [file for folder in (cache_home() / _FOLDER, _OF_THE_SERVICE) for file in folder.glob("[!.]*_*")]
+    for file in sorted(files, key=_made_at, reverse=True):
         with suppress(OSError, ValueError):
             if (read := _read(file)) is not None:
                 host, _, port = file.name.rpartition("_")
@@ -173,6 +175,12 @@ def _read(file: Path) -> tuple[int, str] | None:
             pid, _, token = opened.read(_MAX_BYTES).decode("ascii").partition(" ")
             return int(pid), token
         return None
+
+
+def _made_at(file: Path) -> float:
+    with suppress(OSError):
+        return file.stat().st_mtime
+    return 0.0
 
 
 def _names(listener: socket.socket) -> list[str]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import click
 
-from diskprefix.cli.options import api_key_option, url_option
+from diskprefix.cli.options import api_key_option
 from diskprefix.extras.open_page import open_page
+from diskprefix.extras.own_daemon import daemon_url, url_option
 
 
 @click.command(short_help="Open the dashboard in a browser.")
 @url_option()
 @api_key_option("The key named admin, for a daemon with --api-keys.", otherwise="the token of your daemon")
 @click.option("--print", "prints", is_flag=True, help="Print the link, token included, instead of opening it.")
-def dashboard(url: str, api_key: str | None, prints: bool) -> None:
+def dashboard(url: str | None, api_key: str | None, prints: bool) -> None:
     """Open the dashboard of the running daemon in a browser. If there is no browser, print the link.
 
     The link contains a token of the daemon, so the page shows the texts of prompts. The token ends with the daemon:
@@ -27,4 +28,4 @@ def dashboard(url: str, api_key: str | None, prints: bool) -> None:
     \b
     Exit codes: 0 done; 1 no daemon answers; 2 wrong usage.
     """
-    open_page(url, api_key, prints=prints)
+    open_page(daemon_url(url), api_key, prints=prints)

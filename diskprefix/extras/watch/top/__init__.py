@@ -6,16 +6,17 @@ import sys
 
 import click
 
-from diskprefix.cli.options import api_key_option, option, url_option
+from diskprefix.cli.options import api_key_option, option
 from diskprefix.errors import SettingsError
 from diskprefix.extras.daemon_call import running_daemon
+from diskprefix.extras.own_daemon import daemon_url, url_option
 
 
 @click.command(short_help="Watch the daemon.")
 @url_option()
 @api_key_option("The key named admin, for a daemon with --api-keys.")
 @option("--model", help="The model to watch, if the daemon has several. Default: one that is loaded.")
-def top(url: str, api_key: str | None, model: str | None) -> None:
+def top(url: str | None, api_key: str | None, model: str | None) -> None:
     """Show the running daemon until `q` or Ctrl-C: its requests, memory, store and problems, and the cache's decisions
     for the last requests.
 
@@ -30,6 +31,7 @@ def top(url: str, api_key: str | None, model: str | None) -> None:
         raise SettingsError("top needs a terminal; scripts read /dashboard/state")
     from diskprefix.extras.watch.top.live import Source, show
 
+    url = daemon_url(url)
     call = running_daemon(url, api_key)
     # A server that accepts connections and never answers is recognised soonest here.
     call("GET", "/health", None)
