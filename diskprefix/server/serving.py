@@ -12,7 +12,7 @@ from msgspec import Struct
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.errors import ModelNotFound
 from diskprefix.model.load.gguf_file import model_stem
-from diskprefix.model.load.proposals import full_name, short_name
+from diskprefix.model.load.proposals import names_meant, short_name
 from diskprefix.printable import shown
 from diskprefix.server.built_in_names import BuiltInNames, without_latest
 from diskprefix.server.threads import Threads
@@ -75,7 +75,7 @@ class Serving(Struct, frozen=True, eq=False):
             return
         require_model_name(name)
         is_file = without_latest(name) == model_stem(self.engine.origin)
-        if self.takes_any_name or self.model_name == full_name(name) or is_file:
+        if self.takes_any_name or self.model_name in names_meant(name) or is_file:
             return
         if not self.built_in_names.has(name, self.model_name):
             raise ModelNotFound(f"model '{shown(name)}' is not served here; {self._instead_of(name)}", param="model")

@@ -739,6 +739,15 @@ def test_a_daemon_whose_launch_was_killed_is_ended_by_the_next_or_by_restoring(r
     assert not place.launches.exists()
 
 
+def test_a_model_that_cannot_be_had_ends_no_daemon(run: Run, place: Place) -> None:
+    process = left_daemon(place)
+    ended = run("launch", "goose", "--model", "qwen3.5:27b")
+    assert (ended.exit_code, "qwen3.5:2b, qwen3.5:4b, qwen3.5:9b" in ended.stderr) == (2, True)
+    assert process.poll() is None
+    assert run("launch", "--clean", "--yes").exit_code == 0
+    assert process.wait() == -signal.SIGTERM
+
+
 def test_a_start_that_is_cut_off_leaves_no_daemon_or_one_that_is_found(
     run: Run, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:

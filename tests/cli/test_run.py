@@ -10,15 +10,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
+from diskprefix.errors import NotReady
 from diskprefix.extras.catalogue import pull_command
 from diskprefix.extras.clients import daemon_choice, daemons_command, model_choice
+from diskprefix.extras.talk import run_command
 from diskprefix.model.load.proposals import full_name, meant_name
 from tests.cli.conftest import Run
-from tests.cli.small_daemon import small_daemon
+from tests.cli.small_daemon import models, small_daemon
 
 QWEN = "unsloth/Qwen3.5-4B-GGUF:Q4_K_M"
 RUNNING: dict[str, Any] = {
@@ -200,6 +202,30 @@ def test_a_daemon_that_refuses_the_key_hides_no_other(run: Run, monkeypatch: pyt
         run("ps").assert_refused(2, "--api-key: only admin")
 
 
+@pytest.mark.usefixtures("own_places")
+def test_run_without_a_model_talks_to_the_one_that_runs_or_else_to_the_embedded_one(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str | None] = []
+
+    def find(_stack: object, model: str | None, _key: object, *_flags: str) -> NoReturn:
+        asked.append(model)
+        raise NotReady("enough")
+
+    monkeypatch.setattr(run_command, "find_daemon", find)
+    empty = [(200, {"data": []})]
+    with small_daemon(models=empty) as first, small_daemon(models=[models({"id": "oak"})]) as second:
+        monkeypatch.setattr(run_command, "own_urls", lambda: [first.url, second.url])
+        ended = run("run")
+        assert ended.stderr == f"talking to oak, which your daemon at {second.url} has\nerror: enough\n"
+        monkeypatch.setattr(run_command, "own_urls", lambda: [first.url])
+        ended = run("run")
+    assert ended.stderr.startswith(
+        "talking to the embedded model, SmolLM2-135M-Instruct; `diskprefix list --available`"
+    )
+    assert asked == ["oak", "SmolLM2-135M-Instruct"]
+
+
 def test_run_has_no_option_of_chat_that_it_does_not_obey(run: Run) -> None:
     run("run", "m", "--browser").assert_refused(2, "--browser")
 
@@ -260,7 +286,7 @@ def test_a_short_name_is_taken_wherever_a_model_is_named(
     for command in (["pull", "qwen3.5:5b"], ["run", "qwen3.5:5b"], ["launch", "goose", "--model", "qwen3.5:5b"]):
         monkeypatch.setattr("shutil.which", lambda name: name)
         monkeypatch.setattr(daemon_choice, "own_urls", list)
-        run(*command).assert_refused(2, "no model has the short name 'qwen3.5:5b'; did you mean qwen3.5:")
+        run(*command).assert_refused(2, "no model has the short name 'qwen3.5:5b'; did you mean qwen3.5:", "qwen3.5:9b")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "qwen3.5:4b").touch()
     assert meant_name("qwen3.5:4b") == "qwen3.5:4b", "a file of this name goes before"

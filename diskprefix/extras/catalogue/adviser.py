@@ -64,7 +64,7 @@ def attention_bytes(kv_bytes: float, num_tokens: int) -> int:
 
 def needs_of(row: ShortName) -> ModelNeeds:
     """Returns the memory that a model will need, from its shape: nothing has to be fetched."""
-    weights = {row.source.rpartition(":")[2]: row.weights_bytes + row.widened_bytes}
+    weights = {row.quant: row.weights_bytes + row.widened_bytes}
     if row.encoder_bytes:
         weights["bfloat16"] = row.encoder_bytes
     state = TokenState(2 * row.kv, 2 * row.windowed, row.window, positions=row.positions)

@@ -26,7 +26,7 @@ from diskprefix.model.load.found_models import OWNERS, found_models, models_belo
 from diskprefix.model.load.gguf_file import model_stem, part_paths, read_tensors
 from diskprefix.model.load.hub import cached_models
 from diskprefix.model.load.named_model import path_of, plain_name
-from diskprefix.model.load.proposals import full_name
+from diskprefix.model.load.proposals import names_meant
 from diskprefix.native import build
 from diskprefix.nearest import nearest
 from diskprefix.printable import first_line, shown
@@ -123,7 +123,7 @@ class Catalogue:
         `ModelNotFound` that names the nearest."""
         require_model_name(name)
         by_name = self._by_name
-        for asked in (name, name.removesuffix(":latest"), full_name(name)):
+        for asked in (name, name.removesuffix(":latest"), *names_meant(name)):
             if asked in by_name:
                 return by_name[asked]
         hint = f"there are {listed([model.name for model in self._models])}" if by_name else none_known()

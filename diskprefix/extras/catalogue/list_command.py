@@ -31,7 +31,7 @@ from diskprefix.model.load.fit import Fit, fitted
 from diskprefix.model.load.gguf_file import QUANT, model_stem, part_paths, read_tensors
 from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.model.load.packed_weights import PackedFiles
-from diskprefix.model.load.proposals import ShortName, short_name
+from diskprefix.model.load.proposals import ShortName, meant_name, short_name
 from diskprefix.model.load.recommended_sampling import sampling_defaults, sampling_line
 from diskprefix.model.quants.quant_form import FILE_FORMS
 from diskprefix.printable import first_line, printable_only, shown
@@ -309,7 +309,7 @@ def _named(name: str, settings: Settings) -> KnownModel:
         if not is_here or os.sep not in name:
             return Catalogue(settings).find(name)
     except ModelNotFound:
-        if name == EMBEDDED.name:
+        if meant_name(name) == EMBEDDED.name:
             return embedded(settings)
         if not is_here and (otherwise := _served_otherwise(settings)):
             problem = f"no model is called {shown(name)!r}, and no file or folder; there is {otherwise[0].name}"

@@ -16,11 +16,13 @@ from diskprefix.errors import ModelError, SettingsError
 from diskprefix.extras.catalogue.adviser import cost_text
 from diskprefix.extras.catalogue.catalogue import KnownModel
 from diskprefix.extras.catalogue.list_command import row_of
+from diskprefix.model.load.embedded import EMBEDDED, embedded_file
 from diskprefix.model.load.fit import fitted
 from diskprefix.model.load.found_models import found_model
 from diskprefix.model.load.gguf_file import offer_packs
 from diskprefix.model.load.hub import HubListing, cached_models, fetched_model, files_to_remove
 from diskprefix.model.load.memory import available_ram_bytes
+from diskprefix.model.load.named_model import is_embedded
 from diskprefix.model.load.packed_weights import PackedFiles
 from diskprefix.model.load.proposals import meant_name, require_repository, short_name
 from diskprefix.nearest import nearest
@@ -59,8 +61,11 @@ def pull(name: str, packs: bool, as_json: bool) -> None:
     if "/" not in name and (model := found_model(name)) is not None and not model.problem:
         raise SettingsError(f"{model.owner} has {name} on this machine: diskprefix serve --model {shlex.quote(name)}")
     name = require_repository(name)
-    path = fetch(name, "pull", with_packs=packs)
-    fetched = next((known for known, place in cached_models() if place.samefile(path)), None)
+    if is_embedded(name):
+        path, fetched = embedded_file(say), EMBEDDED.name
+    else:
+        path = fetch(name, "pull", with_packs=packs)
+        fetched = next((known for known, place in cached_models() if place.samefile(path)), None)
     if fetched is None:
         raise ModelError(f"{name} holds no model: neither weights with a config.json nor .gguf files")
     if ":" in name and name.lower() != fetched.lower():

@@ -69,6 +69,8 @@ def find_daemon(stack: ExitStack, model: str | None, api_key: str | None, *flags
                     stack.enter_context(held.pop_all())
                     stack.callback(daemon.say_end, log_bytes, names_log=tuple(flags) != STAYS)
                     return choice
+            # A model that cannot be had ends no daemon.
+            flags_of_model(model)
             with daemon.mutex():
                 if daemon.end_unused():
                     break

@@ -18,7 +18,7 @@ from diskprefix.errors import DiskPrefixError, NotReady, SettingsError
 from diskprefix.extras.clients.daemon_choice import shared_daemon
 from diskprefix.extras.daemon_call import process_of, running_daemon, state_of
 from diskprefix.extras.own_daemon import none_runs, own_urls, url_option
-from diskprefix.model.load.proposals import full_name
+from diskprefix.model.load.proposals import names_meant
 from diskprefix.model.load.recommended_sampling import sampling_line
 from diskprefix.printable import printable_only, shown
 from diskprefix.server.process.token_file import own_daemons
@@ -205,7 +205,7 @@ def stop(model: str | None, url: str | None, api_key: str | None, as_json: bool)
 def _unload(urls: list[str], model: str, api_key: str | None) -> dict[str, str]:
     """Unloads a model. Raises `SettingsError` if no daemon has it in memory, or if it cannot be unloaded."""
     names = {row["model"]: row["url"] for row in _rows(urls, api_key) if row["model"] is not None}
-    name = next((name for name in (model, full_name(model)) if name in names), None)
+    name = next((name for name in (model, *names_meant(model)) if name in names), None)
     if name is None:
         loaded = ", ".join(map(shown, names)) or "none"
         raise SettingsError(f"{shown(model)} is not in memory; the models there are: {loaded}")

@@ -30,7 +30,7 @@ from diskprefix.extras.daemon_call import Call, full_url, key_for, wait_ready
 from diskprefix.model.load.hub import cached_model
 from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.model.load.named_model import own_path, plain_name
-from diskprefix.model.load.proposals import meant_name, require_repository, short_name
+from diskprefix.model.load.proposals import meant_name, names_meant, require_repository, short_name
 from diskprefix.printable import shown
 from diskprefix.settings import Settings
 from diskprefix.units import format_size
@@ -98,7 +98,7 @@ def _chosen(cards: list[dict[str, Any]], model: str | None, url: str) -> dict[st
     """Returns the card of `model`, or without a name the card of the best model."""
     if model is not None:
         # A file and a folder are served by their own names.
-        wanted = {model, meant_name(model), plain_name(model)}
+        wanted = {model, meant_name(model), plain_name(model), *names_meant(model)}
         named = [card for card in cards if wanted & {card["id"], *card.get("aliases", ())}]
         if not named:
             served = ", ".join(shown(card["id"]) for card in cards)
@@ -160,7 +160,8 @@ def flags_of_model(model: str | None, *, fetches: bool = True) -> list[str]:
     catalogue = open_catalogue(Settings())
     names = [name for known in catalogue.models() for name in (known.name, *known.aliases)] if catalogue else []
     if model is not None:
-        return [] if {model, meant_name(model)} & {*names} else ["--model", _find_model(model, fetches=fetches)]
+        is_known = not {model, meant_name(model), *names_meant(model)}.isdisjoint(names)
+        return [] if is_known else ["--model", _find_model(model, fetches=fetches)]
     if catalogue or any(os.environ.get(variable_of(flag)) for flag in ("--model", "--models-dir", "--models-file")):
         return []
     with status("reading headers of models …"):

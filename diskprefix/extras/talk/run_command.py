@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import click
 
 from diskprefix.cli.options import nonempty
+from diskprefix.cli.tooling import say
+from diskprefix.errors import NotReady, SettingsError
 from diskprefix.extras.clients.daemon_choice import find_daemon
 from diskprefix.extras.clients.launched_daemon import STAYS
 from diskprefix.extras.clients.model_choice import ask_served
 from diskprefix.extras.daemon_call import running_daemon
+from diskprefix.extras.own_daemon import own_urls
 from diskprefix.extras.talk.chat_command import chat, converse
+from diskprefix.model.load.embedded import EMBEDDED
 
 _EPILOG = """\b
 Examples:
+  diskprefix run                                     the model that runs, or else the embedded one
   diskprefix run qwen3.5:4b
   diskprefix run qwen3.5:4b "Name three rivers."
   diskprefix run unsloth/Qwen3.5-4B-GGUF:Q8_0 "Summarise this file." < notes.txt
@@ -33,10 +38,11 @@ cannot be fetched.
     epilog=_EPILOG,
     params=[each for each in chat.params if each.name not in ("model", "browser")],
 )
-@click.argument("model", callback=nonempty)
+@click.argument("model", required=False, callback=nonempty)
 @click.argument("prompt", nargs=-1)
-def run(model: str, prompt: tuple[str, ...], url: str | None, api_key: str | None, **options: Any) -> None:
+def run(model: str | None, prompt: tuple[str, ...], url: str | None, api_key: str | None, **options: Any) -> None:
     """Talk to MODEL: a short name or ORG/NAME[:QUANT] of the hub (fetched if necessary), a folder or a .gguf file.
+    Without MODEL, talk to the one that your daemon has in memory, or else to the embedded one.
 
     With PROMPT, print one reply and exit. Piped input goes before PROMPT, or is the prompt.
 
@@ -47,7 +53,18 @@ def run(model: str, prompt: tuple[str, ...], url: str | None, api_key: str | Non
     """
     with ExitStack() as stack:
         if url is None:
-            served = find_daemon(stack, model, api_key, *STAYS).served
+            served = find_daemon(stack, model or _running_model(api_key), api_key, *STAYS).served
         else:
             served = ask_served(running_daemon(url, api_key), url, model, api_key).served
         converse(served.url, api_key, " ".join(prompt), model=served.model, **options)
+
+
+def _running_model(api_key: str | None) -> str:
+    """Returns the model of the first of this user's daemons that serves one, or else the embedded model; says which."""
+    for url in own_urls():
+        with suppress(NotReady, SettingsError):
+            name = ask_served(running_daemon(url, api_key), url, None, api_key).served.model
+            say(f"talking to {name}, which your daemon at {url} has")
+            return name
+    say(f"talking to the embedded model, {EMBEDDED.name}; `diskprefix list --available` lists others")
+    return EMBEDDED.name

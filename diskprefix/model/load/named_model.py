@@ -14,7 +14,7 @@ from diskprefix.model.load.found_models import found_model, found_models
 from diskprefix.model.load.gguf_file import model_stem, part_paths, require_gguf
 from diskprefix.model.load.hub import cached_model, cached_models, gguf_models_in, is_gguf_model
 from diskprefix.model.load.manifests import is_blob
-from diskprefix.model.load.proposals import SHORT_NAMES, short_names
+from diskprefix.model.load.proposals import short_names, short_names_hint
 from diskprefix.nearest import nearest
 from diskprefix.printable import escaped
 from diskprefix.progress import Report
@@ -109,7 +109,7 @@ def require_named(model: str | None, flag: str, *, with_weights: bool = False) -
         near = _nearest(model, [EMBEDDED.name, *_models_beside(path), *here, *short_names()])
         raise ModelError(
             f"{flag}: {model!r} is no file or folder here, no model of `diskprefix list`, names of the hub are "
-            f"org/name, and {SHORT_NAMES}{near}"
+            f"org/name, and {short_names_hint(model)}{near}"
         )
 
 

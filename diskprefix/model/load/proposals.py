@@ -58,7 +58,7 @@ deepseek-r1:8b unsloth/DeepSeek-R1-0528-Qwen3-8B-GGUF:Q4_K_M 8.19 - 151936 4096 
 deepseek-r1:1.5b bartowski/DeepSeek-R1-Distill-Qwen-1.5B-GGUF:Q4_K_M 1.78 - 151936 1536 no 28x2x128x6 - - - 4.8 128 no
 smollm2:1.7b HuggingFaceTB/SmolLM2-1.7B-Instruct-GGUF:Q4_K_M 1.71 - 49152 2048 yes 24x32x64x1 - - - 4.8 8 no
 smollm2:360m bartowski/SmolLM2-360M-Instruct-GGUF:Q4_K_M 0.362 - 49152 960 yes 32x5x64x3 - - - 4.8 8 no
-smollm2:135m bartowski/SmolLM2-135M-Instruct-GGUF:Q4_K_M 0.1345 - 49152 576 yes 30x3x64x3 - - - 4.8 8 no
+smollm2:135m SmolLM2-135M-Instruct 0.1345 - 49152 576 yes 30x3x64x3 - - - 5 8 no
 """
 """The table of models. Parameters are in billions, without the encoder of pictures; a mixture reads only a part of them
 for each token. Parts in 16 bits have these in memory, whatever the file has. Tied: the table of tokens is the last
@@ -68,15 +68,19 @@ the files; files of Qwen2.5 have the table of tokens twice. Bits are bits per we
 two matrices is Q6_K), 5.1 where the file's maker gives some layers more, 4.5 in MXFP4 with attention in Q8_0. Good
 enough for agents are models whose makers publish tool calls of many turns, from 4 billion parameters on: this was not
 measured here."""
+EMBEDDED_NAME = "SmolLM2-135M-Instruct"
+"""The model that needs no hub: its file is in a package of the Python package index. It is the one that has no quant in
+the table, and has Q4_1."""
 _LATEST = {
     **{name: f"{name}:{size}" for name, size in (("llama3.1", "8b"), ("llama3.2", "3b"), ("qwen3", "8b"))},
     **{name: f"{name}:{size}" for name, size in (("qwen2.5-coder", "7b"), ("qwen3-coder", "30b"), ("gemma3", "4b"))},
     **{name: f"{name}:{size}" for name, size in (("gemma4", "e4b"), ("gpt-oss", "20b"), ("devstral", "24b"))},
     **{name: f"{name}:{size}" for name, size in (("ministral-3", "8b"), ("mistral", "7b"), ("phi4", "14b"))},
-    **{name: f"{name}:{size}" for name, size in (("phi4-mini", "3.8b"), ("granite4", "micro"), ("smollm2", "1.7b"))},
-    "deepseek-r1": "deepseek-r1:8b",
+    **{name: f"{name}:{size}" for name, size in (("phi4-mini", "3.8b"), ("granite4", "micro"), ("deepseek-r1", "8b"))},
+    **{name: f"{name}:{size}" for name, size in (("qwen3.5", "9b"), ("qwen3.6", "35b"), ("smollm2", "135m"))},
 }
-"""Names without a tag, which mean one of the sizes."""
+"""Names without a tag, which mean the size that Ollama takes, but for `smollm2`: the one that is here without a hub. A
+family is not in it if Ollama takes a size that is not in the table."""
 _NARROW_BITS, _BLOCK_NUMBERS = 5.6, 256
 """Bits per weight in Q4_K_M if rows do not fill blocks of 256 numbers: other quants are used instead."""
 Q4_K_M_BITS = 4.8
@@ -102,6 +106,10 @@ class ShortName(Struct, frozen=True, kw_only=True):
     bits: float
     positions: int
     suits_agents: bool
+
+    @property
+    def quant(self) -> str:
+        return self.source.partition(":")[2] or "Q4_1"
 
     @property
     def weights_bytes(self) -> int:
@@ -195,7 +203,19 @@ def full_name(model: str) -> str:
     return model if (row := short_name(model)) is None else row.source
 
 
-SHORT_NAMES = "`diskprefix list --available` lists the short names"
+def names_meant(model: str) -> tuple[str, ...]:
+    """Returns the other names of the model of a short name: with its tag, as Ollama has it, and its repository."""
+    return () if (row := short_name(model)) is None else (row.name, row.source)
+
+
+_SHORT_NAMES = "`diskprefix list --available` lists the short names"
+
+
+def short_names_hint(model: str) -> str:
+    """Returns the short names of the family of an unknown one (all sizes of `lfm2`), or else how to see all."""
+    family = model.lower().partition(":")[0]
+    sizes = [name for name in short_names() if name.partition(":")[0] == family]
+    return f"{family} has the short names {', '.join(sizes)}" if sizes else _SHORT_NAMES
 
 
 def meant_name(model: str) -> str:
@@ -206,13 +226,14 @@ def meant_name(model: str) -> str:
     # It imports what reads models, and no start of a command needs it.
     from diskprefix.model.load.found_models import found_model
 
-    return name if found_model(model) is None else model
+    return next((known for known in (model, *names_meant(model)) if found_model(known) is not None), name)
 
 
 def require_repository(model: str) -> str:
-    """Returns `meant_name` of a model to fetch. Raises `SettingsError` for a name that no repository can have."""
-    if "/" not in (name := meant_name(model)):
+    """Returns `meant_name` of a model to fetch: a repository, or the embedded model. Raises `SettingsError` for a name
+    that no repository can have."""
+    if "/" not in (name := meant_name(model)) and name != EMBEDDED_NAME:
         near = nearest(model, short_names())
-        meant = f"did you mean {near}? " if near else ""
-        raise SettingsError(f"no model has the short name {shown(model)!r}; {meant}{SHORT_NAMES}; others are ORG/NAME")
+        hint = f"did you mean {near}? {short_names_hint(model)}" if near else short_names_hint(model)
+        raise SettingsError(f"no model has the short name {shown(model)!r}; {hint}; others are ORG/NAME")
     return name

@@ -8,11 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from diskprefix.errors import SettingsError
 from diskprefix.extras.catalogue import adviser, list_command, pull_command
 from diskprefix.extras.catalogue.adviser import advised, cost_text, memory_bytes, proposed
+from diskprefix.extras.catalogue.catalogue import Catalogue
 from diskprefix.memo import PREFILL_SPEEDS
+from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.model.load.hub import HubListing, split_name
-from diskprefix.model.load.proposals import full_name, short_name, short_names
+from diskprefix.model.load.proposals import full_name, meant_name, require_repository, short_name, short_names
+from diskprefix.settings import Settings, cache_home
 from diskprefix.units import format_size, rough_duration
 from tests.cli.conftest import Run
 from tests.cli.conftest import run as run
@@ -37,7 +41,7 @@ PUBLISHED = {
     "lfm2:8b": 5_040_000_000,
     "mistral:7b": 4_370_000_000,
     "smollm2:360m": 271_000_000,
-    "smollm2:135m": 105_454_432,
+    "smollm2:135m": EMBEDDED.gguf_bytes,
 }
 """The bytes of files on the hub, as other projects write them down: not from our formula."""
 COUNTED = {
@@ -65,9 +69,10 @@ def test_memory_of_the_table_is_near_what_is_counted_for_files(name: str, num_by
 
 def test_every_short_name_is_a_quant_of_a_repository_in_any_case_and_without_its_tag() -> None:
     for name, row in short_names().items():
-        repo, quant = split_name(row.source)
-        assert re.fullmatch(r"[\w.-]+/[\w.-]+", repo), name
-        assert quant in row.source.rpartition(":")[2], name
+        if row.source != EMBEDDED.name:
+            repo, quant = split_name(row.source)
+            assert re.fullmatch(r"[\w.-]+/[\w.-]+", repo), name
+            assert quant in row.quant, name
         assert full_name(name.upper()) == full_name(f"{name}:latest") == row.source
         assert short_name(row.source.lower()) is row
         assert 0 < row.used <= row.parameters
@@ -76,6 +81,31 @@ def test_every_short_name_is_a_quant_of_a_repository_in_any_case_and_without_its
     assert full_name("llama3.2") == short_names()["llama3.2:3b"].source
     assert full_name("Llama3.2") == full_name("llama3.2:latest")
     assert full_name("llama3.2:5b") == "llama3.2:5b"
+
+
+def test_a_name_without_a_tag_is_a_size_of_its_family_or_names_all_of_them() -> None:
+    of_ollama = {"qwen3.5": "qwen3.5:9b", "qwen3.6": "qwen3.6:35b", "llama3.2": "llama3.2:3b", "gpt-oss": "gpt-oss:20b"}
+    for family, name in of_ollama.items():
+        assert full_name(family) == short_names()[name].source
+    for family in {name.partition(":")[0] for name in short_names()}:
+        if (row := short_name(family)) is not None:
+            assert row.name.partition(":")[0] == family
+            continue
+        with pytest.raises(SettingsError) as refused:
+            require_repository(family)
+        assert [name for name in short_names() if name.startswith(family) and name not in refused.value.message] == []
+    with pytest.raises(SettingsError, match=r"qwen3\.5 has the short names qwen3\.5:2b, qwen3\.5:4b, qwen3\.5:9b"):
+        require_repository("qwen3.5:27b")
+
+
+@pytest.mark.parametrize("name", ["smollm2", "smollm2:135m", "SmolLM2:latest", "smollm2-135m-instruct"])
+def test_ollamas_names_of_the_embedded_model_are_the_embedded_model(name: str, run: Run, tmp_path: Path) -> None:
+    assert meant_name(name) == require_repository(name) == EMBEDDED.name
+    assert f'model = "{EMBEDDED.name}"' in run("serve", "--model", name, "--print-config").stdout
+    several = Catalogue(Settings(model=f"{EMBEDDED.name},org/other"))
+    assert several.find(name).name == EMBEDDED.name
+    assert str(tmp_path) in str(cache_home()), "it is not here"
+    run("show", name).assert_refused(3, f"{EMBEDDED.name} is not on this machine; `diskprefix serve` fetches it")
 
 
 @pytest.mark.parametrize(
