@@ -740,7 +740,7 @@ def test_a_daemon_whose_launch_was_killed_is_ended_by_the_next_or_by_restoring(r
 
 
 def test_a_model_that_cannot_be_had_ends_no_daemon(run: Run, place: Place) -> None:
-    process = left_daemon(place)
+    process = left_daemon(place, *launched_daemon.STAYS)
     ended = run("launch", "goose", "--model", "qwen3.5:27b")
     assert (ended.exit_code, "qwen3.5:2b, qwen3.5:4b, qwen3.5:9b" in ended.stderr) == (2, True)
     assert process.poll() is None

@@ -64,13 +64,14 @@ def find_daemon(stack: ExitStack, model: str | None, api_key: str | None, *flags
                     raise NotReady(daemon.failure()) if daemon.has_ended() else error from None
                 if choice is not None and not daemon.is_listening():
                     raise NotReady(f"the daemon at {use.url} is ending; try again")
-                if choice is not None:
-                    use.is_serving = True
+                # A daemon with another model ends below, unless the model cannot be had.
+                use.goes_on = True
+                if choice is None:
+                    flags_of_model(model)
+                else:
                     stack.enter_context(held.pop_all())
                     stack.callback(daemon.say_end, log_bytes, names_log=tuple(flags) != STAYS)
                     return choice
-            # A model that cannot be had ends no daemon.
-            flags_of_model(model)
             with daemon.mutex():
                 if daemon.end_unused():
                     break

@@ -138,7 +138,7 @@ class LaunchedDaemon:
                 yield use
         finally:
             with self.mutex():
-                goes_on = (use.is_serving and set(STAYS) <= set(self.flags())) or self.end_unused()
+                goes_on = (use.goes_on and set(STAYS) <= set(self.flags())) or self.end_unused()
             if process is not None and not goes_on:
                 process.wait()
 
@@ -246,8 +246,8 @@ class DaemonUse(Struct):
     """The use of a daemon by one launch."""
 
     url: str
-    is_serving: bool = False
-    """Whether the daemon has the model that the launch needs."""
+    goes_on: bool = False
+    """Whether a daemon with `STAYS` goes on when the use ends: it has answered."""
 
 
 def _free_port(usual: int) -> int:
