@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path, PurePath, PurePosixPath
+from threading import Lock
 from typing import Any
 
 from msgspec.structs import replace
@@ -22,6 +23,7 @@ from diskprefix.units import counted
 _PART = re.compile(r"(?P<model>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})")
 QUANT = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d|TQ\d|BF16|FP?16|FP?32|MXFP4|NVFP4)(?:_[A-Z0-9]+)*)$", re.IGNORECASE)
 """The quant at the end of a file's name."""
+_reading = Lock()
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.")
 
 
@@ -98,7 +100,9 @@ def offer_packs(gguf: Path, progress: Report) -> None:
 def read_tensors(parts: Sequence[Path]) -> tuple[GgufHeader, list[FileTensor]]:
     """Returns the header of the first part, and the tensors of all of them. Those of two models are remembered. Raises
     `ModelError` if a part is damaged or the parts do not belong to one model, and `OSError`."""
-    return _read_tensors(tuple(parts), tuple(map(file_stamp, parts)))
+    # The threads of a start ask for one header at the same time.
+    with _reading:
+        return _read_tensors(tuple(parts), tuple(map(file_stamp, parts)))
 
 
 @lru_cache(maxsize=2)

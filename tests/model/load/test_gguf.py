@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +14,9 @@ import pytest
 import torch
 
 from diskprefix.errors import ModelError
-from diskprefix.model.load import loader
+from diskprefix.model.load import gguf_file, loader
 from diskprefix.model.load.chat_template import render_template
+from diskprefix.model.load.gguf_header import GgufHeader, read_header
 from diskprefix.model.load.gguf_weights import GgufWeights
 from diskprefix.model.load.loader import LoadedModel, load_model
 from diskprefix.settings import Settings
@@ -41,6 +45,22 @@ def test_a_gguf_becomes_a_model_with_its_weights_tokenizer_and_template(gguf: Pa
     assert ids[0] == 1
     assert ids.count(2) == 1
     assert found.tokenizer.decode(ids) == text
+
+
+def test_threads_that_ask_for_one_header_read_it_once(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both_read, read = threading.Barrier(2), list[Path]()
+
+    def read_with_another(path: Path) -> GgufHeader:
+        read.append(path)
+        with suppress(threading.BrokenBarrierError):
+            both_read.wait(timeout=0.2)
+        return read_header(path)
+
+    monkeypatch.setattr(gguf_file, "read_header", read_with_another)
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(gguf_file.read_tensors, [[gguf], [gguf]])
+    assert first is second
+    assert read == [gguf]
 
 
 def test_all_stop_tokens_of_the_file_end_a_reply(gguf: Path) -> None:
