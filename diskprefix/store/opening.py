@@ -91,7 +91,8 @@ def open_environment(
             if checks or crash or lock.mark.needs_check(env.inode):
                 _check_file(env, lock, on_wait, crash)
             if not read_only:
-                lock.record_opening(env.inode, is_checked=env.is_checked)
+                # If another process has replaced the file meanwhile, the mark is that of the new one.
+                lock.record_opening(env.inode, is_checked=env.is_checked and env.is_in_place())
                 if crash:
                     os.truncate(path / CRASH, 0)
     except BaseException:

@@ -14,6 +14,7 @@ import stat
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -25,10 +26,10 @@ from diskprefix.errors import CacheError, StoreCorrupt, StoreFormatError, StoreU
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.store.compact import compact_folder, copy_store, rewrite_folder
 from diskprefix.store.environment import Environment
-from diskprefix.store.folder import CRASH, DATA, LOCK, FolderLock, crash_file
+from diskprefix.store.folder import CRASH, DATA, LOCK, FolderLock, crash_file, mark_made
 from diskprefix.store.housekeeping import Housekeeping
 from diskprefix.store.lmdb_engine import open_lmdb
-from diskprefix.store.opening import DAMAGED
+from diskprefix.store.opening import DAMAGED, inode_of, open_environment
 from diskprefix.store.schema import FORMAT_VERSION
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.store_file import OnCorruption
@@ -580,6 +581,25 @@ def test_folder_and_files_are_private(tmp_path: Path) -> None:
     open_store(folder).close()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert {stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()} == {0o600}
+
+
+def test_a_process_that_checked_a_file_leaves_the_mark_of_the_one_that_replaced_it_meanwhile(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = Environment.require_survivable
+
+    def replaced(env: Environment) -> None:
+        check(env)
+        shutil.copy(folder / DATA, folder / "new")
+        (folder / "new").replace(folder / DATA)
+        mark_made(folder)
+
+    monkeypatch.setattr(Environment, "require_survivable", replaced)
+    with closing(FolderLock(folder)):
+        env, lock = open_environment(folder, budget_bytes=BUDGET, read_only=False, checks=True, on_wait=None)
+        env.close()
+        lock.close()
+    assert json.loads((folder / LOCK).read_bytes())["file"] == inode_of(folder)
 
 
 @pytest.mark.parametrize("name", [b"theirs", b"meta"])

@@ -33,6 +33,7 @@ KEPT_SEEDS: dict[int, dict[int, str]] = {
         80001360: "a request waits for a read that never ends",
         110000402: "mdb_txn_begin: MDB_READERS_FULL: Environment maxreaders limit reached",
         130005700: "the memory of a tenant is gone because another one was purged",
+        150002563: "the mark is gone, and a process has the file open or was killed",
         140010164: "the last step has no spares",
     },
 }
