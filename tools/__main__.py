@@ -34,6 +34,7 @@ SECTIONS: dict[str, dict[str, Tool]] = {
     "Benchmarks": {
         "restart": Tool("benchmarks.restart", "Cold, and after kill -9: same prompt, next turn, other question."),
         "together": Tool("benchmarks.together", "Several requests at once, overtaking, pacing, speculative decoding."),
+        "swaps": Tool("benchmarks.swaps", "Two models behind one port with memory for one."),
         "step": Tool("benchmarks.step", "The time of each operator in a step, and of the Python around it."),
         "quality": Tool("benchmarks.quality", "Quantised weights and KV: perplexity and agreement."),
         "questions": Tool("benchmarks.questions", "Everyday questions by default sampling: right answers counted."),
