@@ -98,7 +98,7 @@ def test_a_daemon_and_each_command_write_what_only_the_user_may_read(
         ("compact",),
         ("verify", "--fix"),
         ("purge", entry, "--yes"),
-        ("import", place / "home/entry.safetensors"),
+        ("import", place / "home/entry.safetensors", "--trust"),
         ("purge", entry, "--yes", "--erase"),
     ):
         ended = run(*command, *at_cache)
