@@ -88,8 +88,9 @@ def _with_tokens(encoder: Encoder, draft: PromptDraft) -> PromptDraft:
 
 def added_tokens(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """Returns the tokens that a tokenizer puts before and after every text, such as BOS."""
-    (alone,) = tokenizer.backend_tokenizer.encode_batch([_PROBE], add_special_tokens=False)
-    (encoding,) = tokenizer.backend_tokenizer.encode_batch([_PROBE])
+    backend = tokenizer.backend_for([_PROBE])
+    (alone,) = backend.encode_batch([_PROBE], add_special_tokens=False)
+    (encoding,) = backend.encode_batch([_PROBE])
     begin = next((k for k, is_added in enumerate(encoding.special_tokens_mask) if not is_added), len(encoding.ids))
     return encoding.ids[:begin], encoding.ids[begin + len(alone.ids) :]
 
@@ -120,7 +121,7 @@ class TextParts:
     def _holds(tokenizer: Tokenizer, separators: list[str]) -> bool:
         """Tests whether separately encoded parts give the tokens of the whole: a tokenizer may have unknown steps."""
         parts = [separator + _PROBE.format(separator, separators[0]) for separator in separators[:8]]
-        whole, *alone = encode_texts(tokenizer.backend_tokenizer, ["".join(parts), *parts])
+        whole, *alone = encode_texts(tokenizer.backend_for(parts), ["".join(parts), *parts])
         cut = joined(zip(accumulate(map(len, parts), initial=0), alone, strict=False))
         return all(map(np.array_equal, whole, cut))
 
@@ -147,12 +148,12 @@ class PlainTexts:
     """Encodes texts like the tokenizer, except that some added tokens must not be found in them."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._backend = tokenizer.backend_tokenizer
+        self._tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder
         self._contents = {index: token.content for index, token in added.items()}
         control = control_texts(added)
         self._control = {index for index, token in added.items() if token.content in control}
-        self.has_normalized = self._backend.normalizer is not None and any(token.normalized for token in added.values())
+        self.has_normalized = tokenizer.has_normalizer and any(token.normalized for token in added.values())
         """True if a text may become a token that it does not spell: `＜s＞` may become `<s>`."""
 
     def encode(self, text: str, for_tokens: str, encoding: Encoding) -> Encoding:
@@ -197,16 +198,16 @@ class PlainTexts:
 
     def without_tokens(self, *added: str) -> Backend:
         """Returns the tokenizer with these added tokens only."""
-        backend = Backend(self._backend.model)
-        backend.normalizer, backend.pre_tokenizer = self._backend.normalizer, self._backend.pre_tokenizer
+        whole = self._tokenizer.backend_tokenizer
+        backend = Backend(whole.model)
+        backend.normalizer, backend.pre_tokenizer = whole.normalizer, whole.pre_tokenizer
         backend.add_tokens([AddedToken(text, normalized=False) for text in added])
         return backend
 
     def _characters(self, index: int) -> list[int]:
         """Returns the tokens of the characters of a token."""
-        return [
-            token.id for char in self._backend.id_to_token(index) or "" for token in self._backend.model.tokenize(char)
-        ]
+        backend = self._tokenizer.backend_tokenizer
+        return [token.id for char in backend.id_to_token(index) or "" for token in backend.model.tokenize(char)]
 
 
 class Encoder:
@@ -304,7 +305,7 @@ class Encoder:
         return self.processor is not None and not (bos and text.startswith(bos))
 
     def _encoded(self, texts: Sequence[str]) -> list[Encoding]:
-        return encode_texts(self._tokenizer.backend_tokenizer, texts)
+        return encode_texts(self._tokenizer.backend_for(texts), texts)
 
     @cached_property
     def _longest_token(self) -> int:

@@ -19,8 +19,7 @@ incomplete."""
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:
     """Returns the ids of a tokenizer's special tokens by their texts."""
-    added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
-    return {token.content: i for i, token in added.items() if token.special}
+    return {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
 class TextStream:
@@ -30,7 +29,7 @@ class TextStream:
     def __init__(
         self, tokenizer: Any, stop: tuple[str, ...], hidden: Collection[int], ends: Collection[int] = ()
     ) -> None:
-        self._backend = tokenizer.backend_tokenizer
+        self._tokenizer = tokenizer
         self._hidden, self._ends = hidden, ends
         self._stream = DecodeStream(skip_special_tokens=False)
         self._undecoded: list[int] = []
@@ -74,7 +73,7 @@ class TextStream:
 
     @cached_property
     def _bytes_of(self) -> TokenBytes:
-        return TokenBytes(self._backend)
+        return TokenBytes(self._tokenizer.backend_tokenizer)
 
     def _with_bytes(self, item: TokenLogprob, *, is_first: bool) -> TokenLogprob:
         data = self._bytes_of(item.token_id)
@@ -103,7 +102,7 @@ class TextStream:
         return pieces[cut][0] + "".join(map(self._text_of, ids[cut:]))
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self._backend.decode(ids, skip_special_tokens=False)
+        text: str = self._tokenizer.backend_with(ids).decode(ids, skip_special_tokens=False)
         return text
 
     def _step(self, token: int) -> str | None:
@@ -111,7 +110,8 @@ class TextStream:
         byte-fallback decoder replaces the whole run of bytes around it. The stream fails if it has already returned a
         part of this run. Then the rest is decoded separately, and a new stream continues."""
         try:
-            text: str | None = self._stream.step(self._backend, token)
+            backend = self._tokenizer.backend_with([*self._decoded, *self._undecoded])
+            text: str | None = self._stream.step(backend, token)
         except Exception:  # noqa: BLE001 (tokenizers raises nothing narrower)
             text = self._decode(self._undecoded)
             self._stream = DecodeStream(ids=list(self._undecoded), skip_special_tokens=False)

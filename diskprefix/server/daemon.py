@@ -50,6 +50,8 @@ EngineLoader: TypeAlias = "Callable[[Settings, Progress], Engine]"
 
 _LONG_STEP_S = 10.0
 """Seconds after which the status line says how long a step has taken."""
+_SETTLES_WITHIN_S = 60
+"""Seconds after which the daemon does not wait for requests to end before it does what the first ones do not need."""
 
 
 class Daemon:
@@ -81,6 +83,7 @@ class Daemon:
         self._load_engine = load_engine
         self._made_at = time.perf_counter()
         self._stopping = False
+        self._is_ending = threading.Event()
         self._is_decided = asyncio.Event()
         """Set when the daemon is ready, and when the load fails or the daemon stops."""
         self.inbox = Inbox(
@@ -186,6 +189,7 @@ class Daemon:
     async def drain(self, grace_s: float) -> None:
         """Refuses new and waiting requests, gives running ones `grace_s` seconds, then cancels them."""
         self._stopping = True
+        self._is_ending.set()
         self._is_decided.set()
         if self.serving is not None:
             await self.threads.run("stopping", self.serving.inbox.stop, grace_s)
@@ -219,7 +223,7 @@ class Daemon:
             # Prompts that are wholly stored are answered while the weights are read.
             serving.engine.finish_load()
             log.debug("[start] all weights are in memory after %.1f s", self._elapsed_s())
-            _log_template_cost(serving.renderer)
+            self._settle(serving)
         except DiskPrefixError as error:
             _call_soon(loop, self._failed, error)
         except BaseException as error:
@@ -276,6 +280,17 @@ class Daemon:
             loaded_at=int(time.time()),
             startup_s={name: round(s, 3) for name, s in (seconds | {"total": self._elapsed_s()}).items()},
         )
+
+    def _settle(self, serving: Serving) -> None:
+        """Does what the first requests do not need, once there is none, or after a while. Other threads wait for
+        it."""
+        for _ in range(_SETTLES_WITHIN_S):
+            if self._is_ending.wait(1.0):
+                return
+            if not self.in_flight.num:
+                break
+        serving.engine.tokenizer.make_whole()
+        _log_template_cost(serving.renderer)
 
     def _path(self) -> Path | None:
         """Returns the model's files, None if they are not here, or if the load will say what is wrong with them."""

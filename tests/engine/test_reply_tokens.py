@@ -19,6 +19,8 @@ from diskprefix.engine.detokenize import TextStream, special_tokens
 from diskprefix.engine.loop import Engine
 from diskprefix.engine.request import Constraint, FreeText, GenerateRequest, TokenLogprob
 from diskprefix.engine.thought_limit import ThoughtBudget, ThoughtLimit
+from diskprefix.model.load.folder_tokenizer import tokenizer_of_transformers
+from diskprefix.model.load.tokenizer import Tokenizer as OurTokenizer
 from tests.engine.driving import load, request, run_request, run_together, said, tokens, tokens_of
 from tests.model.tiny import SPECIAL_TOKENS, tokenizer
 
@@ -162,11 +164,11 @@ def test_a_thought_that_the_prompt_opened_is_ended_at_once_where_nothing_is_left
 
 # Text.
 
-_tokenizer: Any = tokenizer()
+_tokenizer: Any = tokenizer_of_transformers(tokenizer())
 
 
 def ids(text: str) -> list[int]:
-    encoded: list[int] = _tokenizer(text, add_special_tokens=False)["input_ids"]
+    encoded: list[int] = _tokenizer.encode(text, add_special_tokens=False)
     return encoded
 
 
@@ -260,7 +262,7 @@ def byte_fallback() -> Any:
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    return SimpleNamespace(backend_tokenizer=backend)
+    return OurTokenizer(backend, {})
 
 
 def streamed(*pieces: str | int, stop: tuple[str, ...] = ()) -> str:
@@ -326,7 +328,7 @@ def test_broken_bytes_are_not_decoded_again_and_again(monkeypatch: pytest.Monkey
         return "�" * len(ids)
 
     monkeypatch.setattr(detokenize, "DecodeStream", Stream)
-    out = TextStream(SimpleNamespace(backend_tokenizer=SimpleNamespace(decode=decode)), (), ())
+    out = TextStream(SimpleNamespace(backend_with=lambda _: SimpleNamespace(decode=decode)), (), ())
     counts = []
     for _ in range(2):
         for _ in range(1000):

@@ -30,10 +30,12 @@ from diskprefix.errors import ModelError
 from diskprefix.memo import PREFILL_SPEEDS
 from diskprefix.server import limits as reading
 from diskprefix.server import streaming
+from diskprefix.server.daemon import Daemon
 from diskprefix.server.engine_request import MAX_LOGPROBS
 from diskprefix.server.process import process
 from diskprefix.server.share import SESSION_HEADERS, Share
 from diskprefix.server.threads import _DEADLINE_S
+from diskprefix.settings import Settings
 from diskprefix.tenant_ids import group_of
 from diskprefix.thread_work import CHAT_TEMPLATE, begin_step, in_step
 from tests.server.daemon_process import open_raw, wait_until
@@ -725,3 +727,37 @@ def test_a_stop_ends_each_stream_with_an_error_of_its_api(
     assert ends["/v1/messages"]["error"]["type"] == "overloaded_error"
     failed = ends["/v1/responses"]
     assert (failed["type"], failed["response"]["error"]["message"]) == ("response.failed", stopping)
+
+
+class Settling:
+    """A daemon whose model is loaded, with `in_flight` requests at each look. It ends after `ends_after` looks."""
+
+    def __init__(self, in_flight: list[int], ends_after: int = 1000) -> None:
+        self._in_flight, self._ends_after, self.looks, self.done_after = in_flight, ends_after, 0, list[int]()
+        self.daemon = Daemon(Settings(), ScriptedEngine().load)
+        self.daemon._is_ending, self.daemon.in_flight = self, self  # type: ignore[assignment]
+        self.engine, self.tokenizer, self.renderer, self.template_source = self, self, self, ""
+
+    def wait(self, _seconds: float) -> bool:
+        self.looks += 1
+        return self.looks > self._ends_after
+
+    @property
+    def num(self) -> int:
+        return self._in_flight.pop(0)
+
+    def make_whole(self) -> None:
+        self.done_after.append(self.looks)
+
+
+@pytest.mark.parametrize(("in_flight", "looks"), [([0], 1), ([2, 1, 0], 3), ([1] * 60, 60)])
+def test_a_daemon_settles_once_no_request_runs(in_flight: list[int], looks: int) -> None:
+    settling = Settling(in_flight)
+    settling.daemon._settle(settling)  # type: ignore[arg-type]
+    assert settling.done_after == [looks]
+
+
+def test_a_daemon_that_ends_does_not_settle() -> None:
+    settling = Settling([1, 1], ends_after=2)
+    settling.daemon._settle(settling)  # type: ignore[arg-type]
+    assert (settling.looks, settling.done_after) == (3, [])

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from diskprefix.errors import ModelError
 from diskprefix.model.gguf.metadata import ENDS_OF_TURN, Metadata, shown
+from diskprefix.model.gguf.vocabulary_parts import VocabularyParts, pair_of
 from diskprefix.model.load.chat_template import fault_of_template
 from diskprefix.model.load.gguf_header import GgufHeader
-from diskprefix.model.load.tokenizer import Tokenizer
+from diskprefix.model.load.gguf_strings import StringPiece
+from diskprefix.model.load.tokenizer import Tokenizer, set_ends
 from diskprefix.printable import first_line
 
 if TYPE_CHECKING:
@@ -128,6 +131,16 @@ _ADDS_BOS = frozenset({*_LLAMA_3.split(), "tekken"})
 _TAKES_WORDS = _ADDS_BOS | {"minicpm5", "youtu", "glm4", "glm5"}
 """Tokenizers in which a word that is a token needs no merges."""
 
+_SAMPLES = (
+    "The quick brown fox, he's 12345 times over it!\n\n\t  for (i = 0; i < 10; ++i) {}\r\n   ",
+    "Größe naïve e\u0301 ½ ﬁ 日本語のテキスト 한국어 текст עברית नमस्ते 🙂👩‍👩‍👧\u200b\u0000\uffff",
+    "<|im_start|>user\n<|eot_id|></s> <|endoftext|>x"
+    + " " * 300
+    + "https://example.org/?q=aGVsbG8gd29ybGQ"
+    + "ab" * 200,
+)
+"""Texts of many kinds."""
+
 
 class _Keys:
     """The tokenizer's keys in a file, by names without their prefix."""
@@ -149,6 +162,13 @@ class _Keys:
     def flag(self, name: str, *, default: bool) -> bool:
         return self._metadata.tokenizer_flag(name, default=default)
 
+    def strings(self, name: str) -> StringPiece:
+        """Returns strings without making them. Raises `ModelError` for anything else."""
+        array = self._arrays.get(_PREFIX + name)
+        if array is None or (strings := array.strings) is None:
+            raise ModelError(f"the file's {_PREFIX}{name} are not strings")
+        return strings
+
     def array(self, name: str, count: int | None = None) -> Any:
         """Returns strings, or with `count` that many numbers. Raises `ModelError` for anything else."""
         if name not in self:
@@ -159,11 +179,12 @@ class _Keys:
         return content
 
 
-def make_tokenizer(header: GgufHeader) -> Tokenizer:
-    """Returns the tokenizer of a file, with its chat template. Raises `ModelError` with the name of a wrong key."""
-    from tokenizers import Tokenizer as Backend
-    from tokenizers import decoders, models
+def make_tokenizer(header: GgufHeader, *, in_parts: bool = False) -> Tokenizer:
+    """Returns the tokenizer of a file, with its chat template. Raises `ModelError` with the name of a wrong key.
 
+    With `in_parts`, a byte-level vocabulary is not made whole before it is needed, and neither it nor the templates are
+    checked: only for a file that `parts_are_exact`.
+    """
     keys = _Keys(header)
     kind = keys.get("model", "")
     if kind not in _KINDS:
@@ -172,23 +193,65 @@ def make_tokenizer(header: GgufHeader) -> Tokenizer:
         )
     if other := next((key for key in _OTHERS if key in header.values), None):
         raise ModelError(f"the file has two tokenizers: {_PREFIX}model and {other}")
-    tokens = keys.array("tokens")
-    if "" in tokens:
-        tokens = [token or f"[EMPTY_{number}]" for number, token in enumerate(tokens)]
-    tokens, mark = _distinct(tokens)
-    vocabulary = dict(zip(tokens, range(len(tokens)), strict=True))
+    strings = keys.strings("tokens") if in_parts and kind == "gpt2" else None
+    tokens: Sequence[str] | StringPiece
+    if strings is not None:
+        tokens, mark, numbers = strings, "", strings.numbers_of(ENDS_OF_TURN)
+    else:
+        tokens, mark = _distinct([token or f"[EMPTY_{number}]" for number, token in enumerate(keys.array("tokens"))])
+        numbers = dict(zip(tokens, range(len(tokens)), strict=True))
     special = _special(Metadata(header, ()), tokens)
-    backend = Backend(models.BPE())
-    decoded = _KINDS[kind](backend, keys, vocabulary, special.get("unk_token"))
+    added = _added_tokens(keys, tokens, [*special.values(), *(token for token in ENDS_OF_TURN if token in numbers)])
+    make = partial(_make, keys, mark, special, added)
+    if strings is None:
+        merges = _merges_by_score(keys, numbers) if kind == "llama" and "merges" not in keys else _merges(keys)
+        return Tokenizer(make(numbers, merges), special, chat_template=_templates(header))
+    parts = VocabularyParts(strings, keys.strings("merges"), [token.content for token in added], make)
+    return Tokenizer(parts.letters, special, chat_template=_templates(header), parts=parts)
+
+
+def _make(
+    keys: _Keys,
+    mark: str,
+    special: Mapping[str, str],
+    added: list[AddedToken],
+    vocabulary: dict[str, int],
+    merges: list[tuple[str, str]],
+) -> Backend:
+    """Returns a tokenizer of the library with these tokens and merges. `mark` is as in `_distinct`."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models
+
+    made, kind = Backend(models.BPE()), keys.get("model")
+    decoded = _KINDS[kind](made, keys, vocabulary, merges, special.get("unk_token"))
     decoded = [decoders.Replace(mark, ""), *decoded] if mark else decoded
-    backend.decoder = decoders.Sequence(decoded) if len(decoded) > 1 else decoded[0]
-    ends = (token for token in ENDS_OF_TURN if token in vocabulary)
-    backend.add_tokens(_added_tokens(keys, tokens, [*special.values(), *ends]))
-    made = Tokenizer(backend, special, chat_template=_templates(header))
-    adds_bos = keys.flag("add_bos_token", default=kind != "gpt2" or keys.get("pre") in _ADDS_BOS)
+    made.decoder = decoders.Sequence(decoded) if len(decoded) > 1 else decoded[0]
+    made.add_tokens([token for token in added if token.content in vocabulary])
     # Files of Gemma 4 from before April 2026 say that it is not added, and without it the model writes nonsense.
-    made.add_ends(bos=adds_bos or kind == "gemma4", eos=keys.flag("add_eos_token", default=False))
+    adds_bos = keys.flag("add_bos_token", default=kind != "gpt2" or keys.get("pre") in _ADDS_BOS) or kind == "gemma4"
+    adds_eos = keys.flag("add_eos_token", default=False)
+    ends = (("bos_token", adds_bos), ("eos_token", adds_eos))
+    bos, eos = (special.get(name) if is_added and special.get(name) in vocabulary else None for name, is_added in ends)
+    set_ends(made, bos, eos)
     return made
+
+
+def parts_are_exact(header: GgufHeader, whole: Tokenizer) -> bool:
+    """Returns whether parts of the vocabulary of a file give the tokens and texts of the `whole`."""
+    tokens = _Keys(header).array("tokens")
+    if "" in tokens or len(set(tokens)) < len(tokens):
+        return False
+    in_parts = make_tokenizer(header, in_parts=True)
+    if not in_parts.is_in_parts or len(in_parts) != len(whole):
+        return False
+    template = whole.chat_template
+    for text in (*_SAMPLES, *(template.values() if isinstance(template, dict) else [template or ""])):
+        [part], [expected] = (made.backend_for([text]).encode_batch([text]) for made in (in_parts, whole))
+        if (part.ids, part.offsets) != (expected.ids, expected.offsets):
+            return False
+        if in_parts.decode(part.ids) != whole.decode(part.ids):
+            return False
+    return True
 
 
 def _distinct(tokens: list[str]) -> tuple[list[str], str]:
@@ -206,14 +269,16 @@ def _distinct(tokens: list[str]) -> tuple[list[str], str]:
     return distinct, mark
 
 
-def _byte_level(made: Backend, keys: _Keys, vocabulary: dict[str, int], _unknown: str | None) -> list[Any]:
+def _byte_level(
+    made: Backend, keys: _Keys, vocabulary: dict[str, int], merges: list[tuple[str, str]], _unknown: str | None
+) -> list[Any]:
     """Sets up merges of pairs of bytes, which are written as characters. As all kinds, returns the decoders."""
     from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 
     name = keys.get("pre", "default")
     if name not in _PATTERNS:
         raise ModelError(f"the file's {_PREFIX}pre is {shown(name)}, and nothing here knows how that cuts text")
-    made.model = _merging(vocabulary, _merges(keys), ignore_merges=name in _TAKES_WORDS)
+    made.model = _merging(vocabulary, merges, ignore_merges=name in _TAKES_WORDS)
     if name in _COMPOSED:
         made.normalizer = normalizers.NFC()
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _PATTERNS[name]]
@@ -222,11 +287,12 @@ def _byte_level(made: Backend, keys: _Keys, vocabulary: dict[str, int], _unknown
     return [decoders.ByteLevel()]
 
 
-def _sentence_pieces(made: Backend, keys: _Keys, vocabulary: dict[str, int], unknown: str | None) -> list[Any]:
+def _sentence_pieces(
+    made: Backend, keys: _Keys, vocabulary: dict[str, int], merges: list[tuple[str, str]], unknown: str | None
+) -> list[Any]:
     """Sets up merges of pairs of characters. A blank is ▁. Characters without a token are written as bytes."""
     from tokenizers import decoders, normalizers
 
-    merges = _merges(keys) if "merges" in keys else _merges_by_score(keys, vocabulary)
     made.model = _merging(vocabulary, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown)
     normal: list[Any] = [normalizers.Replace(" ", "▁")]
     decoded: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -237,7 +303,7 @@ def _sentence_pieces(made: Backend, keys: _Keys, vocabulary: dict[str, int], unk
     return decoded
 
 
-_KINDS: Mapping[str, Callable[[Backend, _Keys, dict[str, int], str | None], list[Any]]] = {
+_KINDS: Mapping[str, Callable[[Backend, _Keys, dict[str, int], list[tuple[str, str]], str | None], list[Any]]] = {
     "gpt2": _byte_level,
     "llama": _sentence_pieces,
     "gemma4": _sentence_pieces,
@@ -255,7 +321,7 @@ def _merging(vocabulary: dict[str, int], merges: list[tuple[str, str]], **option
 
 
 def _merges(keys: _Keys) -> list[tuple[str, str]]:
-    return [(left, right) for left, _, right in (merge.partition(" ") for merge in keys.array("merges"))]
+    return list(map(pair_of, keys.array("merges")))
 
 
 def _merges_by_score(keys: _Keys, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
@@ -289,14 +355,14 @@ def _followed(links: Sequence[int], number: int) -> Iterator[int]:
         yield number
 
 
-def _special(metadata: Metadata, tokens: Sequence[str]) -> dict[str, str]:
+def _special(metadata: Metadata, tokens: Sequence[str] | StringPiece) -> dict[str, str]:
     """Returns the texts of special tokens by transformers' names."""
     is_old = metadata.header.values.get(f"{_PREFIX}model") == "llama"
     numbers = {name: metadata.token(key, _OF_OLD_FILES.get(key) if is_old else None) for name, key in _SPECIAL.items()}
     return {name: tokens[number] for name, number in numbers.items() if number is not None}
 
 
-def _added_tokens(keys: _Keys, tokens: Sequence[str], special: Collection[str]) -> list[AddedToken]:
+def _added_tokens(keys: _Keys, tokens: Sequence[str] | StringPiece, special: Collection[str]) -> list[AddedToken]:
     """Returns the tokens that a text is searched for before it is cut: tokens of some types, and `special` ones."""
     from tokenizers import AddedToken
 

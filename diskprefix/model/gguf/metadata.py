@@ -8,7 +8,7 @@ from typing import Any
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load.gguf_file import block_of, within_block
-from diskprefix.model.load.gguf_header import FLOAT32, FileTensor, GgufHeader
+from diskprefix.model.load.gguf_header import FLOAT32, FileArray, FileTensor, GgufHeader
 from diskprefix.model.reply_tokens import ReplyTokens
 
 _HARMLESS = """
@@ -221,7 +221,7 @@ class Metadata:
             return default
         number = self.header.values.get(key, default)
         if number is None:
-            return self._end_of_turn(tokens.content) if tokens is not None and kind == "eot" else None
+            return self._end_of_turn(tokens) if tokens is not None and kind == "eot" else None
         return int(number)
 
     @property
@@ -273,11 +273,10 @@ class Metadata:
         of_them = f", and it has {tokens.count} tokens" if tokens is not None else ", which is not a number"
         return f"the file's {key} is {shown(number)}{of_them}"
 
-    def _end_of_turn(self, tokens: Any) -> int | None:
+    def _end_of_turn(self, tokens: FileArray) -> int | None:
         """Returns the likeliest end of a turn, other than EOS. If calls have their own end, `<|end|>` only ends
         messages within a reply."""
-        wanted = {*ENDS_OF_TURN, *_ENDS_OF_CALLS}
-        numbers = {token: number for number, token in enumerate(tokens) if token in wanted}
+        numbers = {} if tokens.strings is None else tokens.strings.numbers_of((*ENDS_OF_TURN, *_ENDS_OF_CALLS))
         if not numbers.keys().isdisjoint(_ENDS_OF_CALLS):
             numbers.pop("<|end|>", None)
         ends = (numbers[token] for token in ENDS_OF_TURN if token in numbers)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -20,6 +20,7 @@ from diskprefix.printable import first_line
 
 if TYPE_CHECKING:
     import numpy as np
+    from numpy.typing import NDArray
 
 MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _MOST_HEADER_BYTES = 1 << 28
@@ -158,7 +159,8 @@ def cut_short(tensor: FileTensor) -> ModelError:
 
 class FileArray(Struct, frozen=True, dict=True):
     """The array `key` of `count` elements of the type `kind`, which are the bytes from `begin` to before `end` of a
-    file. `undecoded` is the number of the first string that is not UTF-8, None without."""
+    file. `undecoded` is the number of the first string that is not UTF-8, None without. `ends` has the byte after each
+    string, counted from `begin`, int64 [count]; None for anything else."""
 
     file: Path
     key: str
@@ -167,6 +169,7 @@ class FileArray(Struct, frozen=True, dict=True):
     begin: int
     end: int
     undecoded: int | None = None
+    ends: NDArray[np.int64] | None = None
 
     @cached_property
     def content(self) -> list[str] | np.ndarray[Any, Any]:
@@ -174,26 +177,37 @@ class FileArray(Struct, frozen=True, dict=True):
         if the file has changed."""
         import numpy as np
 
-        if self.undecoded is not None:
-            raise ModelError(f"the file's {self.key} is not UTF-8 in element {self.undecoded}")
+        if self.strings is not None:
+            texts = self.strings.texts()
+            if any(isinstance(text, bytes) for text in texts):
+                raise self._changed()
+            return cast(list[str], texts)
         if self.kind == _ARRAY:
             raise ModelError(f"the file's {self.key} has arrays within it, which nothing here reads")
-        try:
-            with self.file.open("rb") as file:
-                file.seek(self.begin)
-                if self.kind == _STRING:
-                    return self._read_strings(_Reading(file, self.end, self.begin))
-                return np.frombuffer(file.read(self.end - self.begin), _SCALARS[self.kind], self.count)
-        except ValueError:
-            raise ModelError(f"cannot read {self.file}: it was changed while it was read") from None
+        return np.frombuffer(self._read(), _SCALARS[self.kind], self.count)
 
-    def _read_strings(self, reading: _Reading) -> list[str]:
-        """Raises `ValueError` unless there are as many strings as there were when the header was read."""
-        texts = [text for piece in reading.strings(self.count) for text in piece.texts()]
-        strings = [text for text in texts if isinstance(text, str)]
-        if len(strings) < self.count or reading.at != self.end:
-            raise ValueError("it has other strings")
-        return strings
+    @cached_property
+    def strings(self) -> StringPiece | None:
+        """The strings, read once and not made; None if it has numbers or arrays. Raises `ModelError` as `content`."""
+        if self.ends is None:
+            return None
+        if self.undecoded is not None:
+            raise ModelError(f"the file's {self.key} is not UTF-8 in element {self.undecoded}")
+        try:
+            return StringPiece.with_ends(self._read(), self.ends)
+        except ValueError:
+            raise self._changed() from None
+
+    def _read(self) -> bytes:
+        with self.file.open("rb") as file:
+            file.seek(self.begin)
+            content = file.read(self.end - self.begin)
+        if len(content) < self.end - self.begin:
+            raise self._changed()
+        return content
+
+    def _changed(self) -> ModelError:
+        return ModelError(f"cannot read {self.file}: it was changed while it was read")
 
     def as_tensors(self, names: Sequence[str]) -> list[FileTensor]:
         """Returns each of its float32 numbers as a tensor of this name."""
@@ -283,32 +297,33 @@ class _Reading:
             count -= piece.count
             yield piece
 
-    def _few_strings(self, count: int) -> tuple[str | bytes, ...]:
-        return tuple(text for piece in self.strings(count) for text in piece.texts())
+    def _skip_strings(self, count: int) -> tuple[NDArray[np.int64], int | None, list[str | bytes]]:
+        """Returns where each string of an array ends, int64 [count], counted from the first one; the number of the
+        first that is not UTF-8, None without; and the strings, if they are few."""
+        import numpy as np
 
-    def _skip_strings(self, count: int) -> int | None:
-        """Returns the number of the first string that is not UTF-8, None without."""
-        undecoded, before = None, 0
+        begin, ends, undecoded, few = self.at, [np.zeros(0, np.int64)], None, list[str | bytes]()
         for piece in self.strings(count):
             if undecoded is None and not piece.is_utf8():
+                before = sum(map(len, ends))
                 undecoded = before + next(i for i, text in enumerate(piece.texts()) if isinstance(text, bytes))
-            before += piece.count
-        return undecoded
+            ends.append(piece.ends + (self.at - begin - piece.ends[-1]))
+            few += piece.texts() if count <= _FEW else ()
+        return np.concatenate(ends), undecoded, few
 
     def array(self, path: Path, key: str) -> tuple[FileArray, tuple[Any, ...] | None]:
         """Returns the array `key` of the file `path`, and its few strings or numbers."""
         kind, count, begin = self.number("<I"), self.number("<Q"), self.at
-        undecoded, few = None, None
-        if kind == _STRING and count <= _FEW:
-            few = self._few_strings(count)
-            undecoded = next((number for number, text in enumerate(few) if isinstance(text, bytes)), None)
-        elif kind == _STRING:
-            undecoded = self._skip_strings(count)
-        elif kind in _SCALARS and count <= _FEW_NUMBERS:
-            few = tuple(self.number(_SCALARS[kind]) for _ in range(count))
+        undecoded, ends, few = None, None, list[Any]()
+        is_few = count <= (_FEW if kind == _STRING else _FEW_NUMBERS)
+        if kind == _STRING:
+            ends, undecoded, few = self._skip_strings(count)
+        elif kind in _SCALARS and is_few:
+            few = [self.number(_SCALARS[kind]) for _ in range(count)]
         else:
             self._skip_elements(kind, count, 1)
-        return FileArray(path, key, kind, count, begin, self.at, undecoded), few
+        is_kept = is_few and kind != _ARRAY
+        return FileArray(path, key, kind, count, begin, self.at, undecoded, ends), tuple(few) if is_kept else None
 
     def _skip_elements(self, kind: int, count: int, depth: int) -> None:
         """Skips the elements of an array, which is in `depth` - 1 others."""

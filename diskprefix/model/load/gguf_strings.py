@@ -1,8 +1,11 @@
-"""Arrays of strings of a GGUF file. A string is its length, 8 bytes, and its bytes. Where an array ends, and whether it
-is UTF-8, is found without making its strings: the tokens and merges of a vocabulary are 300,000."""
+"""Arrays of strings of a GGUF file. A string is its length, 8 bytes, and its bytes. Where an array ends, whether it is
+UTF-8, and where given strings are in it, is found without making its strings: the tokens and merges of a vocabulary are
+300,000."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -15,7 +18,7 @@ PIECE_BYTES = 1 << 14
 """The bytes of an array that are read at once, unless a string is longer."""
 
 
-class StringPiece(Struct, frozen=True):
+class StringPiece(Struct, frozen=True, dict=True):
     """Whole strings of an array: their bytes, and where in them each string begins and ends, int64 [strings]."""
 
     data: bytes
@@ -44,9 +47,43 @@ class StringPiece(Struct, frozen=True):
 
         return cls(data, np.array([0]), np.array([len(data)]))
 
+    @classmethod
+    def with_ends(cls, data: bytes, ends: NDArray[np.int64]) -> StringPiece:
+        """Returns the strings of `data` that end there. Raises `ValueError` unless their lengths in it say the same."""
+        import numpy as np
+
+        begins = np.concatenate([[0], ends[:-1]]) + 8
+        words = np.ndarray(max(len(data) - 7, 0), "<u8", data, strides=(1,))
+        if len(data) != (ends[-1] if len(ends) else 0) or (words[begins[: len(ends)] - 8] != ends - begins).any():
+            raise ValueError("it has other strings")
+        return cls(data, begins[: len(ends)], ends)
+
     @property
     def count(self) -> int:
         return len(self.begins)
+
+    def __len__(self) -> int:
+        return len(self.begins)
+
+    def __getitem__(self, number: int) -> str:
+        """Returns a string. Raises `UnicodeDecodeError`."""
+        return self.data[self.begins[number] : self.ends[number]].decode()
+
+    @cached_property
+    def hashes(self) -> NDArray[np.uint64]:
+        """The hash of each string, uint64 [strings]."""
+        from diskprefix.model.load.string_hashes import hashes_within
+
+        return hashes_within(self.data, self.begins, self.ends)
+
+    def numbers_of(self, texts: Iterable[str]) -> dict[str, int]:
+        """Returns the numbers of those of the `texts` that are among the strings; of equal strings, the last one's."""
+        from diskprefix.model.load.string_hashes import among, hashes_of
+
+        wanted = {text.encode(): text for text in texts}
+        numbers = among(self.hashes, hashes_of(wanted)).tolist()
+        texts_at = ((wanted.get(self.data[self.begins[number] : self.ends[number]]), number) for number in numbers)
+        return {text: number for text, number in texts_at if text is not None}
 
     @property
     def num_bytes(self) -> int:

@@ -45,7 +45,7 @@ from diskprefix.model.load.memory import available_bytes, explain_out_of_memory,
 from diskprefix.model.load.named_model import is_embedded, name_faster, own_path, plain_name, require_named
 from diskprefix.model.load.packed_weights import PackedFiles
 from diskprefix.model.load.picture_processor import PictureProcessor, PicturesModel
-from diskprefix.model.load.read_tokenizer import read_tokenizer
+from diskprefix.model.load.read_tokenizer import check_parts, read_tokenizer
 from diskprefix.model.load.tokenizer import Tokenizer
 from diskprefix.model.model_config import ModelConfig
 from diskprefix.model.reply_tokens import ReplyTokens
@@ -187,8 +187,11 @@ class _ModelSource(Struct, frozen=True, kw_only=True, eq=False, dict=True):
         if self.packing is not None:
             self.packing.drop()
 
-    def keep(self, digest: str, in_memory: Future[None]) -> Iterator[None]:
-        """Writes what was packed for later starts, a piece at a time, unless the load has failed."""
+    def keep(self, digest: str, in_memory: Future[None], tokenizer: Tokenizer) -> Iterator[None]:
+        """Notes for later starts whether parts of the vocabulary are exact. Writes what was packed, a piece at a time,
+        unless the load has failed."""
+        check_parts(self.path, tokenizer, digest)
+        yield
         is_whole = in_memory.done() and in_memory.exception() is None
         if self.packed_files is not None and self.packing is not None and self.packing.has_packed and is_whole:
             yield from self.packed_files.keep(digest, self.files, self.packing)
@@ -286,7 +289,7 @@ def begin_load(settings: Settings, progress: Report, flag: str = "--model") -> L
         with clock("digest"), _load_failures(source.path):
             digest, of_replies = source.digest(), source.reply_tokens()
         with clock("tokenizer"):
-            tokenizer = read_tokenizer(source.path, template)
+            tokenizer = read_tokenizer(source.path, template, digest)
             forget_headers()
             processor = _load_processor(source, tokenizer, encoder) if source.kind.is_multimodal else None
         failing.pop_all()
@@ -321,7 +324,7 @@ def begin_load(settings: Settings, progress: Report, flag: str = "--model") -> L
         finish=finish,
         in_memory=in_memory,
         drop_packed=source.drop_packed,
-        keep_weights=partial(source.keep, digest, in_memory),
+        keep_weights=partial(source.keep, digest, in_memory, tokenizer),
     )
 
 

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
+import tokenizers
+
 from diskprefix.errors import ModelError, SettingsError
-from diskprefix.model.gguf.file_tokenizer import make_tokenizer
+from diskprefix.memo import Memo
+from diskprefix.model.gguf.file_tokenizer import make_tokenizer, parts_are_exact
 from diskprefix.model.load.chat_template import fault_of_template
 from diskprefix.model.load.folder_tokenizer import folder_tokenizer
-from diskprefix.model.load.gguf_file import part_paths, read_tensors
+from diskprefix.model.load.gguf_file import forget_headers, part_paths, read_tensors
 from diskprefix.model.load.tokenizer import Tokenizer
 from diskprefix.printable import first_line
 
+_CHECKED = Memo("tokenizers", version=1)
+"""By the digest of a `.gguf` file: the version of the library that made its tokenizer whole, and whether parts of its
+vocabulary then gave the same tokens."""
 
-def read_tokenizer(model: Path, template: str | None) -> Tokenizer:
-    """Returns the tokenizer of a folder or a `.gguf` file. `template` replaces its chat template. Raises `ModelError`,
-    and `SettingsError` for a bad template."""
+
+def read_tokenizer(model: Path, template: str | None, digest: str | None = None) -> Tokenizer:
+    """Returns the tokenizer of a folder or a `.gguf` file. `template` replaces its chat template. With the `digest` of
+    the model, its vocabulary may be in parts (see `check_parts`). Raises `ModelError`, and `SettingsError` for a bad
+    template."""
     if model.is_file():
         try:
-            tokenizer = make_tokenizer(read_tensors(part_paths(model))[0])
+            in_parts = digest is not None and _CHECKED.get(digest) == [tokenizers.__version__, True]
+            tokenizer = make_tokenizer(read_tensors(part_paths(model))[0], in_parts=in_parts)
             tokenizer.name_or_path = str(model)
         except OSError as error:
             raise ModelError(f"cannot read {model}: {first_line(error)}") from error
@@ -32,10 +42,22 @@ def read_tokenizer(model: Path, template: str | None) -> Tokenizer:
     return tokenizer
 
 
+def check_parts(model: Path, whole: Tokenizer, digest: str) -> None:
+    """Notes whether later starts may make parts of the vocabulary of a `.gguf` file, whose tokenizer is `whole`. The
+    file has been read before."""
+    known = _CHECKED.get(digest)
+    if not model.is_file() or (isinstance(known, list) and known[:1] == [tokenizers.__version__]):
+        return
+    with suppress(ModelError, OSError):
+        header = read_tensors(part_paths(model))[0]
+        _CHECKED.put(digest, [tokenizers.__version__, parts_are_exact(header, whole)])
+    forget_headers()
+
+
 def _require_usable(tokenizer: Tokenizer, model: Path) -> None:
     """Raises `ModelError` for a tokenizer that was read and cannot encode."""
     try:
-        tokenizer.backend_tokenizer.encode_batch(["a"])
+        tokenizer.encode("a")
     except BaseException as error:
         # A panic of the library is no `Exception`, and would end the thread that loads without a word.
         if isinstance(error, KeyboardInterrupt | SystemExit):

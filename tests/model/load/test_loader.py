@@ -315,10 +315,10 @@ def test_a_tokenizer_in_whose_library_something_panics_is_refused(
     tokenizer = load_tokenizer(str(folder), None, lambda _: None)
 
     class Backend:
-        def encode_batch(self, *_: Any) -> Any:
+        def encode_batch(self, *_: Any, **__: Any) -> Any:
             raise Panic("no entry found for key")
 
-    monkeypatch.setattr(tokenizer, "backend_tokenizer", Backend())
+    monkeypatch.setattr(tokenizer, "backend_for", lambda _texts: Backend())
     monkeypatch.setattr(read_tokenizer, "folder_tokenizer", lambda _: tokenizer)
     with pytest.raises(ModelError, match=r"the tokenizer of .* cannot be used: no entry found for key"):
         read_tokenizer.read_tokenizer(folder, None)
