@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
@@ -227,12 +228,20 @@ def _table(variant: str | None) -> tuple[ctypes.CDLL, _Table]:
 
 
 def _opened() -> ctypes.CDLL:
-    if not build.LIBRARY.exists():
-        raise Unavailable("the operators were not compiled when diskprefix was installed")
+    try:
+        stamp = build.LIBRARY.stat()
+    except OSError:
+        raise Unavailable("the operators were not compiled when diskprefix was installed") from None
+    return _opened_once(build.LIBRARY, build.digest(), stamp.st_ino, stamp.st_mtime_ns)
+
+
+@lru_cache
+def _opened_once(path: Path, _digest: str, *_stamp: int) -> ctypes.CDLL:
+    """Opens the library. To search it for the digest of its sources takes longer than to read these."""
     if not build.is_current():
         raise Unavailable("the operators are not of this version; install diskprefix again")
     try:
-        library = ctypes.CDLL(str(build.LIBRARY))
+        library = ctypes.CDLL(str(path))
     except OSError as error:
         raise Unavailable(f"the operators cannot be loaded: {error}") from error
     library.diskprefix_operators.argtypes = (ctypes.c_char_p,)
