@@ -49,14 +49,15 @@ class StringPiece(Struct, frozen=True, dict=True):
 
     @classmethod
     def with_ends(cls, data: bytes, ends: NDArray[np.int64]) -> StringPiece:
-        """Returns the strings of `data` that end there. Raises `ValueError` unless their lengths in it say the same."""
+        """Returns the strings of `data` that end there. Raises `ValueError` unless their lengths in it say the same, as
+        far as the last byte tells."""
         import numpy as np
 
-        begins = np.concatenate([[0], ends[:-1]]) + 8
-        words = np.ndarray(max(len(data) - 7, 0), "<u8", data, strides=(1,))
-        if len(data) != (ends[-1] if len(ends) else 0) or (words[begins[: len(ends)] - 8] != ends - begins).any():
+        *_, end = 0, *ends[-1:].tolist()
+        begins = np.concatenate([[0], ends])[:-1] + 8
+        if len(data) != end or (np.frombuffer(data, np.uint8)[begins - 8] != (ends - begins) & 255).any():
             raise ValueError("it has other strings")
-        return cls(data, begins[: len(ends)], ends)
+        return cls(data, begins, ends)
 
     @property
     def count(self) -> int:

@@ -39,7 +39,8 @@ _CODE = ("model/**/*.py", "grid/*.py", "native/*.py", "kv/page_table.py", "kv/st
 _COMPUTE_NOTHING = {
     *("alternatives", "embedded", "fit", "found_models", "hub", "made_once", "manifests", "named_model", "proposals"),
     "recommended_sampling",
-    *("chat_template", "file_tokenizer", "folder_tokenizer", "read_tokenizer", "template_sandbox", "tokenizer"),
+    *("chat_template", "file_tokenizer", "folder_tokenizer", "read_tokenizer", "string_hashes", "template_sandbox"),
+    *("tokenizer", "vocabulary_parts"),
 }
 """Modules that are left out: those that find, fetch or refuse a model (the digest of the weights covers their result),
 those for texts (names of blocks contain the token ids), and the one for what comes after the logits."""

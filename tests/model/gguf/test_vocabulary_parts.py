@@ -6,7 +6,7 @@ import json
 import random
 from collections.abc import Sequence
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -172,10 +172,11 @@ def test_equal_texts_have_equal_hashes_however_they_are_made() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 7, 5_000])
 def test_all_wanted_hashes_are_found_and_few_others(count: int) -> None:
-    hashes = np.random.default_rng(5).integers(0, 1 << 63, 100_000, np.uint64) * np.uint64(2)
+    # Many differ in their last letter alone.
+    hashes = hashes_of(["".join(letters).encode() for letters in product("abcdefghijklmnopqrstuvwxyz", repeat=3)])
     found = among(hashes, hashes[:count])
     assert {*range(count)} <= {*found.tolist()}
-    assert len(found) - count < 0.03 * len(hashes)
+    assert len(found) - count < 0.01 * len(hashes)
 
 
 TOKENS: dict[str, Any] = BYTES | {"tokens": [*BYTES["tokens"][:-1], "<|im_end|> "]}
