@@ -47,7 +47,8 @@ class Sampler:
         bias = params.logit_bias
         self._bias = np.fromiter(bias, np.int64), np.fromiter(bias.values(), np.float32)
         self._penalises = bool(params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty)
-        self._ids = (np.unique(prompt) if self._penalises else prompt[:0]).astype(np.int64)
+        # `unique` imports another part of numpy at its first call.
+        self._ids = np.unique(prompt).astype(np.int64) if self._penalises else _NONE
         """The tokens that penalties count: first each token of the prompt once, then the tokens of the reply."""
         self._prompt_tokens = len(self._ids)
         seed = secrets.randbits(64) if params.seed is None else params.seed

@@ -145,7 +145,7 @@ class Threads:
         with ExitStack() as held:
             turn = await turns.take(record.share, record.conversation)
             held.callback(turns.give_back, turn)
-            if await request.is_disconnected():
+            if await _has_left(request):
                 raise ClientDisconnect
             began, (running, state) = self._clock(), self._submit(kind, work, *values)
             held.pop_all()
@@ -183,3 +183,14 @@ class Threads:
                 return [work(*values)]
         finally:
             self._due.pop(thread, None)
+
+
+async def _has_left(request: Request) -> bool:
+    """Returns whether the client of a request, whose body was read, has left. `Request.is_disconnected` of starlette
+    imports anyio's event loop, which takes as long as all other work of the server on a request."""
+    receiving = asyncio.ensure_future(request.receive())
+    await asyncio.sleep(0)
+    if receiving.done():
+        return receiving.result()["type"] == "http.disconnect"
+    receiving.cancel()
+    return False

@@ -76,6 +76,8 @@ def run(settings: Settings, load_engine: EngineLoader, router: RouterLine | None
     sockets of its own.
     """
     faulthandler.enable()
+    # Plugins of pydantic are looked for in the metadata of all installed packages, while the first request waits.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     # Until the server handles SIGTERM: nothing has started that must be stopped. A thread that loads cannot be stopped.
     signal.signal(signal.SIGTERM, lambda _signal, _frame: os._exit(0))
     page_secret = None if router is None else router.order.page_secret

@@ -34,6 +34,7 @@ from tests.server.chat_model import weights_of
 from tests.server.daemon_process import (
     CHAT,
     DaemonProcess,
+    ask,
     clean_environment,
     open_raw,
     props,
@@ -398,3 +399,13 @@ process.run(settings.Settings(port=0), load)
 """
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=clean_environment())
     assert said.stdout == "all\n"
+
+
+def test_a_first_reply_imports_nothing_that_it_does_not_need(chat_model: Path, cache: Path) -> None:
+    """Each takes as long as all that a server does for a request."""
+    environment = clean_environment(PYTHONPROFILEIMPORTTIME="1")
+    with DaemonProcess(*serve_flags(chat_model, cache), environment=environment, fresh=True) as daemon:
+        ask(daemon, "hello")
+        imported = {line.rpartition("|")[2].strip() for line in daemon.lines if line.startswith("import time:")}
+    assert {"numpy", "pydantic"} <= imported
+    assert not imported & {"anyio._backends._asyncio", "numpy.ma", "torch", "transformers"}
