@@ -73,18 +73,18 @@ def _measured(front: _Front, size: int, rounds: int) -> dict[str, list[float]]:
         # The first time computes, and what later starts map is written after it.
         front.ask(name, prompts[name])
         front.pause()
-    found: dict[str, list[float]] = {kind: [] for kind in _KINDS}
+    seconds: dict[str, list[float]] = {kind: [] for kind in _KINDS}
     for _ in range(rounds):
         for name, other in (_NAMES, _NAMES[::-1]):
             for kind, prompt in (("same prompt", prompts[name]), ("next turn", extended(prompts[name]))):
                 front.ask(other, "A short question.")
                 front.pause()
-                found[kind].append(_restored(front.ask(name, prompt)))
+                seconds[kind].append(_restored(front.ask(name, prompt)))
                 front.pause()
         os.kill(front.worker(), signal.SIGKILL)
-        found["killed"].append(_restored(front.ask(name, prompts[name])))
+        seconds["killed"].append(_restored(front.ask(name, prompts[name])))
         front.pause()
-    return found
+    return seconds
 
 
 def _restored(answer: Answer) -> float:
