@@ -25,7 +25,7 @@ from tokenizers import Tokenizer as Backend
 
 from diskprefix.chat.encoder import Encoder
 from diskprefix.errors import ModelError
-from diskprefix.model.gguf.file_tokenizer import make_tokenizer
+from diskprefix.model.gguf.file_tokenizer import make_tokenizer, parts_are_exact
 from diskprefix.model.load.gguf_header import read_header
 from diskprefix.model.load.read_tokenizer import read_tokenizer
 from diskprefix.progress import Report
@@ -182,11 +182,13 @@ def programs(
         if only and path.stem not in only:
             continue
         try:
-            ours = _ours(make_tokenizer(read_header(path)))
+            whole = make_tokenizer(header := read_header(path))
         except ModelError:
             continue  # Falcon, and encoders such as BERT: no architecture that is served has them.
-        theirs = LlamaVocabulary(library, path).encode
+        theirs, ours = LlamaVocabulary(library, path).encode, _ours(whole)
         pairs: dict[tuple[str, str], tuple[Encode, Encode]] = {("llama.cpp", "ours"): (theirs, ours)}
+        if parts_are_exact(header, whole):
+            pairs |= {("ours", "ours, in parts"): (ours, _ours(make_tokenizer(header, in_parts=True)))}
         if path.stem in SAME_IDS:
             original = _original(folder / SAME_IDS[path.stem])
             pairs |= {("tokenizers", "ours, of the file"): (original, ours)}
