@@ -156,7 +156,7 @@ class History:
         self.scheduler = TaskScheduler(seed, 0.0, trace)
         self.random = self.scheduler.random
         self.scheduler.set_switches(self.random.choice((0.01, 0.05, 0.2, 0.5)))
-        self.scheduler.at_points = self._watch_bounds
+        self.scheduler.at_jumps = self._check_at_rest
         self.folder = folder
         self.counts: Counter[str] = Counter()
         self.asked: list[Asked] = []
@@ -315,6 +315,8 @@ class History:
             world.kill(process)
         if is_sound and process in world.checked:
             raise Wrong("a start checks a file that needs none")
+        for daemon in made:
+            self._watch(daemon)
         self.daemons += made
         self.stores += [daemon.store for daemon in made]
         return bool(made)
@@ -499,6 +501,7 @@ class History:
         since = max(daemon.started_at, math.inf if self.disk.hangs == "all" else self.disk.silent_until)
         has_searched = self.scheduler.now > since + searches_s
         searched_at = world.searched_at.get(daemon.store.evictor, 0.0)
+        self._note_preemptions()
         # What is left of requests that lost their memory is kept for longer.
         # So is what slides out of windows.
         is_kept = self._has_preempted or any(group.window is not None for group in self._layout.groups)
@@ -518,6 +521,9 @@ class History:
             and (ttl_s := one.ttl_s or self.ttl_s)
             and one.ended_at + ttl_s < before
         }
+
+    def _note_preemptions(self) -> None:
+        self._has_preempted |= any(daemon.engine.figures.preemptions > 0 for daemon in self.daemons)
 
     def _written(self, daemon: Daemon) -> int:
         """Returns the bytes written, which must be those that were counted."""
@@ -1017,6 +1023,7 @@ class History:
     def _end(self, daemon: Daemon, *, starts: bool = True) -> None:
         """Ends a process, and `starts` another if it was the last one."""
         open_files = self._open_files([daemon.store])
+        self._note_preemptions()
         self.daemons.remove(daemon)
         self._has_restarted = True
         world.kill(daemon.process)
@@ -1147,31 +1154,39 @@ class History:
             and other.submitted_at <= one.ended_at
         )
 
-    def _watch_bounds(self) -> None:
-        """Notes a bound that does not hold now."""
-        for daemon in self.daemons:
-            self._watch(daemon)
-
     def _watch(self, daemon: Daemon) -> None:
-        errors = self.scheduler.errors
-        self._has_preempted |= daemon.engine.figures.preemptions > 0
-        pages, writer, room = daemon.engine.pages, daemon.cache.writer, self.settings.kv_cache_write_buffer
+        """Has the locks of a daemon check what they guard whenever they are free again."""
+        pool: Any = daemon.engine.pages.pool
+        changed: Any = daemon.cache.writer._changed
+        pool.lock.at_release = partial(self._check_memory, daemon)
+        changed.lock.at_release = partial(self._check_buffer, daemon)
+
+    def _check_memory(self, daemon: Daemon) -> None:
+        pages = daemon.engine.pages
         pool: Any = pages.pool
-        reserved = writer._reserved_bytes
         free = [len(pages_of) for pages_of in pool._free]
         memory = pool.taken_bytes, free, len(pool.holds), len(pages.running), len(pages.kept.blocks)
-        if memory != self._memory.get(daemon) and not pool.lock.locked():
-            self._memory[daemon] = memory
-            lock, pool.lock = pool.lock, nullcontext()
-            errors += pages.check()
-            pool.lock = lock
+        if memory == self._memory.get(daemon) or daemon not in self.daemons:
+            return
+        self._memory[daemon] = memory
+        lock, pool.lock = pool.lock, nullcontext()
+        self.scheduler.errors += pages.check()
+        pool.lock = lock
         if pool.taken_bytes > pool.limit_bytes:
-            errors.append(f"{pool.taken_bytes} bytes of KV memory are used, of {pool.limit_bytes}")
-        if not 0 <= reserved <= room:
-            errors.append(f"{reserved} bytes of the write buffer are reserved, of {room}")
-        at = world.held_at.get(writer, math.inf)
-        if self.scheduler.now > at + _LEASE_S and writer.num_pending and writer._next() is None:
-            errors.append(f"the writer pauses for nobody since {self.scheduler.now - at:.1f} s")
+            self.scheduler.errors.append(f"{pool.taken_bytes} bytes of KV memory are used, of {pool.limit_bytes}")
+
+    def _check_buffer(self, daemon: Daemon) -> None:
+        reserved, room = daemon.cache.writer._reserved_bytes, self.settings.kv_cache_write_buffer
+        if not 0 <= reserved <= room and daemon in self.daemons:
+            self.scheduler.errors.append(f"{reserved} bytes of the write buffer are reserved, of {room}")
+
+    def _check_at_rest(self) -> None:
+        """Notes who waits for nobody, while nothing happens."""
+        for daemon in self.daemons:
+            writer = daemon.cache.writer
+            at = world.held_at.get(writer, math.inf)
+            if self.scheduler.now > at + _LEASE_S and writer.num_pending and writer._next() is None:
+                self.scheduler.errors.append(f"the writer pauses for nobody since {self.scheduler.now - at:.1f} s")
 
     def _check_idle(self, daemon: Daemon) -> None:
         """Nothing is left of requests that are over."""

@@ -65,9 +65,9 @@ class TaskScheduler:
         self.tasks: list[Task] = []
         self.num_switches = 0
         self.errors: list[str] = []
-        """What tasks died of, and what did not hold at a point."""
-        self.at_points: Callable[[], None] = lambda: None
-        """Called at each point. It must take no lock."""
+        """What tasks died of, and what did not hold."""
+        self.at_jumps: Callable[[], None] = lambda: None
+        """Called before the clock jumps, when all tasks wait. It must take no lock."""
         self._switches, self._trace = switches, trace
         self._ready: list[Task] = []
         self._timers: list[tuple[float, int, Task, int]] = []
@@ -110,7 +110,6 @@ class TaskScheduler:
     def point(self) -> None:
         """Lets another task run, or not."""
         self.now += _POINT_S
-        self.at_points()
         current = self.current
         if current is None or current.is_killed or self.random.random() >= self._switches:
             return
@@ -194,6 +193,7 @@ class TaskScheduler:
             if not self._timers:
                 # Raised by `run`, whoever waits last.
                 self._main.throw(Stuck("all tasks wait for ever\n" + self.standing()))
+            self.at_jumps()
             self.now = max(self.now, self._timers[0][0])
             self._wake_due()
         if self._timers and self._timers[0][0] <= self.now:

@@ -78,6 +78,8 @@ class SimulatedLock:
         self._owner: object = None
         self._depth = 0
         self._waiting: list[Task] = []
+        self.at_release: Callable[[], None] = lambda: None
+        """Called when it is free again: what it guards must hold. It must take no lock."""
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         if not _here or _REAL() != _thread[0]:
@@ -111,6 +113,7 @@ class SimulatedLock:
         if self._depth:
             return
         self._owner = None
+        self.at_release()
         if self._waiting:
             wake_one(self._waiting)
         one.point()
@@ -124,6 +127,7 @@ class SimulatedLock:
     def give_up(self) -> int:
         """Releases it wholly. Returns what `take_back` takes."""
         depth, self._owner, self._depth = self._depth, None, 0
+        self.at_release()
         wake_one(self._waiting)
         return depth
 
@@ -140,7 +144,7 @@ class SimulatedCondition:
     def __init__(self, lock: SimulatedLock | None = None) -> None:
         self._lock = SimulatedLock(again=True) if lock is None else lock
         self._waiting: list[Task] = []
-        self.acquire, self.release = self._lock.acquire, self._lock.release
+        self.lock, self.acquire, self.release = self._lock, self._lock.acquire, self._lock.release
 
     def __enter__(self) -> bool:
         return self._lock.acquire()
