@@ -54,21 +54,20 @@ def test_in_no_history_is_a_reply_wrong_or_lost(sample: int, tmp_path: Path) -> 
 
 @pytest.mark.cases(1)
 def test_histories_have_all_kinds_of_events(tmp_path: Path) -> None:
-    found = run_histories(range(20), tmp_path)
-    require_right(found, 20)
-    kinds = (
-        "purge",
-        "kill",
-        "stop",
-        "from disk",
-        "from memory",
-        "tokens ahead",
-        "use_tool",
-        "start_beside",
-        "meet_a_hang",
-        "purge_prompt",
-    )
-    assert all(found.events[kind] for kind in (*kinds, "meet_a_strangers_purge", "meet_late_work"))
+    found = run_histories(range(30), tmp_path)
+    require_right(found, 30)
+    kinds = [
+        *("purge", "kill", "stop", "from disk", "from memory", "tokens ahead", "use_tool", "start_beside"),
+        *(
+            "purge_prompt",
+            "meet_a_hang",
+            "meet_a_strangers_purge",
+            "meet_late_work",
+            "meet_an_expiry",
+            "meet_an_upgrade",
+        ),
+    ]
+    assert [kind for kind in kinds if not found.events[kind]] == []
 
 
 @pytest.mark.cases(1)
@@ -97,20 +96,36 @@ def test_each_protection_that_can_be_taken_away_is_there() -> None:
     assert [attribute for holder, attribute, _ in patches if not hasattr(holder, attribute)] == []
 
 
-def test_what_takes_the_place_of_a_protection_takes_the_same_arguments() -> None:
-    def least_and_most(function: FunctionType) -> tuple[int, float]:
+def takes_all_that(own: FunctionType, value: FunctionType) -> bool:
+    """Returns whether `value` may be called as `own` is."""
+
+    def form(function: FunctionType) -> tuple[int, float, set[str], set[str], bool]:
+        """Returns the least and the most arguments by position, the names that must be and may be given, and whether
+        any other name may."""
         parameters = inspect.signature(function).parameters.values()
         counted = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-        takes_any = any(one.kind == one.VAR_POSITIONAL for one in parameters)
-        return sum(one.default is one.empty for one in counted), math.inf if takes_any else len(counted)
+        named = [one for one in parameters if one.kind == one.KEYWORD_ONLY]
+        kinds = {one.kind for one in parameters}
+        return (
+            sum(one.default is one.empty for one in counted),
+            math.inf if inspect.Parameter.VAR_POSITIONAL in kinds else len(counted),
+            {one.name for one in named if one.default is one.empty},
+            {one.name for one in named},
+            inspect.Parameter.VAR_KEYWORD in kinds,
+        )
 
-    wrong = list[str]()
-    for name, mutant in MUTANTS.items():
-        for holder, attribute, value in mutant.patches:
-            if isinstance(value, FunctionType) and isinstance(own := getattr(holder, attribute), FunctionType):
-                (least, most), (own_least, own_most) = least_and_most(value), least_and_most(own)
-                wrong += [name] if least > own_least or most < own_most else []
-    assert wrong == []
+    least, most, required, names, takes_any = form(value)
+    own_least, own_most, own_required, own_names, own_takes_any = form(own)
+    takes_names = takes_any or (own_names <= names and not own_takes_any)
+    return least <= own_least and most >= own_most and takes_names and (own_takes_any or required <= own_required)
+
+
+def test_what_takes_the_place_of_a_function_takes_the_same_arguments() -> None:
+    protections = [patch for mutant in MUTANTS.values() for patch in mutant.patches]
+    pairs = [(getattr(holder, name), name, value) for holder, name, value in (*protections, *world.replaced())]
+    functions = [pair for pair in pairs if isinstance(pair[0], FunctionType) and isinstance(pair[2], FunctionType)]
+    assert len(functions) > len(pairs) // 2
+    assert [name for own, name, value in functions if not takes_all_that(own, value)] == []
 
 
 @pytest.mark.parametrize("spending", [lambda _self: None, lambda _self, _share="": NOTHING.limit])

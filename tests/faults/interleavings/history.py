@@ -24,9 +24,11 @@ from diskprefix.engine.inbox import Ticket
 from diskprefix.engine.request import DoneEvent, ErrorEvent, Event, GenerateRequest, SamplingParams, TextEvent
 from diskprefix.errors import CacheError, NotReady, QueueFull
 from diskprefix.kv.layout import Layout
+from diskprefix.kv.page_cache import MemoryWait
 from diskprefix.settings import Settings
 from diskprefix.store.compact import compact_folder, rewrite_folder
 from diskprefix.store.epochs import Purges, purges_of
+from diskprefix.store.eviction import limits_s
 from diskprefix.store.folder import LOCK, FileMark, _read_mark
 from diskprefix.store.note_record import NoteKind, root_limit
 from diskprefix.store.notes import TenantNotes
@@ -55,6 +57,8 @@ _SLACK_S = 2.0
 _SEARCH_SLACK_S = 4.0
 """What was expired for longer when a search began is gone when that has ended. Work ahead uses state a little later
 than its request."""
+_EXPIRY_SEARCH_S = 34.0
+"""Between two searches for what has expired, and what the search takes."""
 _LEASE_S = 2.5
 """A writer does not pause for longer when nobody asks for it again."""
 _STOP_S = 30.0
@@ -65,7 +69,7 @@ _REPLIES = Replies()
 _NEEDS_CHECK = FileMark.needs_check
 
 
-EDITION = 2
+EDITION = 3
 """The events that histories have. More events make other histories of all seeds, so a kept seed has an edition."""
 
 
@@ -169,6 +173,8 @@ class History:
         self.model = hash_model.reset()
         self.disk, self.bucket = Disk(slow_s=self.random.choice((0.0, 0.0, 0.0, 0.3))), SimulatedBucket()
         self._has_restarted = self._has_preempted = self._has_others = False
+        self._at_an_end: list[Task] = []
+        """The driver, while it waits for the end of a request."""
         self._memory: dict[Daemon, tuple[object, ...]] = {}
         self._numbers = count()
         choose = self.random.choice
@@ -214,6 +220,11 @@ class History:
         return self.settings.kv_cache_budget or 0
 
     @property
+    def _is_large(self) -> bool:
+        """A small budget has room for little else than prompts."""
+        return self._budget_bytes > 2_000_000
+
+    @property
     def _has_room(self) -> bool:
         """Returns whether prompts are saved that follow each other, if nothing fails."""
         return self.settings.kv_cache_write_buffer > 1_000_000 and not self.settings.write_budget_bytes
@@ -249,7 +260,7 @@ class History:
 
     def _drive(self) -> None:
         self._start()
-        is_alone, is_large = self._has_bucket, self._budget_bytes > 2_000_000
+        is_alone, is_large = self._has_bucket, self._is_large
         # What waits for a file that is rewritten is not dropped because others need its memory.
         is_roomy = self._num_sequences > 2
         events: list[tuple[Callable[[], None], int]] = [
@@ -259,7 +270,6 @@ class History:
             (self._purge, 4),
             (self._use_tool, 0 if is_alone else 6),
             (self._start_beside, 0 if is_alone else 4),
-            # A small budget has room for little else.
             (self._put_notes, 4 if is_large else 0),
             (self._let_reads_hang, 2),
             (self._let_payloads_be_damaged, 3),
@@ -288,27 +298,38 @@ class History:
                 (self._let_resources_be_refused, 3),
                 (self._meet_late_work, 4 if self._layout.exact_at == "token" and not is_alone else 0),
             ]
+        if self._edition > 2:
+            events += [
+                (self._meet_a_silent_writer, 3 if self._num_sequences < 2 and not is_alone else 0),
+                (self._meet_an_expiry, 3 if self._own_ttls or self.ttl_s else 0),
+                (self._meet_refused_memory, 2),
+                (self._meet_an_upgrade, 6 if len(self._builds) > 1 else 0),
+            ]
         choices, weights = zip(*events, strict=True)
         for _ in range(self.random.randint(5, 24)):
             event = self.random.choices(choices, weights)[0]
             self.counts[event.__name__.strip("_")] += 1
             self.scheduler.say(f"--- {event.__name__.strip('_')}")
+            if self._edition > 2 and self.random.random() < 0.2:
+                # What happens as a request ends happens beside all that its end does.
+                threads.wait_in(self._at_an_end, 1.0)
             event()
             self.scheduler.point()
             self._check_errors()
             self._check_marks(self._open_files(self.stores))
         self._finish()
 
-    def _start(self) -> None:
-        """Starts a daemon. If the disk does not let it, the disk recovers."""
-        if not (self._started() or (self.disk.failing and self._recovered() and self._started())):
+    def _start(self, build: int | None = None) -> None:
+        """Starts a daemon, of any build if none is given. If the disk does not let it, the disk recovers."""
+        if not (self._started(build) or (self.disk.failing and self._recovered() and self._started(build))):
             raise Wrong(f"the daemon does not start: {self.scheduler.errors}")
 
-    def _started(self) -> bool:
+    def _started(self, build: int | None) -> bool:
         process, made, is_sound = object(), list[Daemon](), self._needs_no_check()
         # A daemon that gets no threads at its start does not start.
         threads.refusing[:] = [0.0]
-        given = self.settings, self._layout, self._num_sequences, process, self.random.choice(self._builds)
+        build = self.random.choice(self._builds) if build is None else build
+        given = self.settings, self._layout, self._num_sequences, process, build
         task = self.scheduler.spawn("start", process, lambda: made.append(Daemon(*given)))
         self._join(task, "the daemon does not start")
         if not made:
@@ -405,7 +426,7 @@ class History:
         try:
             self._render(one)
         except NotReady as error:
-            one.last, one.ended_at = ErrorEvent(error), self.scheduler.now
+            self._note_end(one, ErrorEvent(error))
             return
         notes = _notes_of(daemon, one.tenant)
         request = GenerateRequest(
@@ -429,7 +450,7 @@ class History:
                 one.first_at = one.first_at or self.scheduler.now
                 one.replies.setdefault(event.choice, []).extend(event.token_ids)
             if isinstance(event, DoneEvent | ErrorEvent):
-                one.last, one.ended_at = event, self.scheduler.now
+                self._note_end(one, event)
             if isinstance(event, DoneEvent) and one.saves and one.most and not one.is_unchecked:
                 notes.put(NoteKind.TURN, one.turn_id, bytes(one.replies[0]), request.prompt.token_ids)
                 self._continue_ahead(one)
@@ -442,7 +463,11 @@ class History:
         try:
             one.ticket = daemon.inbox.submit(request, emit)
         except (QueueFull, NotReady) as error:
-            one.last, one.ended_at = ErrorEvent(error), self.scheduler.now
+            self._note_end(one, ErrorEvent(error))
+
+    def _note_end(self, one: Asked, last: Event) -> None:
+        one.last, one.ended_at = last, self.scheduler.now
+        threads.wake_one(self._at_an_end)
 
     def _render(self, one: Asked) -> None:
         """Looks for the replies of the conversation, which the prompt is made of. Raises `NotReady`."""
@@ -496,7 +521,8 @@ class History:
 
     def _expired(self, daemon: Daemon) -> set[Asked]:
         """Returns the requests that nothing may be found of, because their time to live is over."""
-        searches_s = 34.0 if self._own_ttls or not self.ttl_s else self.ttl_s / 10 + _SEARCH_SLACK_S
+        often = self.ttl_s and not self._own_ttls
+        searches_s = self.ttl_s / 10 + _SEARCH_SLACK_S if often else _EXPIRY_SEARCH_S
         # No search ends while the disk is silent.
         since = max(daemon.started_at, math.inf if self.disk.hangs == "all" else self.disk.silent_until)
         has_searched = self.scheduler.now > since + searches_s
@@ -564,8 +590,8 @@ class History:
         daemon.inbox.activities()
         self._written(daemon)
 
-    def _put_notes(self) -> None:
-        daemon, budget = self.random.choice(self.daemons), self._budget_bytes
+    def _put_notes(self, daemon: Daemon | None = None) -> None:
+        daemon, budget = daemon or self.random.choice(self.daemons), self._budget_bytes
         # The share of all roots is that of four.
         for _ in range(self.random.randint(1, 80)):
             number, tenants = self.random.randrange(12), self._tenants
@@ -634,6 +660,10 @@ class History:
     def _purging(self, process: object, store: Store, tenant: Tenant | None) -> Iterator[PurgeFilter]:
         """Yields what to purge: a tenant, with its users, or everything. Notes that it was purged, unless that
         fails."""
+        if self._edition > 2 and self._is_large and self.daemons and self.random.random() < 0.5:
+            # They wait to be written when it begins.
+            daemon = self.random.choice(self.daemons)
+            self.scheduler.join(self.scheduler.spawn("notes", daemon.process, partial(self._put_notes, daemon)))
         began_at = self.scheduler.now
 
         def is_of(other: Tenant) -> bool:
@@ -756,7 +786,7 @@ class History:
         self._calm()
         if self.daemons[0].store.problem is not None:
             return
-        tenant, prompt = Tenant.of_key("tail").with_salt(str(next(self._numbers))), self._documents[0][: 2 * BLOCK + 6]
+        tenant, prompt = Tenant.of_key("tail").with_salt(str(next(self._numbers))), self._documents[0][: 3 * BLOCK + 6]
         before = self._stored_names()
         self._ask(self.daemons[0], tenant, prompt, most=0)
         self._await_idle()
@@ -768,6 +798,69 @@ class History:
         self._start()
         self._ask(self.daemons[-1], tenant, [*prompt[:-2], self._token()])
         self._await_idle()
+
+    def _meet_a_silent_writer(self) -> None:
+        """The disk stops answering before the writer has begun to write pages. Who needs their memory is told."""
+        self._calm()
+        daemon, most = self.random.choice(self.daemons), LONGEST - 2
+        one = self._ask(daemon, self._tenants[0], [self._token() for _ in range(most)])
+        # Bound: others end too, and are all that was asked.
+        while one.last is None:
+            if not threads.wait_in(self._at_an_end, PATIENCE_S):
+                raise Wrong(f"a request never ends\n{self.scheduler.standing()}")
+        self.disk.hangs = "all"
+        other = self._ask(daemon, self._tenants[0], [self._token() for _ in range(most)])
+        self._within(
+            2 * STALL_S + _SLACK_S,
+            lambda: other.last is not None,
+            "a request waits for a disk that does not answer",
+        )
+        self._heal()
+
+    def _meet_an_expiry(self) -> None:
+        """Nothing is used for longer than it lasts: nothing of it is stored any more."""
+        self._calm()
+        daemon = self.random.choice(self.daemons)
+        # What another process has stored is looked for after minutes only.
+        if daemon.store.problem is not None or self._has_others:
+            return
+        own_s = None if self.ttl_s else 5.0
+        one = self._ask(daemon, self.random.choice(self._tenants), self._prompt()[0], ttl_s=own_s)
+        self._await_idle()
+        self.scheduler.sleep((self.ttl_s or 5.0) + _EXPIRY_SEARCH_S)
+        with world.observing(), daemon.store.snapshot() as snapshot:
+            table, now = snapshot.usages(), daemon.store.clock()
+        limits = limits_s(table.records["ttl_s"], self.ttl_s) + _EXPIRY_SEARCH_S
+        # A node stays as long as those that continue it.
+        is_over = (table.ages_s(now) > limits) & (table.records["children"] == 0)
+        if daemon.store.problem is None and is_over.any():
+            raise Wrong("what has expired is stored")
+        self._ask(daemon, one.tenant, one.token_ids)
+
+    def _meet_refused_memory(self) -> None:
+        """A daemon that has taken no memory yet gets none. Who asks is told to try again."""
+        self._calm()
+        self._end(self.random.choice(self.daemons), starts=False)
+        self._start()
+        self.counts["let_resources_be_refused"] += 1
+        threads.refusing[:] = [self.random.choice((0.5, 1.0))]
+        self._ask(self.daemons[-1], self.random.choice(self._tenants), self._prompt()[0])
+        self.scheduler.sleep(1.0)
+
+    def _meet_an_upgrade(self) -> None:
+        """A build that computes other bits goes on with the folder of another, or beside it."""
+        self._calm()
+        old, most = self.daemons[0], self.random.choice((1, 4))
+        known = [self._ask(old, self.random.choice(self._tenants), self._prompt()[0], most=most) for _ in range(3)]
+        self._await_idle()
+        for daemon in self.daemons[1:] if self.random.random() < 0.5 else list(self.daemons):
+            self._end(daemon, starts=False)
+        self._has_others = True
+        self._start(build=1 - old.build)
+        # Until it has compared.
+        self.scheduler.sleep(self.random.choice((1.0, 5.0)))
+        for one in known:
+            self._ask(self.daemons[-1], one.tenant, [*one.token_ids, self._token()])
 
     def _stored_names(self) -> set[bytes]:
         with world.observing(), self.daemons[0].store.snapshot() as snapshot:
@@ -872,7 +965,7 @@ class History:
         daemon = self.random.choice(self.daemons)
         over = [self._ask(daemon, self._tenants[0], [self._token() for _ in range(40)]) for _ in range(3)]
         self._within(PATIENCE_S, lambda: not self._waiting(), "a request never ends")
-        if self._budget_bytes > 2_000_000:
+        if self._is_large:
             self._put_notes()
         self._join(self._spawn_tool("purge"), "a purge does not end")
         self._calm()
@@ -1187,6 +1280,19 @@ class History:
             at = world.held_at.get(writer, math.inf)
             if self.scheduler.now > at + _LEASE_S and writer.num_pending and writer._next() is None:
                 self.scheduler.errors.append(f"the writer pauses for nobody since {self.scheduler.now - at:.1f} s")
+            if self._waits_for_free_pages(daemon):
+                self.scheduler.errors.append("a request waits for pages that are free")
+
+    def _waits_for_free_pages(self, daemon: Daemon) -> bool:
+        """Returns whether the engine waits for news, and was not told that the writer has freed pages since it last
+        looked."""
+        inbox = daemon.inbox
+        return (
+            world.freed_at.get(daemon.engine.pages.pool, 0.0) > world.looked_at.get(inbox, 0.0)
+            and any(isinstance(ticket.wait, MemoryWait) for ticket in inbox._waiting)
+            and not inbox._has_news
+            and inbox.heartbeat._working is None
+        )
 
     def _check_idle(self, daemon: Daemon) -> None:
         """Nothing is left of requests that are over."""

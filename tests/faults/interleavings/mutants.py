@@ -21,6 +21,7 @@ from diskprefix.engine.fetches import Fetches, ReadJob
 from diskprefix.engine.idle.recheck import Recheck
 from diskprefix.engine.inbox import Ticket
 from diskprefix.engine.loop import Loop
+from diskprefix.errors import ContextTooLong, NotReady
 from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.page_table import PageTable
 from diskprefix.kv.pages import Captured, Page, PagePool
@@ -52,7 +53,7 @@ _drop: Any = Matcher.drop_node
 _make_fetches: Any = Fetches.__init__
 _make: Any = Loop.__init__
 _hold: Any = Captured.__init__
-_add_to = WriteMeter.add_to
+_add_to, _report, _lacking = WriteMeter.add_to, Housekeeping._report, PagePool.lacking
 _take_shared, _written_lately = FolderLock._take_shared, Store.written_lately
 
 
@@ -106,14 +107,22 @@ def _taken_impatiently(self: FolderLock) -> None:
     _take_shared(self)
 
 
+def _told_as_too_long(self: PagePool, num_tokens: int) -> ContextTooLong | NotReady:
+    self._is_refused = False
+    return _lacking(self, num_tokens)
+
+
 def _tried_once(self: Writer, save: Save, publication: Publication) -> bool:
     if self.housekeeping.attempt(partial(self._write_publication, save, publication)) is not None:
         self.fail(save, keep=0)
     return True
 
 
-def _full_unsaid(self: Housekeeping, told: str) -> None:
-    self.error = None if " is full: " in told else told
+def _full_unsaid(self: Housekeeping, message: str, *, is_for_room: bool = False, saves_some: bool = False) -> None:
+    if " is full: " in message:
+        self.error = None
+    else:
+        _report(self, message, is_for_room=is_for_room, saves_some=saves_some)
 
 
 def _one_thread(self: Fetches, *args: Any) -> None:
@@ -186,9 +195,11 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "the hold of pages that wait to be written": Mutant(_WRONG_REPLY, ((Captured, "__init__", _held_for_a_moment),)),
     "the users that names are": Mutant(" users, not ", ((PagePool, "hold", lambda _self, _pages: None),)),
-    "the wake where pages are free": Mutant("never ends", ((Loop, "__init__", _made_unheard),)),
+    "the wake where pages are free": Mutant("pages that are free", ((Loop, "__init__", _made_unheard),)),
     "the time to live of memory": Mutant(_FOUND, ((PrefixCache, "lasts_s", lambda _self, _ttl_s: math.inf),)),
-    "the search for what has expired": Mutant(_FOUND, ((Evictor, "expire", lambda _self, _ttl_s: 0),)),
+    "the search for what has expired": Mutant(
+        "what has expired is stored", ((Evictor, "expire", lambda _self, _ttl_s: 0),)
+    ),
     "the wake behind a fetch": Mutant(
         "never ends", ((Fetches, "_end_read", _ended_unheard), (Fetches, "check_in_s", property(lambda _self: None)))
     ),
@@ -210,6 +221,7 @@ MUTANTS: dict[str, Mutant] = {
     "the epoch of what waits to be written": Mutant(
         _FOUND, ((Writer, "_drop_outdated", lambda _self, _save, _why: None),)
     ),
+    "the word that memory is refused": Mutant(" failed: ContextTooLong", ((PagePool, "lacking", _told_as_too_long),)),
     "the epoch of a note": Mutant(
         "is found, and was purged",
         ((notes, "epochs_of", lambda _snapshot, _names: NEVER_OVER), (Notes, "drop_outdated", lambda _self: None)),
@@ -232,9 +244,6 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "the place of a share with nothing running": Mutant(
         "what needs no read waits", ((ActiveRequests, "_may_exceed", lambda *_: False),)
-    ),
-    "the end of a load that does not move": Mutant(
-        "a request waits for a read", ((ReadJob, "has_stalled", lambda _self, _now: False),)
     ),
     "the end of a load that nobody wants": Mutant(
         "who has hung up reads on", ((ReadJob, "is_wanted", _wanted_by_nobody),)
@@ -276,7 +285,8 @@ MUTANTS: dict[str, Mutant] = {
     "the comparison with what another build has stored": Mutant(_WRONG_REPLY, ((Recheck, "_is_equal", _equal_unseen),)),
     "the root of a build with other bits": Mutant(_WRONG_REPLY, ((BuildBits, "note_other", _same_as_all),)),
     "the look at pages that the writer holds": Mutant(
-        "a request waits for a read that never ends", ((Fetches, "check_in_s", property(_check_without_holds)),)
+        "a request waits for a disk that does not answer",
+        ((Fetches, "check_in_s", property(_check_without_holds)),),
     ),
     "the one end of a request": Mutant(
         "behind its end", ((Ticket, "send_last", lambda self, event: self.emit(event)),)

@@ -28,14 +28,14 @@ from diskprefix.chat.replay import RecordsUnread
 from diskprefix.engine import device, forward, served_model
 from diskprefix.engine.idle import ahead, ahead_jobs, idle_work
 from diskprefix.engine.idle.idle_work import IdleWork
-from diskprefix.engine.inbox import Inbox
+from diskprefix.engine.inbox import Inbox, Ticket
 from diskprefix.engine.loop import Engine
 from diskprefix.errors import DeviceLost, NotReady, StoreCorrupt
 from diskprefix.extras.remote import objects, remote_tier  # noqa: F401 (imported before its names are replaced)
 from diskprefix.identity import identity_text
 from diskprefix.kv import page_cache, pages, sequence, sizes
 from diskprefix.kv.layout import Layout
-from diskprefix.kv.pages import PagePool
+from diskprefix.kv.pages import Captured, PagePool
 from diskprefix.memo import Memo
 from diskprefix.server.remembering import StoredTurns
 from diskprefix.server.threads import _NUM_THREADS
@@ -106,7 +106,7 @@ _transaction, _init_environment, _init_lock = Environment.transaction, Environme
 _init_meter, _check_file = WriteMeter.__init__, Environment.require_survivable
 _pause, _try_later = Writer.pause_writing, Writer._try_later
 _quarantine, _restoring, _report_failure = Store.quarantine, IdleWork.restoring, thread_pool.report_failure
-_expire, _zeros = Evictor.expire, pages.zeros
+_expire, _zeros, _release, _look = Evictor.expire, pages.zeros, Captured.release, Inbox.waiting
 READERS = (
     *("kv-writer", "kv-seen", "kv-match", "kv-load", "kv-prefetch", "picture-load", "draft-fetch", "kv-check"),
     *("disk-reader", "idle", "remote-fetch", "remote-write"),
@@ -122,6 +122,10 @@ held_at: dict[Writer, float] = {}
 """When a writer last began to pause, for a prompt or because the store failed."""
 searched_at: dict[Evictor, float] = {}
 """When the last search for what has expired began, of those that have ended."""
+freed_at: dict[PagePool, float] = {}
+"""When the release of a hold last freed pages, by whatever thread."""
+looked_at: dict[Inbox, float] = {}
+"""When the engine last looked for what it may begin."""
 daemons: set[object] = set()
 """The processes that are daemons, once they serve."""
 _held: list[tuple[object, Environment | FolderLock]] = []
@@ -193,7 +197,8 @@ def _decoded(decode: Callable[..., Any]) -> Callable[..., Any]:
     """In the place of `DiskView._decode`."""
 
     def decoded(self: DiskView, name: bytes, *args: Any) -> Any:
-        if threads.is_simulated() and name in _disks[-1].damaged:
+        # A view does not see what is saved again behind it.
+        if threads.is_simulated() and (name in _disks[-1].damaged or name in self.damaged):
             raise StoreCorrupt("it is damaged, as was asked for")
         return decode(self, name, *args)
 
@@ -276,6 +281,22 @@ def _noted_search(self: Evictor, ttl_s: float) -> int:
     return num_removed
 
 
+def _noted_release(self: Captured) -> None:
+    """In the place of `Captured.release`."""
+    pool = self._pool
+    before = pool.used_bytes
+    _release(self)
+    if threads.is_simulated() and pool.used_bytes < before:
+        freed_at[pool] = scheduler().now
+
+
+def _noted_look(self: Inbox) -> list[Ticket]:
+    """In the place of `Inbox.waiting`."""
+    if threads.is_simulated():
+        looked_at[self] = scheduler().now
+    return _look(self)
+
+
 def _refused_zeros(shape: tuple[int, ...], dtype: Any) -> Any:
     """In the place of `pages.zeros`."""
     if threads.is_simulated() and threads.is_refused():
@@ -319,11 +340,10 @@ def _listed_meter(self: WriteMeter) -> None:
     meters.append(self)
 
 
-@contextmanager
-def patched() -> Iterator[None]:
-    """Replaces threads, clocks, the model and the writing of the disk in the package."""
+def replaced() -> list[tuple[Any, str, Any]]:
+    """Returns what takes the place of what in the package: its holder, its name there, and the value."""
     of_disk = {"statvfs": lambda _path: SimpleNamespace(f_blocks=1 << 50, f_bavail=_disks[-1].free_bytes, f_frsize=1)}
-    replaced: list[tuple[Any, str, Any]] = [
+    return [
         (Environment, "transaction", _simulated_transaction),
         (Environment, "__init__", _listed(_init_environment)),
         (FolderLock, "__init__", _listed(_init_lock)),
@@ -367,14 +387,22 @@ def patched() -> Iterator[None]:
         # Prompts are short. So are the rows of a step.
         (pages, "_SLAB_BYTES", 1024),
         (pages, "zeros", _refused_zeros),
+        (Captured, "release", _noted_release),
+        (Inbox, "waiting", _noted_look),
         (sizes, "STEP_TOKENS", LONGEST),
         (sizes, "MAX_TAKEN_BACK", 0),
         (page_cache, "STEP_TOKENS", LONGEST),
         (sequence, "MAX_TAKEN_BACK", 0),
     ]
+
+
+@contextmanager
+def patched() -> Iterator[None]:
+    """Replaces threads, clocks, the model and the writing of the disk in the package."""
     with threads.patched():
-        before = [(holder, name, getattr(holder, name)) for holder, name, _ in replaced]
-        for holder, name, value in replaced:
+        values = replaced()
+        before = [(holder, name, getattr(holder, name)) for holder, name, _ in values]
+        for holder, name, value in values:
             setattr(holder, name, value)
         try:
             yield
@@ -393,6 +421,8 @@ def use(disk: Disk, bucket: SimulatedBucket, map_bytes: int) -> None:
     checked.clear()
     held_at.clear()
     searched_at.clear()
+    freed_at.clear()
+    looked_at.clear()
     threads.refusing[:], threads.num_refused[:] = [0.0], [0]
     shared_file.reset(map_bytes)
 
