@@ -251,7 +251,7 @@ MUTANTS: dict[str, Mutant] = {
     "the stop beside a load that hangs": Mutant("the daemon does not stop", ((Fetches, "close", _waited_for),)),
     "the write budget": Mutant("with no budget", ((PrefixCache, "spending", lambda _self, _share="": None),)),
     "the count of written bytes in memory": Mutant(
-        "the engine's thread reads the disk", ((Store, "written_lately", _read_lately),)
+        "the thread engine reads the disk", ((Store, "written_lately", _read_lately),)
     ),
     "the mark that needs no check": Mutant(
         "a start checks a file that needs none", ((FileMark, "needs_check", lambda _self, _file: True),)
