@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import gc
+import itertools
 import logging
 import os
 import re
@@ -65,6 +66,8 @@ _OTHER_FILES, _MIN_CONNECTIONS, _ACCEPTS = 64, 16, 32
 """The numbers of open files besides connections (model, store, libraries), of connections that are always accepted, and
 of connections that are accepted before requests are read again."""
 
+_TICK_S = 0.1
+"""uvicorn's header of the date and its check of `should_exit` are as old as this."""
 _PERIOD_S = 5.0
 """Time between two notifications to systemd."""
 
@@ -222,8 +225,19 @@ class SignalledServer(ListeningServer):
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
+        self._wake: Callable[[], object] = lambda: None
         self.while_listening = ExitStack()
         """Closed when the server stops listening. Requests may go on after that, while another program has the port."""
+
+    async def main_loop(self) -> None:
+        # uvicorn's own loop finds only at its next tick that a signal has come. Another model may wait for that.
+        is_over = asyncio.Event()
+        self._wake = partial(asyncio.get_running_loop().call_soon_threadsafe, is_over.set)
+        for number in itertools.count():
+            if await self.on_tick(number):
+                return
+            with suppress(TimeoutError):
+                await asyncio.wait_for(is_over.wait(), _TICK_S)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.while_listening.close()
@@ -243,6 +257,9 @@ class SignalledServer(ListeningServer):
         if self.should_exit and sig == signal.SIGINT:
             self.force_end()
         self.should_exit = True
+        # The loop may have ended.
+        with suppress(RuntimeError):
+            self._wake()
 
     def force_end(self) -> None:
         """Ends the process at once, after a second interrupt."""

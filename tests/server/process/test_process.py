@@ -387,6 +387,35 @@ def test_waiting_threads_sleep_soon_unless_the_environment_decides(own: dict[str
     assert spins == read or (not read and spins != app._SPINS)
 
 
+_SERVER_WITHOUT_TICKS = """
+import uvicorn
+from diskprefix.server.process import process
+
+async def app(scope, receive, send):
+    await receive()
+    await send({"type": "lifespan.startup.complete"})
+    print("it serves", flush=True)
+    await receive()
+    await send({"type": "lifespan.shutdown.complete"})
+
+process._TICK_S = 3600.0
+process.SignalledServer(uvicorn.Config(app, port=0, lifespan="on", log_config=None)).run()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_server_before_its_next_tick(number: signal.Signals) -> None:
+    code = [sys.executable, "-P", "-c", _SERVER_WITHOUT_TICKS]
+    with subprocess.Popen(code, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        try:
+            assert server.stdout.readline() == "it serves\n"
+            server.send_signal(number)
+            assert server.wait(30) == 0
+        finally:
+            server.kill()
+
+
 def test_a_load_begins_when_what_it_imports_is_there() -> None:
     """Else two threads may import one package, and one gets half of it: a start in some hundreds fails."""
     code = """import os, sys
