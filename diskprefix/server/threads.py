@@ -191,6 +191,6 @@ async def _has_left(request: Request) -> bool:
     receiving = asyncio.ensure_future(request.receive())
     await asyncio.sleep(0)
     if receiving.done():
-        return receiving.result()["type"] == "http.disconnect"
+        return bool(receiving.result()["type"] == "http.disconnect")
     receiving.cancel()
     return False

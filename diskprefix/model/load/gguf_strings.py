@@ -49,13 +49,12 @@ class StringPiece(Struct, frozen=True, dict=True):
 
     @classmethod
     def with_ends(cls, data: bytes, ends: NDArray[np.int64]) -> StringPiece:
-        """Returns the strings of `data` that end there. Raises `ValueError` unless their lengths in it say the same, as
-        far as the last byte tells."""
+        """Returns the strings of `data` that end there. Raises `ValueError` unless the lowest bytes of their lengths in
+        it say the same."""
         import numpy as np
 
-        *_, end = 0, *ends[-1:].tolist()
-        begins = np.concatenate([[0], ends])[:-1] + 8
-        if len(data) != end or (np.frombuffer(data, np.uint8)[begins - 8] != (ends - begins) & 255).any():
+        content, begins = np.frombuffer(data, np.uint8), np.concatenate([[0], ends])[:-1] + 8
+        if len(data) != ends.max(initial=0) or (content[begins - 8] != (ends - begins) & 255).any():
             raise ValueError("it has other strings")
         return cls(data, begins, ends)
 

@@ -389,6 +389,14 @@ def test_strings_across_pieces_are_read(longest: int, letters: str, tmp_path: Pa
     assert (found.arrays["list.strings"].content, found.values["behind"]) == (strings, "them")
 
 
+@pytest.mark.parametrize("changed", [["a", "bcd", "ef"], ["abc", "d", "ef", "g"], ["abc"]])
+def test_strings_that_changed_after_the_header_was_read_are_refused(changed: list[str], tmp_path: Path) -> None:
+    array = read_header(with_strings(tmp_path / "m.gguf", ["ab", "cd", "ef"])).arrays["list.strings"]
+    with_strings(tmp_path / "m.gguf", changed)
+    with pytest.raises(ModelError, match="was changed while it was read"):
+        _ = array.content
+
+
 def test_a_header_is_read_without_making_the_strings_of_its_long_arrays(tmp_path: Path, monkeypatch: Any) -> None:
     path = with_strings(tmp_path / "m.gguf", [f"token {number}" for number in range(20_000)])
     monkeypatch.setattr(StringPiece, "texts", lambda _self: pytest.fail("strings are made"))

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from diskprefix.api.openai_chat import ChatRequest
 from diskprefix.chat.renderer import PromptRenderer
+from diskprefix.model.load.read_tokenizer import read_tokenizer
 from diskprefix.store.schema import RootRecord
 from diskprefix.store.statistics.savings import SavingsLog, Tally
 from diskprefix.store.store import Publication, Store
@@ -23,12 +24,10 @@ ALICE = SHARED.with_salt("alice")
 
 
 def tokenizer_in(folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
     if not folder.exists():
         folder.mkdir(parents=True)
         write_tokenizer(folder)
-    return AutoTokenizer.from_pretrained(folder)
+    return read_tokenizer(folder, None)
 
 
 class SavedChats:
