@@ -86,9 +86,10 @@ def test_it_checks_everything_without_the_weights(run: Run, chat_model: Path, tm
     assert all(one["advice"] for one in report["findings"] if one["level"] in ("note", "problem"))
     assert not (tmp_path / "kv").exists(), "nothing is changed"
     shown = run("doctor", "--model", chat_model, "--kv-cache-dir", tmp_path / "kv", "--port", "0").stdout
-    counts, advice = shown.splitlines()[-2:]
+    counts, advice, lasts = shown.splitlines()[-3:]
     assert counts.endswith(f", {len(findings)} checks")
-    assert re.fullmatch(r"for agents here: `diskprefix pull \S+` \(.+\); others: `diskprefix list --available`", advice)
+    assert re.fullmatch(r"for agents here: `diskprefix pull \S+` \(.+\)", advice)
+    assert re.fullmatch(r"an agent's first prompt takes .+; other models: `diskprefix list --available`", lasts)
 
 
 # -- The machine -----------------------------------------------------------------------------------------------------
@@ -313,7 +314,7 @@ def test_a_daemon_at_the_port_is_no_problem_and_an_address_of_another_machine_is
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     found = port_finding(Settings(port=int(daemon.url.rpartition(":")[2])))
     assert (found.level, found.text.endswith(": ok")) == ("ok", True), "no proxy is asked"
-    assert daemon_finding().text.startswith(daemon.url)
+    assert f"{daemon.url}: " in daemon_finding().text
     found = port_finding(Settings(host="192.0.2.1", port=0))
     assert (found.level, "another --host" in found.advice) == ("problem", True)
 

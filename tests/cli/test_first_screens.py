@@ -16,6 +16,8 @@ AUTHORS_WORDS = re.compile(
     r"|of a CPU|gate=|auto:\d|drafts|\bkernels: |those of serve|operators:|ahead"
 )
 """Names of parts of the code, abbreviations, and figures without what follows from them."""
+PATH, MOST_CHARS = re.compile(r"/[\w./+=-]{8,}"), 170
+"""A path, and the length of a line without its paths that a reader takes in at once."""
 BODY = {"messages": [{"role": "user", "content": "Which way to the sea?"}], "max_tokens": 4, "temperature": 0}
 
 
@@ -29,6 +31,7 @@ def test_the_log_of_a_start_and_a_request_has_words_for_its_user(
     with running_daemon(agent_model, tmp_path, disk_prefix_cache="auto", log_level="debug") as talkative:
         with talkative.client() as client:
             reply_to(client, BODY)
+        talkative.wait_for_line(r"\[template\]")
         assert talkative.stop() == 0, talkative.log
     for_developers = [line for line in talkative.lines if " DEBUG " in line]
     log = "\n".join(line for line in talkative.lines if line not in for_developers)
@@ -40,7 +43,19 @@ def test_the_log_of_a_start_and_a_request_has_words_for_its_user(
     assert " DEBUG " not in daemon.log
 
 
-@pytest.mark.parametrize("command", ["ps", "show MODEL", "list", "inspect", "inspect --lost", "doctor --model MODEL"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "ps",
+        "show MODEL",
+        "list",
+        "list --available",
+        "inspect",
+        "inspect --lost",
+        "doctor --model MODEL",
+        "clients codex",
+    ],
+)
 def test_the_first_screen_of_a_command_has_words_for_its_user(
     command: str, run: Run, daemon: DaemonProcess, chat_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -50,3 +65,5 @@ def test_the_first_screen_of_a_command_has_words_for_its_user(
     monkeypatch.setenv("DISKPREFIX_KV_CACHE_DIR", str(tmp_path / "kv"))
     ended = run(*command.replace("MODEL", str(chat_model)).split())
     assert unknown_words(ended.stdout + ended.stderr) == []
+    lines = (ended.stdout + ended.stderr).splitlines()
+    assert [line for line in lines if len(PATH.sub("PATH", line)) > MOST_CHARS] == [], "write two short lines"

@@ -129,26 +129,33 @@ def offers(free_bytes: int) -> list[dict[str, Any]]:
 
 
 def proposed(free_bytes: int | None = None) -> str:
-    """Returns the command that fetches the advised model, and why this one: its sizes, and the time of an agent's first
-    prompt. None: the memory that is free now."""
+    """Returns the command that fetches the advised model, with its sizes. None: the memory that is free now."""
     free_bytes = available_ram_bytes() if free_bytes is None else free_bytes
     row = advised(free_bytes)
-    if leaves_room(row, free_bytes):
-        reason = "the fastest that is good enough for agents and leaves a quarter of that free"
-    else:
-        reason = "the smallest that is good enough for agents: free some memory first"
-    return f"`diskprefix pull {row.name}` ({cost_text(row)}; {format_size(free_bytes)} are free, and it is {reason})"
+    sizes = f"{format_size(row.download_bytes)}, {format_size(memory_bytes(row))} of memory"
+    if not leaves_room(row, free_bytes):
+        sizes += f" of {format_size(free_bytes)}, the smallest that is good enough for agents: free some memory first"
+    return f"`diskprefix pull {row.name}` ({sizes})"
+
+
+def advice_lines() -> tuple[str, str]:
+    """Returns which model to fetch, and how long an agent's first prompt takes with it, as two lines for people."""
+    lasts = first_prompt_text(advised(available_ram_bytes()))
+    return f"for agents here: {proposed()}", f"{lasts}; other models: `diskprefix list --available`"
 
 
 def cost_text(row: ShortName) -> str:
     """Returns the download, the memory and the time of an agent's first prompt, for people."""
-    seconds, is_measured = prefill_s_per_token(row)
-    how = "measured here" if is_measured else "a rough guess"
-    lasts = f"an agent's first prompt takes {rough_duration(seconds * AGENT_TOKENS)}, {how}"
-    if row.positions <= AGENT_TOKENS:
-        lasts = "too few for an agent's first prompt"
+    lasts = "too few for an agent's first prompt" if row.positions <= AGENT_TOKENS else first_prompt_text(row)
     memory = f"{format_size(memory_bytes(row))} of memory with {min(TOLD_CONTEXT, row.positions):,} tokens"
     return f"{format_size(row.download_bytes)} to fetch, {memory}, {lasts}"
+
+
+def first_prompt_text(row: ShortName) -> str:
+    """Returns the time of an agent's first prompt, for people."""
+    seconds, is_measured = prefill_s_per_token(row)
+    how = "measured here" if is_measured else "a rough guess"
+    return f"an agent's first prompt takes {rough_duration(seconds * AGENT_TOKENS)}, {how}"
 
 
 def none_known() -> str:

@@ -10,7 +10,7 @@ from msgspec.structs import asdict, replace
 
 from diskprefix.cli.options import GroupedCommand, build_settings, option, policy_option, setting_options
 from diskprefix.cli.tooling import print_json, status
-from diskprefix.extras.catalogue.adviser import proposed
+from diskprefix.extras.catalogue.adviser import advice_lines, proposed
 from diskprefix.extras.catalogue.catalogue import open_catalogue
 from diskprefix.extras.setup.doctor_machine import Finding
 from diskprefix.printable import printable_only
@@ -53,7 +53,7 @@ def doctor(json: bool, **flags: Any) -> int:
     else:
         notes = sum(finding.level == "note" for finding in findings)
         click.echo(f"{counted(problems, 'problem')}, {counted(notes, 'note')}, {counted(len(findings), 'check')}")
-        click.echo(f"for agents here: {proposed()}; others: `diskprefix list --available`")
+        click.echo("\n".join(advice_lines()))
     return 1 if problems else 0
 
 

@@ -60,10 +60,10 @@ def rows_finding(settings: Settings) -> Finding:
 def _finding(costs: Mapping[str, RowsCost], chosen: str) -> Finding:
     if chosen not in costs:
         return Finding("speed", "skipped", "there are no compiled operators")
-    text = f"for each billion parameters of a model in 4 bits: {costs[chosen].text}"
+    text = f"per billion parameters in 4 bits: {costs[chosen].text}"
     fastest = min(costs, key=lambda rows: costs[rows].of_prompt)
     if costs[fastest].of_prompt * _FASTER > costs[chosen].of_prompt:
-        return Finding("speed", "ok", f"{text} (--rows {chosen}, the fastest for prompts here)")
+        return Finding("speed", "ok", f"{text} (--rows {chosen}, the fastest here)")
     advice = f"--rows {fastest}: {costs[fastest].text}{_SHARED.get(fastest, '')}"
     return Finding("speed", "note", f"{text} (--rows {chosen})", advice)
 

@@ -230,7 +230,7 @@ def test_list_advises_what_doctor_advises(gib: int, run: Run, monkeypatch: pytes
     assert lines[-1] == f"for agents here: {proposed()}"
     assert f"`diskprefix pull {told['models'][0]['name']}`" in proposed()
     assert [row["name"] for row in told["models"] if row["is_advised"]] == [told["models"][0]["name"]] * is_enough
-    assert ["agents: the best here" in line for line in lines[1:-2]] == [row["is_advised"] for row in told["models"]]
+    assert ["agents: the best here" in line for line in lines[1:-3]] == [row["is_advised"] for row in told["models"]]
 
 
 def test_no_time_is_told_of_a_prompt_that_a_model_cannot_take(run: Run) -> None:
@@ -238,7 +238,7 @@ def test_no_time_is_told_of_a_prompt_that_a_model_cannot_take(run: Run) -> None:
     assert {"phi4:14b", "smollm2:1.7b"} <= short
     told = json.loads(run("list", "--available", "--json").stdout)["models"]
     assert {row["name"] for row in told if row["first_prompt_s"] is None} == short
-    lines = {line.split()[0]: line for line in run("list", "--available").stdout.splitlines()[1:-2]}
+    lines = {line.split()[0]: line for line in run("list", "--available").stdout.splitlines()[1:-3]}
     assert {name for name, line in lines.items() if "too long for it" in line} == short
     assert {name for name, line in lines.items() if "about" not in line and "a few seconds" not in line} == short
     for row in short_names().values():
