@@ -213,7 +213,7 @@ def test_run_without_a_model_talks_to_the_one_that_runs_or_else_to_the_embedded_
         raise NotReady("enough")
 
     monkeypatch.setattr(run_command, "find_daemon", find)
-    empty = [(200, {"data": []})]
+    empty: list[tuple[int, Any]] = [(200, {"data": []})]
     with small_daemon(models=empty) as first, small_daemon(models=[models({"id": "oak"})]) as second:
         monkeypatch.setattr(run_command, "own_urls", lambda: [first.url, second.url])
         ended = run("run")

@@ -149,8 +149,10 @@ class Catalogue:
         if known.origin == "models.toml":
             aliases = json.dumps([*known.aliases, alias], ensure_ascii=False)
             return f"{begin} `aliases = {aliases}` below [{known.name}] in {file}, and {starts}"
-        is_on_disk = known.path is not None and known.origin in ("--model", "--models-dir")
-        model = known.path.absolute() if is_on_disk else known.source if known.origin == "--model" else known.name
+        if known.path is not None and known.origin in ("--model", "--models-dir"):
+            model = str(known.path.absolute())
+        else:
+            model = known.source if known.origin == "--model" else known.name
         table = f"{toml_value(known.name)} = {{model = {toml_value(model)}, aliases = [{toml_value(alias)}]}}"
         where = file or _usual_models_file()
         starts += f" with --models-file {where}" if file is None and self._settings.model is not None else ""

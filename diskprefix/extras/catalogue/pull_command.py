@@ -61,6 +61,7 @@ def pull(name: str, packs: bool, as_json: bool) -> None:
     if "/" not in name and (model := found_model(name)) is not None and not model.problem:
         raise SettingsError(f"{model.owner} has {name} on this machine: diskprefix serve --model {shlex.quote(name)}")
     name = require_repository(name)
+    fetched: str | None
     if is_embedded(name):
         path, fetched = embedded_file(say), EMBEDDED.name
     else:

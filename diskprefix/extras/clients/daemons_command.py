@@ -94,7 +94,7 @@ def _rows(urls: list[str], api_key: str | None) -> list[dict[str, Any]]:
     return rows
 
 
-def _in_memory(url: str | None, api_key: str | None) -> list[dict[str, Any]]:
+def _in_memory(url: str, api_key: str | None) -> list[dict[str, Any]]:
     """Returns a row for each model that a daemon has or loads, or a row without a model. Raises `NotReady` if no daemon
     answers, and `SettingsError` if it refuses the key."""
     call = running_daemon(url, api_key)

@@ -145,7 +145,7 @@ def chat(browser: bool, url: str | None, api_key: str | None, **options: Any) ->
     converse(url, api_key, "", **options)
 
 
-def converse(url: str | None, api_key: str | None, prompt: str, *, system: Path | None, **fields: Any) -> None:
+def converse(url: str, api_key: str | None, prompt: str, *, system: Path | None, **fields: Any) -> None:
     """Answers standard input and `prompt`, or holds a conversation at a terminal. Each request has the `fields`. Raises
     `DiskPrefixError` if there is nothing to answer, or no answer."""
     try:
@@ -168,7 +168,7 @@ def converse(url: str | None, api_key: str | None, prompt: str, *, system: Path 
         pass
 
 
-def _one_turn(talk: Talk, url: str | None, api_key: str | None) -> bool:
+def _one_turn(talk: Talk, url: str, api_key: str | None) -> bool:
     """Reads a message or a command, and answers it. Returns False at the end of the conversation."""
     try:
         text = input("> ").strip()
@@ -206,7 +206,7 @@ def _one_turn(talk: Talk, url: str | None, api_key: str | None) -> bool:
     return True
 
 
-def _wait_for_daemon(url: str | None, api_key: str | None) -> None:
+def _wait_for_daemon(url: str, api_key: str | None) -> None:
     """Waits for a daemon that stopped. Ctrl+C ends the wait."""
     call = running_daemon(url, api_key)
     with suppress(KeyboardInterrupt):
