@@ -545,8 +545,13 @@ class History:
             and not one.has_left
             and one.ended_at is not None
             and (ttl_s := one.ttl_s or self.ttl_s)
-            and one.ended_at + ttl_s < before
+            and self._used_at(one) + ttl_s < before
         }
+
+    def _used_at(self, one: Asked) -> float:
+        """Returns when state of a request was used last: by itself, or by one of its tenant that has tokens of it."""
+        users = (other for other in self.asked if other.tenant == one.tenant and _common(one, other))
+        return max(math.inf if user.ended_at is None else user.ended_at for user in users)
 
     def _note_preemptions(self) -> None:
         self._has_preempted |= any(daemon.engine.figures.preemptions > 0 for daemon in self.daemons)

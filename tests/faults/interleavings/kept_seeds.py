@@ -36,4 +36,7 @@ KEPT_SEEDS: dict[int, dict[int, str]] = {
         150002563: "the mark is gone, and a process has the file open or was killed",
         140010164: "the last step has no spares",
     },
+    3: {
+        170002046: "r7 found 24 tokens, and only 0 could be there for",
+    },
 }
