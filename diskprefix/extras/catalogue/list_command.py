@@ -151,7 +151,7 @@ def _show_available(as_json: bool) -> None:
     ]
     print_table(("name", "file", "memory", "fits", "first prompt", "good for"), cells, wrapped=())
     click.echo(
-        f"{format_size(free_bytes)} of memory free\nmemory is for {TOLD_CONTEXT:,} tokens, or as many as a model takes; "
+        f"{format_size(free_bytes)} of memory free\nmemory is for {TOLD_CONTEXT:,} tokens, or as many as it takes; "
         f"the first prompt is an agent's, of {AGENT_TOKENS:,} tokens, on this machine\nfor agents here: {advice}"
     )
 
