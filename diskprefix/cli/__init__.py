@@ -122,6 +122,11 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _run(args: list[str] | None) -> int:
+    if any(name.startswith("DISKPREFIX_") for name in os.environ):
+        from diskprefix.cli.options import misspelt_variables
+
+        for line in misspelt_variables():
+            click.echo(f"warning: {printable_only(line)}", err=True)
     try:
         result: Any = cli.main(args, prog_name="diskprefix", standalone_mode=False)
     except SystemExit as end:

@@ -16,6 +16,7 @@ from diskprefix.cli.policy_file import find_policy, read_policy
 from diskprefix.errors import SettingsError
 from diskprefix.model.load.proposals import meant_name
 from diskprefix.native.library import require_kernels
+from diskprefix.nearest import meant, nearest
 from diskprefix.settings import SETTINGS, Settings, expanded, flag_of
 from diskprefix.units import parse_duration, parse_size, whole_size
 
@@ -39,6 +40,7 @@ class PathType(click.Path):
 
 _POLICY, _SHOWS_ALL = "diskprefix.policy", "diskprefix.help-all"
 """The keys of --policy and --help-all in a context's `meta`."""
+_PREFIX = "DISKPREFIX_"
 _EMPTY = "it is empty; give a value, or leave it out"
 _CLICK_TYPES: Mapping[str, Any] = {
     "integer": int,
@@ -51,7 +53,22 @@ _METAVARS = {"size": "SIZE", "duration": "DURATION", "file": "FILE"}
 
 def variable_of(flag: str) -> str:
     """Returns `DISKPREFIX_KV_CACHE_DIR` for `--kv-cache-dir`."""
-    return "DISKPREFIX_" + flag.removeprefix("--").replace("-", "_").upper()
+    return _PREFIX + flag.removeprefix("--").replace("-", "_").upper()
+
+
+_OTHER_FLAGS = ("--api-key", "--policy", "--url")
+"""The flags with variables that are no settings of `serve`."""
+
+
+def misspelt_variables() -> list[str]:
+    """Returns a line for each variable of the environment that nothing reads and that is like one of an option."""
+    flags = (*_OTHER_FLAGS, *map(flag_of, SETTINGS))
+    known = {variable_of(flag).removeprefix(_PREFIX): flag for flag in flags}
+    others = {name for name in os.environ if name.startswith(_PREFIX) and name.removeprefix(_PREFIX) not in known}
+    # Those of our tests end up here, too.
+    of_users = sorted(name for name in others if not name.startswith(f"{_PREFIX}TEST"))
+    near = {name: nearest(name.removeprefix(_PREFIX), known) for name in of_users}
+    return [f"{name} is no option{meant(name, [_PREFIX + like])}" for name, like in near.items() if like is not None]
 
 
 class GroupedOption(click.Option):

@@ -212,3 +212,23 @@ def test_a_user_without_a_home_is_told_what_to_set_where_a_folder_is_needed(
         run(command).assert_refused(2, "no home folder: set XDG_C", "or HOME")
     assert run("inspect", "--help").exit_code == 0
     run("inspect", "--kv-cache-dir", "/not/there").assert_refused(4, "/not/there holds no diskprefix store")
+
+
+@pytest.mark.parametrize(
+    ("name", "like"),
+    [
+        ("DISKPREFIX_KV_CACHE_DIRR", "DISKPREFIX_KV_CACHE_DIR"),
+        ("DISKPREFIX_DISK_PREFIX_CASH", "DISKPREFIX_DISK_PREFIX_CACHE"),
+        ("DISKPREFIX_APIKEY", "DISKPREFIX_API_KEY"),
+        ("DISKPREFIX_PORT", None),
+        ("DISKPREFIX_POLICY", None),
+        ("DISKPREFIX_QQQ", None),
+    ],
+)
+def test_a_misspelt_variable_is_named_once_with_the_one_that_was_meant(
+    run: Run, monkeypatch: pytest.MonkeyPatch, name: str, like: str | None
+) -> None:
+    monkeypatch.setenv(name, "1")
+    ended = run("completion", "bash")
+    said = "" if like is None else f"warning: {name} is no option (meant: {like}?)\n"
+    assert (ended.exit_code, ended.stderr) == (0, said)
