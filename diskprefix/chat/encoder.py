@@ -121,7 +121,8 @@ class TextParts:
     def _holds(tokenizer: Tokenizer, separators: list[str]) -> bool:
         """Tests whether separately encoded parts give the tokens of the whole: a tokenizer may have unknown steps."""
         parts = [separator + _PROBE.format(separator, separators[0]) for separator in separators[:8]]
-        whole, *alone = encode_texts(tokenizer.backend_for(parts), ["".join(parts), *parts])
+        texts = ["".join(parts), *parts]
+        whole, *alone = encode_texts(tokenizer.backend_for(texts), texts)
         cut = joined(zip(accumulate(map(len, parts), initial=0), alone, strict=False))
         return all(map(np.array_equal, whole, cut))
 

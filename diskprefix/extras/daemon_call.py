@@ -173,7 +173,9 @@ def _requester(
                 connection = stack.enter_context(closing(kind(parts.hostname or "", parts.port, timeout=_CONNECT_S)))
                 connection.connect()
                 connection.sock.settimeout(_CONNECT_S if path == "/health" else _SILENCE_S)
-                own = token_of_peer(connection.sock) if api_key is None else None
+                of_peer = token_of_peer(connection.sock)
+                _require_the_same(url, is_own=of_peer is not None)
+                own = of_peer if api_key is None else None
                 if api_key is None and own is None and method == "POST":
                     # With a key of its own, the user has a cache that other users cannot probe.
                     own = user_key(_peer_name(connection.sock, parts))
@@ -185,6 +187,23 @@ def _requester(
             yield response
 
     return request
+
+
+_own_urls: set[str] = set()
+"""The addresses at which this process has found daemons of its user."""
+
+
+def expect_own(url: str) -> None:
+    """From now on, this process sends nothing to what listens at `url` unless it is a daemon of this user."""
+    _own_urls.add(full_url(url))
+
+
+def _require_the_same(url: str, *, is_own: bool) -> None:
+    """Raises `NotReady` if a daemon of this user was at `url`, and what listens there now is none."""
+    if is_own:
+        expect_own(url)
+    elif full_url(url) in _own_urls:
+        raise NotReady(f"your daemon at {url} has ended, and what listens there now is not known as yours")
 
 
 def full_url(url: str) -> str:

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from diskprefix.cli.options import Decorated, nonempty, option, policy_value, variable_of
 from diskprefix.cli.tooling import say
 from diskprefix.errors import NotReady, SettingsError
+from diskprefix.extras.daemon_call import expect_own
 from diskprefix.server.process.token_file import own_daemons
 from diskprefix.settings import Settings
 
@@ -48,7 +49,11 @@ def own_urls() -> list[str]:
     """Returns the addresses of this user's running daemons: the one at the usual address, then the others, those that
     were started last first."""
     usual = usual_url()
-    return sorted(own_daemons().values(), key=lambda url: url != usual)
+    # With --host, the usual port has another address.
+    urls = sorted(own_daemons().values(), key=lambda url: urlsplit(url).port != urlsplit(usual).port)
+    for url in urls:
+        expect_own(url)
+    return urls
 
 
 def daemon_url(url: str | None, otherwise: str = "") -> str:
@@ -72,7 +77,7 @@ def none_runs() -> str:
     parts = urlsplit(usual)
     with suppress(OSError), socket.create_connection((parts.hostname, parts.port), _CONNECT_S):
         return (
-            f"no daemon of yours runs: what listens at {usual} is another user's or another program; `diskprefix serve "
+            f"no daemon of yours runs: what listens at {usual} is not known as yours; `diskprefix serve "
             f"--port 0` starts one, and --url {usual} uses that one all the same"
         )
     return "no daemon of yours runs; start one with `diskprefix serve`, or give the address of another with --url"

@@ -289,7 +289,11 @@ class Daemon:
                 return
             if not self.in_flight.num:
                 break
-        serving.engine.tokenizer.make_whole()
+        try:
+            serving.engine.tokenizer.make_whole()
+        except Exception:
+            # The first request that needs it tries again, and gets the error.
+            log.exception("[model] the whole vocabulary could not be made")
         _log_template_cost(serving.renderer)
 
     def _path(self) -> Path | None:

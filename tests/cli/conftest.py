@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from diskprefix.cli import main, tooling
+from diskprefix.extras import daemon_call
 from diskprefix.store.store import Publication
 from diskprefix.tokens import TokenIds
 from tests.extras.exchange.exported import entry_of
@@ -46,6 +47,8 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     """Runs `diskprefix` with some arguments; neither standard input nor standard error is a terminal. No wait is long
     enough to be told of, however busy the machine is."""
     monkeypatch.setattr(tooling, "_LONG_S", 3600.0)
+    # Each command is a process of its own.
+    monkeypatch.setattr(daemon_call, "_own_urls", set())
 
     def call(*args: object) -> Ended:
         with pytest.raises(SystemExit) as end:

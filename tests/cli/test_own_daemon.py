@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import socket
@@ -14,9 +15,11 @@ import click
 import pytest
 
 from diskprefix.cli import COMMANDS
-from diskprefix.extras import own_daemon
+from diskprefix.errors import NotReady
+from diskprefix.extras import daemon_call, own_daemon
 from diskprefix.extras.clients import launched_daemon
 from diskprefix.extras.own_daemon import own_urls
+from diskprefix.server.process import token_file
 from diskprefix.server.process.token_file import own_daemons, published_token
 from tests.cli.conftest import Run
 from tests.cli.small_daemon import SmallDaemon, models, small_daemon
@@ -97,7 +100,7 @@ def test_what_listens_on_the_usual_port_and_is_not_this_users_is_sent_nothing(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: name == "top")
     url = f"http://127.0.0.1:{usual_port.getsockname()[1]}"
     ended = run(*ASKS[name])
-    words = f"no daemon of yours runs: what listens at {url} is another user's or another program"
+    words = f"no daemon of yours runs: what listens at {url} is not known as yours"
     assert words in ended.stderr
     assert f"--url {url}" in ended.stderr
     assert (ended.exit_code, ended.stderr.count("\n")) == (0 if name == "ps" else 1, 1)
@@ -122,6 +125,40 @@ def test_where_nothing_runs_the_error_says_how_to_start(run: Run, monkeypatch: p
     assert (ended.exit_code, ended.stdout.split()[0]) == (0, "model")
     assert ended.stderr.startswith("no daemon of yours runs; start one")
     assert run("ps", "--json").json == {"models": []}
+
+
+def test_what_takes_the_place_of_this_users_daemon_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(daemon_call, "_own_urls", set())
+    with small_daemon(models=[models(CARD)]) as daemon:
+        with published_token("abc", [daemon.listener]):
+            call = daemon_call.running_daemon(own_daemon.daemon_url(None), None)
+            assert call("GET", "/v1/models", None).status == 200
+        asked = list(daemon.asked)
+        for method, body in (("GET", None), ("POST", {"messages": []})):
+            with pytest.raises(NotReady, match="has ended, and what listens there now is not known as yours"):
+                call(method, "/v1/models", body)
+        with pytest.raises(NotReady, match="has ended"):
+            daemon_call.running_daemon(daemon.url, "a key")("GET", "/health", None)
+        assert daemon.asked == asked
+
+
+def test_a_folder_that_may_not_be_entered_holds_no_daemon_of_this_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    glob = Path.glob
+
+    def refused(path: Path, pattern: str) -> Iterator[Path]:
+        if path == token_file._OF_THE_SERVICE:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return glob(path, pattern)
+
+    monkeypatch.setattr(Path, "glob", refused)
+    with own() as daemon:
+        assert own_urls() == [daemon.url]
+
+
+def test_the_daemon_at_the_usual_port_comes_first_whatever_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISKPREFIX_PORT", "8642")
+    monkeypatch.setattr(own_daemon, "own_daemons", lambda: {1: "http://127.0.0.1:9", 2: "http://[::1]:8642"})
+    assert own_urls() == ["http://[::1]:8642", "http://127.0.0.1:9"]
 
 
 def test_of_several_daemons_the_usual_one_is_taken_then_the_last_and_it_is_said(

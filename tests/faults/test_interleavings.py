@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 from diskprefix.cache.cache import PrefixCache
+from diskprefix.engine import served_model
 from diskprefix.engine.idle.kept_weights import KeptWeights
 from diskprefix.engine.inbox import Inbox
 from diskprefix.errors import StoreUnavailable
@@ -58,14 +59,8 @@ def test_histories_have_all_kinds_of_events(tmp_path: Path) -> None:
     require_right(found, 30)
     kinds = [
         *("purge", "kill", "stop", "from disk", "from memory", "tokens ahead", "use_tool", "start_beside"),
-        *(
-            "purge_prompt",
-            "meet_a_hang",
-            "meet_a_strangers_purge",
-            "meet_late_work",
-            "meet_an_expiry",
-            "meet_an_upgrade",
-        ),
+        *("purge_prompt", "meet_a_hang", "meet_a_strangers_purge", "meet_late_work", "meet_an_expiry"),
+        *("meet_an_upgrade", "meet_a_silent_writer", "meet_refused_memory", "meet_a_dead_disk"),
     ]
     assert [kind for kind in kinds if not found.events[kind]] == []
 
@@ -77,6 +72,10 @@ def test_a_history_is_wrong_if_the_daemon_goes_on_after_a_slip_in_the_code(
     monkeypatch.setattr(KeptWeights, "_write", lambda: None)
     found = run_histories(range(1), tmp_path)
     assert "the daemon goes on after TypeError" in found.failures[0][1]
+    monkeypatch.undo()
+    monkeypatch.setattr(served_model, "_save_idle", lambda: None)
+    found = run_histories(range(8), tmp_path)
+    assert "the daemon goes on after TypeError" in found.failures[0][1], "it is only logged"
 
 
 @pytest.mark.parametrize("edition", KEPT_SEEDS)

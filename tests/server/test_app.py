@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -755,6 +756,14 @@ def test_a_daemon_settles_once_no_request_runs(in_flight: list[int], looks: int)
     settling = Settling(in_flight)
     settling.daemon._settle(settling)  # type: ignore[arg-type]
     assert settling.done_after == [looks]
+
+
+def test_a_daemon_serves_on_when_what_the_first_requests_do_not_need_fails(caplog: pytest.LogCaptureFixture) -> None:
+    settling = Settling([0])
+    settling.make_whole = Mock(side_effect=MemoryError("no memory"))  # type: ignore[method-assign]
+    settling.daemon._settle(settling)  # type: ignore[arg-type]
+    assert "the whole vocabulary could not be made" in caplog.text
+    assert settling.daemon.failure is None
 
 
 def test_a_daemon_that_ends_does_not_settle() -> None:

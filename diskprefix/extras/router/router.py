@@ -63,7 +63,7 @@ _TRIM_S = 5.0
 """How long after the last large body its memory is given back to the system."""
 _SPARE_PAUSE_S = 2.0
 _SPARE_FREE_BYTES = 2 << 30
-"""A spare process is started if this much memory is free. It takes about 0.1 GiB."""
+"""A spare process is started if this much memory is free."""
 _WORKER_END_S = 30.0
 """The time for a worker that has not taken a request to end."""
 

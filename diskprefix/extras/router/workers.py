@@ -111,10 +111,20 @@ class _Spare(NamedTuple):
             failing.pop_all()
         return cls(process, ours)
 
+    def takes(self, order: Order, listener: socket.socket) -> bool:
+        """Gives the process its order. Returns False if it has ended."""
+        try:
+            socket.send_fds(self.channel, [pickle.dumps(order)], [listener.fileno()])
+        except OSError:
+            self.end()
+            return False
+        return True
+
     def end(self) -> None:
         self.channel.close()
         self.process.kill()
-        self.process.wait()
+        # A process that waits for a device may take long to be gone.
+        threading.Thread(target=self.process.wait, name="worker", daemon=True).start()
 
 
 class Workers:
@@ -142,15 +152,16 @@ class Workers:
             listener.bind(worker.path)
             failing.callback(os.unlink, worker.path)
             listener.listen(_BACKLOG)
-            spare, self._spare = self._spare, None
-            if spare is None or spare.process.poll() is not None:
-                spare = _Spare.started()
-            failing.callback(spare.end)
-            worker.process, worker.channel = spare
             order = Order(
                 settings, self.address, self.token, self.page_secret, self._takes_any_name, sent_at=time.monotonic()
             )
-            socket.send_fds(worker.channel, [pickle.dumps(order)], [listener.fileno()])
+            spare, self._spare = self._spare, None
+            if spare is None or not spare.takes(order, listener):
+                spare = _Spare.started()
+                failing.callback(spare.end)
+                if not spare.takes(order, listener):
+                    raise ChildProcessError("a new process ended at once")
+            worker.process, worker.channel = spare
             failing.pop_all()
         log.info("[router] %s runs in process %d", worker.model, worker.process.pid)
         worker.channel.setblocking(False)
@@ -168,9 +179,9 @@ class Workers:
 
     def keep_spare(self) -> None:
         """Starts a spare process, if there is none. Raises `OSError` if the system has no room for it."""
-        if self._spare is None or self._spare.process.poll() is not None:
+        if self._spare is not None and self._spare.process.poll() is not None:
             self._end_spare()
-            self._spare = _Spare.started()
+        self._spare = self._spare or _Spare.started()
 
     def _end_spare(self) -> None:
         spare, self._spare = self._spare, None

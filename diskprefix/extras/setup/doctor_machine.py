@@ -16,14 +16,13 @@ from msgspec import Struct
 
 from diskprefix.cli.tooling import existing_folder
 from diskprefix.errors import CacheError, NotReady, SettingsError, StoreCorrupt, StoreFormatError
-from diskprefix.extras.daemon_call import running_daemon
+from diskprefix.extras.daemon_call import process_of, running_daemon
 from diskprefix.extras.own_daemon import own_urls
 from diskprefix.file_system import REMOTE, VOLATILE, file_system, lost_with_container
 from diskprefix.model.load.imports import INSTALL
 from diskprefix.model.load.packed_weights import PackedFiles
 from diskprefix.printable import shown
 from diskprefix.private_file import distrusted_by_root
-from diskprefix.server.process.token_file import token_for
 from diskprefix.settings import Settings
 from diskprefix.store.folder import DATA, check_folder, disk_full, require_on_disk
 from diskprefix.store.statistics.savings import total_savings
@@ -215,9 +214,9 @@ def port_finding(settings: Settings) -> Finding:
     if not isinstance(status, str):
         return Finding("port", "problem", f"{where} is used by another program", "stop it, or give another --port")
     answers = f"daemon answers at {where}: {shown(status)}"
-    if token_for(url) is None:
+    if process_of(url) is None:
         advice = f"give `diskprefix serve` another --port; --url {url} uses that daemon"
-        return Finding("port", "note", f"another user's {answers}", advice)
+        return Finding("port", "note", f"a {answers}, and is not known as yours", advice)
     if status == "ok":
         return Finding("port", "ok", f"your {answers}")
     return Finding("port", "note", f"your {answers}", "its log and GET /health say why")

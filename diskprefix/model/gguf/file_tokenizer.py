@@ -21,6 +21,7 @@ from diskprefix.model.gguf.vocabulary_parts import VocabularyParts, pair_of
 from diskprefix.model.load.chat_template import fault_of_template
 from diskprefix.model.load.gguf_header import GgufHeader
 from diskprefix.model.load.gguf_strings import StringPiece
+from diskprefix.model.load.string_hashes import LONGEST
 from diskprefix.model.load.tokenizer import Tokenizer, set_ends
 from diskprefix.printable import first_line
 
@@ -238,8 +239,18 @@ def _make(
 
 def parts_are_exact(header: GgufHeader, whole: Tokenizer) -> bool:
     """Returns whether parts of the vocabulary of a file give the tokens and texts of the `whole`."""
-    tokens = _Keys(header).array("tokens")
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    keys = _Keys(header)
+    if keys.get("model") != "gpt2":
+        return False
+    tokens, merges = keys.array("tokens"), keys.array("merges")
     if "" in tokens or len(set(tokens)) < len(tokens):
+        return False
+    if keys.get("pre") in _TAKES_WORDS and not set(ByteLevel.alphabet()) <= set(tokens):
+        # Without a letter's own token, the library drops the letter before the whole word is seen.
+        return False
+    if max(len(text.encode()) for text in (*tokens, *merges)) > LONGEST:
         return False
     in_parts = make_tokenizer(header, in_parts=True)
     if not in_parts.is_in_parts or len(in_parts) != len(whole):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Make: TypeAlias = "Callable[[dict[str, int], list[tuple[str, str]]], Backend]"
 """Makes a tokenizer of tokens, with their ids, and merges. Added tokens are those of the tokens that are."""
-_MOST_CHARS = 1 << 18
+_MOST_CHARS = 3 << 15
 """The most characters of texts. For longer ones, the whole is made as fast."""
 _MOST_PARTS = 1 << 20
 """The most parts of the words of a text. More come from words of hundreds of letters."""

@@ -17,13 +17,15 @@ if TYPE_CHECKING:
 
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 """Odd, with bits as in a random number: the golden ratio."""
+LONGEST = 4096
+"""Of longer strings, only so many bytes are hashed: a step of numpy takes a byte of each."""
 _TABLE_BITS = 18, 24
 
 
 def hashes_within(data: bytes, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.uint64]:
     """Returns the hashes of the pieces of `data` that begin and end there, uint64 [pieces]."""
     content = np.frombuffer(data, np.uint8)
-    lengths = ends - begins
+    lengths = np.minimum(ends - begins, LONGEST)
     longest = int(lengths.max(initial=0))
     # Numbers of two bytes are sorted five times as fast.
     order = np.argsort((longest - lengths).astype(np.uint16 if longest < 1 << 16 else np.int64), kind="stable")

@@ -115,7 +115,11 @@ def own_daemons() -> dict[int, str]:
     """Returns the processes of this user's daemons that listen on ports of this machine, each with an address, those
     that were started last first. Root also finds the systemd service."""
     daemons: dict[int, str] = {}
-    files = [file for folder in (cache_home() / _FOLDER, _OF_THE_SERVICE) for file in folder.glob("[!.]*_*")]
+    files = list[Path]()
+    for folder in (cache_home() / _FOLDER, _OF_THE_SERVICE):
+        # Only root may enter that of the service.
+        with suppress(OSError):
+            files += folder.glob("[!.]*_*")
     for file in sorted(files, key=_made_at, reverse=True):
         with suppress(OSError, ValueError):
             if (read := _read(file)) is not None:

@@ -5,6 +5,7 @@ Where what workers answer does not matter, they are small: `small_workers`.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import pickle
@@ -28,7 +29,9 @@ import pytest
 from diskprefix.errors import DeviceLost
 from diskprefix.extras.daemon_call import key_for
 from diskprefix.extras.router import router
+from diskprefix.extras.router import workers as router_workers
 from diskprefix.extras.router.router import Failures, RouterApp
+from diskprefix.extras.router.workers import ModelWorker, Workers
 from diskprefix.server.keys import OwnerToken
 from diskprefix.server.process import router_line
 from diskprefix.server.process.router_line import LOAD, UNLOAD, Order, RouterLine
@@ -163,6 +166,25 @@ def test_a_spare_process_takes_the_place_of_a_dead_worker_and_is_replaced_even_i
         all_of_them = [third, spare_beside(daemon, third)]
         assert daemon.stop() == 0
         wait_gone(all_of_them)
+
+
+def test_an_order_that_a_spare_process_does_not_take_goes_to_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_workers, "program", [sys.executable, "-c", "import time; time.sleep(60)"])
+
+    async def start() -> None:
+        workers = Workers(takes_any_name=False)
+        workers.keep_spare()
+        spare = workers._spare
+        assert spare is not None
+        spare.process.kill()
+        spare.process.wait()
+        worker = ModelWorker(model="one", needed_bytes=1, waits_since=0)
+        workers.start(worker, Settings())
+        assert worker.process.pid != spare.process.pid
+        workers.kill_all()
+        await worker.ended.wait()
+
+    asyncio.run(start())
 
 
 @pytest.mark.cases(1)

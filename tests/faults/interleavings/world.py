@@ -3,6 +3,7 @@ killed."""
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
@@ -100,6 +101,8 @@ class Disk:
 
 _SLIPS = (TypeError, AttributeError, NameError, AssertionError, LookupError)
 """What only a slip in the code raises, here or in the daemon."""
+_LOG = logging.getLogger("diskprefix")
+_log_exception = _LOG.exception
 _disks: list[Disk] = []
 _buckets: list[SimulatedBucket] = []
 _transaction, _init_environment, _init_lock = Environment.transaction, Environment.__init__, FolderLock.__init__
@@ -326,12 +329,22 @@ def _noting_slips(work: Callable[..., Any]) -> Callable[..., Any]:
     raises is a fault, whoever goes on."""
 
     def noting(error: BaseException, *rest: Any) -> Any:
-        if threads.is_simulated() and isinstance(error, _SLIPS):
-            lines = "".join(traceback.format_exception(error))
-            scheduler().errors.append(f"the daemon goes on after {error!r}\n{lines}")
+        _note_slip(error)
         return work(error, *rest)
 
     return noting
+
+
+def _note_slip(error: BaseException | None) -> None:
+    if threads.is_simulated() and isinstance(error, _SLIPS):
+        lines = "".join(traceback.format_exception(error))
+        scheduler().errors.append(f"the daemon goes on after {error!r}\n{lines}")
+
+
+def _logged_exception(message: str, *arguments: object) -> None:
+    """In the place of the log's `exception`, which only some of what the daemon goes on after reaches."""
+    _note_slip(sys.exc_info()[1])
+    _log_exception(message, *arguments)
 
 
 def _listed_meter(self: WriteMeter) -> None:
@@ -373,6 +386,7 @@ def replaced() -> list[tuple[Any, str, Any]]:
             for name in [work.__name__]
             if vars(module).get(name) is work
         ),
+        (_LOG, "exception", _logged_exception),
         *((module, "shutil", Shim(shutil, rmtree=_living(shutil.rmtree))) for module in (opening, compact)),
         (forward, "_rows", hash_model.salted_rows),
         (objects, "_import", lambda: _buckets[-1]),

@@ -19,9 +19,9 @@ from tokenizers import models
 from diskprefix.engine.detokenize import TextStream
 from diskprefix.model.gguf.file_tokenizer import make_tokenizer, parts_are_exact
 from diskprefix.model.gguf.vocabulary_parts import VocabularyParts
-from diskprefix.model.load import read_tokenizer
+from diskprefix.model.load import read_tokenizer, string_hashes
 from diskprefix.model.load.gguf_strings import StringPiece
-from diskprefix.model.load.string_hashes import among, hashes_of, hashes_of_pairs, hashes_of_parts
+from diskprefix.model.load.string_hashes import LONGEST, among, hashes_of, hashes_of_pairs, hashes_of_parts
 from diskprefix.model.load.tokenizer import Tokenizer
 from tests.chat.families.families import folder
 from tests.chat.families.sources import PARTED_BY
@@ -33,6 +33,15 @@ LETTERS = [
     *map(chr, range(32, 127)),
     *"\n\n\t    éß½ﬁİſ日本語한국עमस्👩\u200d👧🙂\u0301\u0300\u00a0\u2028\u0000\uffff￼",
 ]
+
+
+def test_a_long_string_takes_no_more_steps_than_a_page_has_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = []
+    monkeypatch.setattr(string_hashes, "_add", lambda _sums, content: steps.append(len(content)))
+    hashes_of([b"x" * 1_000_000, b"yes"])
+    assert len(steps) == LONGEST
+    monkeypatch.undo()
+    assert len(set(hashes_of([b"x" * LONGEST, b"x" * LONGEST + b"y"]))) == 1, "the rest does not count"
 
 
 class Real(NamedTuple):
@@ -137,8 +146,8 @@ def test_the_whole_of_the_parts_is_the_tokenizer(name: str) -> None:
 
 def test_a_text_whose_parts_are_too_many_is_left_to_the_whole() -> None:
     known = real("gpt-2")
-    assert known.parts.of_texts(["a b " * 50_000]) is not None
-    assert known.parts.of_texts(["a b " * 80_000]) is None
+    assert known.parts.of_texts(["a b " * 24_000]) is not None
+    assert known.parts.of_texts(["a b " * 25_000]) is None
     assert known.parts.of_texts(["ab" * 20_000]) is None
     made = known.in_parts
     assert made.encode("ab" * 20_000) == known.whole.encode("ab" * 20_000)
@@ -206,6 +215,9 @@ def test_a_file_in_parts_has_the_tokenizer_of_the_whole(tmp_path: Path) -> None:
         (BYTES, False),
         (TOKENS | {"tokens": [*TOKENS["tokens"], "<think>"], "token_type": None}, False),
         (SENTENCES, False),
+        # Words need no merges, and a letter has no token.
+        (TOKENS | {"pre": "llama-bpe", "tokens": [t for t in TOKENS["tokens"] if t != "q"], "token_type": None}, False),
+        (TOKENS | {"tokens": [*TOKENS["tokens"], "x" * (LONGEST + 1)], "token_type": None}, False),
     ],
 )
 def test_only_distinct_tokens_of_bytes_are_taken_in_parts(
