@@ -37,6 +37,8 @@ KEPT_SEEDS: dict[int, dict[int, str]] = {
         140010164: "the last step has no spares",
     },
     3: {
+        180003787: "a request waits for pages that are free",
+        180005130: "a request waits for pages that are free",
         170002046: "r7 found 24 tokens, and only 0 could be there for",
     },
 }

@@ -287,17 +287,19 @@ def _noted_search(self: Evictor, ttl_s: float) -> int:
 def _noted_release(self: Captured) -> None:
     """In the place of `Captured.release`."""
     pool = self._pool
-    before = pool.used_bytes
+    # The engine may be told, and look, before this returns.
+    before, began_at = pool.used_bytes, scheduler().now if threads.is_simulated() else 0.0
     _release(self)
     if threads.is_simulated() and pool.used_bytes < before:
-        freed_at[pool] = scheduler().now
+        freed_at[pool] = began_at
 
 
 def _noted_look(self: Inbox) -> list[Ticket]:
     """In the place of `Inbox.waiting`."""
+    waiting = _look(self)
     if threads.is_simulated():
         looked_at[self] = scheduler().now
-    return _look(self)
+    return waiting
 
 
 def _refused_zeros(shape: tuple[int, ...], dtype: Any) -> Any:
