@@ -128,9 +128,9 @@ REFUSED = """
 2 | simulate day.jsonl --policy bad.toml           | bad.toml:1: kv_cache_budget: 1048576 is out of range
 2 | warm text --url ftp://x                        | --url
 2 | warm text --url http://x:port                  | --url
-2 | warm text --api-key schlüssel                  | --api-key
+2 | warm text --url localhost:1 --api-key schlüssel | --api-key
 2 | DISKPREFIX_PORT=http warm text                 | DISKPREFIX_PORT, http
-2 | warm text --api-key ''                         | it is empty
+2 | warm text --url localhost:1 --api-key ''       | it is empty
 2 | warm text --scope off                          | --scope
 2 | warm text --kv-cache-dir x                     | --kv-cache-dir
 1 | warm text --url 'http://no host'               | diskprefix serve

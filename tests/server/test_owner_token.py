@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from diskprefix.errors import NotReady
 from diskprefix.extras import daemon_call
 from diskprefix.extras.daemon_call import running_daemon as caller_of_daemon
 from diskprefix.server.keys import OwnerToken
@@ -198,6 +199,9 @@ def test_a_command_of_the_same_user_finds_the_token_by_itself(
     # For another user the file does not exist.
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    with pytest.raises(NotReady, match="is not known as yours"):
+        call("GET", "/dashboard/entries", None)
+    monkeypatch.setattr(daemon_call, "_own_urls", set())
     assert call("GET", "/dashboard/entries", None).status == 401
 
 

@@ -13,7 +13,7 @@ import time
 from functools import partial
 
 from diskprefix.cli.logs import configure_logging
-from diskprefix.extras.router import worker_program, workers
+from diskprefix.extras.router import router, worker_program, workers
 from diskprefix.extras.router.listing import Listing
 from diskprefix.extras.router.router_server import run_router
 from diskprefix.server.process.router_line import RouterLine
@@ -61,6 +61,7 @@ if __name__ == "__main__":
         worker_program.main(partial(work, sys.argv[2]))
     configure_logging("info")
     workers.MAX_UNLOAD_S = 0.5
+    router._SPARE_PAUSE_S = 0.1
     # Behind what `DaemonProcess` gives every program.
     action = sys.argv[4]
     workers.program = [sys.executable, "-m", "tests.extras.router.small_workers", "worker", action]

@@ -202,13 +202,20 @@ def test_a_spare_process_is_kept_where_there_is_memory_for_it(monkeypatch: pytes
 
 
 _NOTED_IMPORTS = """
-import sys
+import os, sys
 from diskprefix.extras.router import worker_program
+
+leave = os._exit
 
 def serve(settings, router):
     before = set(sys.modules)
+
+    def noting(code):
+        print(*sys.modules.keys() - before, flush=True)
+        leave(code)
+
+    os._exit = noting
     worker_program.serve_model(settings, router)
-    print(*sys.modules.keys() - before)
 
 worker_program.main(serve, prepare=worker_program.import_all)
 """
