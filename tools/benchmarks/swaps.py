@@ -81,6 +81,10 @@ def _measured(front: _Front, size: int, rounds: int) -> dict[str, list[float]]:
                 front.pause()
                 seconds[kind].append(_restored(front.ask(name, prompt)))
                 front.pause()
+    for name in _NAMES:
+        # Once each: a worker that dies again soon is started later and later.
+        front.ask(name, prompts[name])
+        front.pause()
         os.kill(front.worker(), signal.SIGKILL)
         seconds["killed"].append(_restored(front.ask(name, prompts[name])))
         front.pause()
@@ -112,8 +116,8 @@ def main(model: str, size: int, rounds: int, *, folder: Path | None, as_json: bo
     """Measure how soon a model answers for which another one must go.
 
     Two models of one shape are behind one port, with memory for one of them. Each question is for the one that is not
-    loaded, about a prompt that was asked before; then the worker of the loaded one is killed. Takes a minute for each
-    round of a small model.
+    loaded, about a prompt that was asked before; at the end, the worker of each is killed once. Takes two
+    minutes, and one more for each further round of a small model.
     """
     progress = Console(stderr=True)
     plan = Plan(("diskprefix",), (model,), rounds, 0.0, 1, None, as_markdown=False, folder=folder)
