@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 MAX_ORDER_BYTES = 64 * 1024
 _NEEDED = (
-    "anyio._backends._asyncio",
     "diskprefix.engine.loop",
     "diskprefix.engine.measured_model",
     "diskprefix.extras.catalogue.catalogue",
