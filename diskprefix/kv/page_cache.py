@@ -359,7 +359,8 @@ class PageCache:
             if (token_ids := self.kept.token_ids_of(block)) is None:
                 return None
             path = block.owner.path(np.append(token_ids, token_ids[-1:]), self._block_size)
-            prefix = self.match_prefix(block.owner, path).prefix
+            # Another prompt may be these tokens and the last one again.
+            prefix = self.match_prefix(block.owner, path, computes_last=True).prefix
             is_there = prefix.num_tokens == len(token_ids) or (prefix.num_tokens and self.layout.is_sliceable)
             sequence = self._start_sequence(prefix, 0) if is_there else None
             if sequence is not None:

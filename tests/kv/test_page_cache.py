@@ -571,6 +571,20 @@ def test_what_ended_is_resumed_while_it_is_there(kind: str) -> None:
     assert [cache.resume(node) for node in nodes] == [None, None]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_ended_is_resumed_at_its_end_beside_a_prompt_that_repeats_its_last_token(kind: str) -> None:
+    cache, token_ids = page_cache(layout_of(kind)), IDS[: 7 * BLOCK]
+    ended(cache, token_ids)
+    (node,) = cache.kept.sequence_ends()
+    longer = run(cache, tokens(token_ids, token_ids[-1:]))
+    cache.keep_logits(longer, np.full(16, 7.0, np.float32))
+    cache.end_sequence(longer, keep=True)
+    sequence = cache.resume(node)
+    assert sequence is not None
+    assert sequence.num_tokens == len(token_ids)
+    assert wrong(sequence, token_ids) == []
+
+
 def test_a_check_finds_blocks_of_other_tokens_and_lists_that_differ(cache: PageCache) -> None:
     ended(cache, IDS)
     node = next(node for node in cache.kept.blocks.values() if node.position == 4)
