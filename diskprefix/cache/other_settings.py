@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
-from itertools import islice, permutations, takewhile
+from itertools import permutations
 
 from msgspec import Struct
 
@@ -15,10 +14,7 @@ from diskprefix.identity import has_same_weights, identity_of_tenant
 from diskprefix.settings import flag_of
 from diskprefix.store.schema import ModelRecord, OptionValue
 from diskprefix.store.snapshot import Snapshot
-from diskprefix.tokens import TokenIds, TokenPath, num_common, root_hash
-
-_TRIES = 8
-"""The nodes after the last stored block that are looked at: of most, the payload is stored."""
+from diskprefix.tokens import root_hash
 
 
 class StoredOtherwise(Struct, frozen=True):
@@ -53,30 +49,21 @@ def other_models(
             yield model, others
 
 
-def find_stored_otherwise(
-    snapshot: Snapshot, secret: int, token_ids: TokenIds, identity: str, tenant: str, options: Mapping[str, OptionValue]
-) -> StoredOtherwise:
-    """Returns the longest beginning of a prompt that a start with other options has stored for its tenant. Raises
-    `StoreCorrupt`."""
-    longest = StoredOtherwise()
+class OtherRoot(Struct, frozen=True):
+    """A root of the same model and tenant with other `options`: their values, by flag. `block_size` is in tokens."""
+
+    name: bytes
+    block_size: int
+    options: Mapping[str, str]
+
+
+def other_roots(
+    snapshot: Snapshot, identity: str, tenant: str, options: Mapping[str, OptionValue]
+) -> Iterator[OtherRoot]:
+    """Yields the roots of a tenant below which starts with other options have stored the state of a model."""
     for model, others in other_models(snapshot, identity, options):
-        root, size = root_hash(identity_of_tenant(model.identity, tenant)), model.options["block_size"].used
-        num_tokens = _num_stored(snapshot, TokenPath(secret, root, token_ids, int(size)))
-        if num_tokens > longest.num_tokens:
-            longest = StoredOtherwise(num_tokens, others)
-    return longest
-
-
-def _num_stored(snapshot: Snapshot, path: TokenPath) -> int:
-    """Returns how many of the first tokens of a prompt are stored below a root."""
-    num_blocks = sum(1 for _ in takewhile(partial(snapshot.has_record, "usage"), path.block_names))
-    start = num_blocks * path.block_size
-    rest = path.token_ids[start : start + path.block_size].tobytes()
-    for name in islice(snapshot.similar_children(path.parent(num_blocks), rest), _TRIES):
-        with suppress(StoreCorrupt):
-            if snapshot.has_record("usage", name) and (node := snapshot.node(name)) is not None:
-                return start + num_common(node.token_ids.tobytes(), rest)
-    return start
+        name = root_hash(identity_of_tenant(model.identity, tenant))
+        yield OtherRoot(name, int(model.options["block_size"].used), others)
 
 
 def count_stored_otherwise(

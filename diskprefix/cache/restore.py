@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from diskprefix.cache.context import RequestContext
 from diskprefix.cache.matching import Matcher, RestoreResult
-from diskprefix.cache.other_settings import StoredOtherwise, find_stored_otherwise
+from diskprefix.cache.other_settings import StoredOtherwise, other_roots
 from diskprefix.cache.tiers.loading import Loader
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.cache.tiers.tier import Prefetched, PrefetchRequest, View, open_views
@@ -417,14 +417,9 @@ class Restore:
         others = self._context.options.tenant.others
         if not others or not is_miss(num_tokens, restored.num_tokens):
             return 0
-        most = 0
-        with open_views(cache.tiers) as views:
-            for other in others:
-                root = root_hash(cache.root_record(other).identity)
-                path = TokenPath(nodes.path.secret, root, nodes.token_ids, nodes.block_size)
-                matcher = Matcher(PromptNodes(path, nodes.layout), views, self._layout.state_kind)
-                matcher.match()
-                most = max(most, matcher.restorable()[1])
+        secret, size = cache.store.secret, nodes.block_size
+        roots = [root_hash(cache.root_record(other).identity) for other in others]
+        most = max(self._restorable_below([TokenPath(secret, root, nodes.token_ids, size) for root in roots]))
         return 0 if is_miss(num_tokens, most) else most
 
     def _stored_otherwise(self, restored: RestoreResult) -> StoredOtherwise:
@@ -433,12 +428,25 @@ class Restore:
         cache, token_ids, nothing = self._cache, self._nodes.token_ids, StoredOtherwise()
         if not cache.bits.options or not is_miss(len(token_ids), restored.num_tokens):
             return nothing
-        record = self._context.namespace.record
+        record, secret = self._context.namespace.record, cache.store.secret
         with cache.store.reads.snapshot() as snapshot, suppress(StoreCorrupt):
-            own = record.identity, record.tenant, cache.bits.options
-            stored = find_stored_otherwise(snapshot, cache.store.secret, token_ids, *own)
-            return nothing if is_miss(len(token_ids), stored.num_tokens) else stored
+            roots = list(other_roots(snapshot, record.identity, record.tenant, cache.bits.options))
+            paths = [TokenPath(secret, root.name, token_ids, root.block_size) for root in roots]
+            counts = self._restorable_below(paths)
+            longest = max(zip(counts, roots, strict=True), key=itemgetter(0), default=None)
+            if longest is not None and not is_miss(len(token_ids), longest[0]):
+                return StoredOtherwise(longest[0], longest[1].options)
         return nothing
+
+    def _restorable_below(self, paths: Sequence[TokenPath]) -> list[int]:
+        """Returns how many tokens of the prompt a request with each of these paths would restore."""
+        counts = []
+        with open_views(self._cache.tiers) as views:
+            for path in paths:
+                matcher = Matcher(PromptNodes(path, self._nodes.layout), views, self._layout.state_kind)
+                matcher.match()
+                counts.append(matcher.restorable()[1])
+        return counts
 
 
 def _is_part(matcher: Matcher[View]) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -20,7 +21,7 @@ from diskprefix.cli.options import build_settings, policy_values
 from diskprefix.engine.measured_model import MeasuredModel, load_measured
 from diskprefix.settings import SETTINGS, Settings, flag_of
 from tests.cli.test_options import by_a_policy, values_of
-from tests.engine.driving import write_model
+from tests.engine.driving import done, load, run, tokens, write_model
 from tests.llama.test_load_llama import Loading
 from tests.model.load.test_draft_layer import write_folder as write_with_draft_layer
 from tests.model.test_scaled_positions import ORIGINAL
@@ -136,6 +137,20 @@ def test_no_other_option_changes_the_identity(opening: Opening, case: Case, tmp_
     given = build_settings(policy_values(policy))
     changes = {name: getattr(given, name) for name in others if name not in OF_OTHER_MODELS}
     assert opening(**changes) == opening()
+
+
+def test_state_at_checkpoints_is_promised_only_up_to_one(tmp_path: Path) -> None:
+    """Blocks without states restore nothing."""
+    model, first = write_model(tmp_path / "model", "lfm2"), tokens(400)
+    engine = load(model, tmp_path / "kv")
+    run(engine, first)
+    assert engine.close()
+    engine = load(model, tmp_path / "kv", kv_type="q8")
+    whole = done(run(engine, np.append(first, tokens(20, 1)), save=False)).cache
+    part = done(run(engine, np.append(first[:-8], tokens(28, 2)), save=False)).cache
+    assert engine.close()
+    assert (whole.miss_reason, whole.stored_with) == ("other_settings", {"--kv-type": "auto"})
+    assert part.miss_reason != "other_settings"
 
 
 def test_each_marked_option_is_shown_to_part_the_cache_of_some_model() -> None:

@@ -44,7 +44,6 @@ from diskprefix.store.written import WriteMeter, WrittenBytes
 from diskprefix.thread_pool import ThreadPool
 from diskprefix.tokens import root_hash
 from tests.faults.interleavings import world
-from tests.faults.interleavings.threads import scheduler
 
 _owner: Any = PrefixCache.owner
 _owner_of: Any = PrefixCache.owner_of
@@ -128,11 +127,6 @@ def _full_unsaid(self: Housekeeping, message: str, *, is_for_room: bool = False,
 def _one_thread(self: Fetches, *args: Any) -> None:
     _make_fetches(self, *args)
     self._pools = dict.fromkeys(self._pools, ThreadPool(1, "pool").start())
-
-
-def _wanted_by_nobody(self: ReadJob) -> bool:
-    self.moved_at = scheduler().now
-    return True
 
 
 def _waited_for(self: Fetches) -> None:
@@ -244,9 +238,6 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "the place of a share with nothing running": Mutant(
         "what needs no read waits", ((ActiveRequests, "_may_exceed", lambda *_: False),)
-    ),
-    "the end of a load that nobody wants": Mutant(
-        "who has hung up reads on", ((ReadJob, "is_wanted", _wanted_by_nobody),)
     ),
     "the stop beside a load that hangs": Mutant("the daemon does not stop", ((Fetches, "close", _waited_for),)),
     "the write budget": Mutant("with no budget", ((PrefixCache, "spending", lambda _self, _share="": None),)),
