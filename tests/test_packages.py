@@ -48,6 +48,7 @@ BESIDE = {
     "watch": {"daemon_call", "open_page", "own_daemon", "web_page"},
     "warm": {"clients", "daemon_call", "own_daemon"},
     "open_page": {"daemon_call"},
+    "own_daemon": {"daemon_call"},
     "talk": {"clients", "daemon_call", "open_page", "own_daemon", "web_page"},
     "clients": {"catalogue", "daemon_call", "own_daemon"},
     "setup": {"catalogue", "clients", "daemon_call", "own_daemon", "router"},
