@@ -686,6 +686,12 @@ def test_cleaning_shows_what_it_would_remove_and_asks(
     assert place.files() == kept
 
 
+KILLS = """\
+pid = json.loads((path / 'daemon.json').read_text().splitlines()[0])['pid']
+ended = open(os.pidfd_open(pid)); os.kill(pid, 9); select.select([ended], [], [])
+"""
+
+
 @pytest.mark.parametrize(
     ("does", "end"),
     [
@@ -694,10 +700,12 @@ def test_cleaning_shows_what_it_would_remove_and_asks(
             "died 2 times and was restarted",
         ),
         (
-            "log.write('error: no memory\\nstopped\\n'); log.flush()\n"
-            "pid = json.loads((path / 'daemon.json').read_text().splitlines()[0])['pid']\n"
-            "ended = open(os.pidfd_open(pid)); os.kill(pid, 9); select.select([ended], [], [])",
+            f"log.write('error: no memory\\nstopped\\n'); log.flush()\n{KILLS}",
             "the daemon ended: no memory",
+        ),
+        (
+            f"log.write('2026-12-01 12:00:00,000 INFO POST /v1/messages 200\\n'); log.flush()\n{KILLS}",
+            "the daemon ended without an error, as if killed",
         ),
     ],
 )

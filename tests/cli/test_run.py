@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -19,8 +20,10 @@ from diskprefix.extras.catalogue import pull_command
 from diskprefix.extras.clients import daemon_choice, daemons_command, model_choice
 from diskprefix.extras.talk import run_command
 from diskprefix.model.load.proposals import full_name, meant_name
+from diskprefix.settings import config_home
 from tests.cli.conftest import Run
 from tests.cli.small_daemon import models, small_daemon
+from tests.cli.terminal import Terminal
 
 QWEN = "unsloth/Qwen3.5-4B-GGUF:Q4_K_M"
 RUNNING: dict[str, Any] = {
@@ -73,6 +76,37 @@ def test_a_model_is_run_stays_is_unloaded_and_ends(chat_model: Path, monkeypatch
         ended = typed("stop")
     assert (ended.returncode, ended.stdout.endswith(": ended\n")) == (0, True)
     assert (typed("ps").returncode, json.loads(typed("ps", "--json").stdout)) == (0, {"models": []})
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_places")
+def test_a_conversation_goes_on_after_its_daemon_was_killed(chat_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISKPREFIX_PORT", "0")
+
+    def typed(*args: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-m", "diskprefix", *args], capture_output=True, text=True, check=False)
+
+    try:
+        first = typed("run", str(chat_model), "Say it.", "--max-tokens", "4")
+        assert first.returncode == 0, first.stderr
+        terminal = Terminal("run", "--max-tokens", "4", "--temperature", "0")
+        terminal.wait_for("/help lists the commands")
+        # So many tokens are saved.
+        terminal.type(f"{'What do the birds do when the tide goes out? ' * 8}\n")
+        terminal.wait_for("first token after")
+        assert "talking to tiny-chat, which your daemon" in terminal.shown
+        terminal.shown = ""
+        state = (config_home() / "launch/daemon.json").read_text(encoding="utf-8").partition("\n")[0]
+        os.kill(json.loads(state)["pid"], signal.SIGKILL)
+        terminal.type("And then?\n")
+        terminal.wait_for("restored from disk")
+        assert "the daemon ended without an error, as if killed" in terminal.shown
+        assert "starting a daemon" in terminal.shown
+        assert "no daemon answers" not in terminal.shown, "nobody has to start one"
+        assert terminal.interrupt() == 0
+    finally:
+        ended = typed("stop")
+    assert ended.stdout.endswith(": ended\n")
 
 
 AGENT = """\

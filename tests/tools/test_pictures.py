@@ -7,6 +7,7 @@ import shlex
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -16,6 +17,8 @@ import msgspec
 import pytest
 
 from diskprefix.cli import cli
+from diskprefix.extras.daemon_call import Stream
+from diskprefix.extras.talk import chat_command
 from diskprefix.extras.talk.chat_command import Talk
 from diskprefix.units import parse_duration
 from tests.test_project import PAGES, text_files
@@ -147,7 +150,7 @@ def test_the_recorded_commands_exist_with_their_options() -> None:
 
 
 def test_the_recorded_figures_are_as_the_command_prints_them_now(
-    session: Session, capsys: pytest.CaptureFixture[str]
+    session: Session, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = [line for line in session.lines() if "first token after" in line]
     (tokens, cold_s, _), (_, warm_s, _) = session.figures()
@@ -164,10 +167,16 @@ def test_the_recorded_figures_are_as_the_command_prints_them_now(
             "timings": timings,
             "usage": {"prompt_tokens": tokens},
         }
-        Talk(lambda _path, _body, event=event: events_of(event), {}, []).answer()  # type: ignore[misc]
+        monkeypatch.setattr(chat_command, "streaming_daemon", partial(stream_of, event))
+        Talk("", None, {}, []).answer()
         assert capsys.readouterr().err == f"{line}\n"
 
 
-@contextmanager
-def events_of(event: dict[str, Any]) -> Iterator[Iterator[dict[str, Any]]]:
-    yield iter([event])
+def stream_of(event: dict[str, Any], _url: str, _api_key: str | None) -> Stream:
+    """Returns what reads replies of a daemon that has one event for each."""
+
+    @contextmanager
+    def stream(_path: str, _body: object) -> Iterator[Iterator[Any]]:
+        yield iter([event])
+
+    return stream

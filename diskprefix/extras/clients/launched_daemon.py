@@ -38,6 +38,8 @@ SERVE = (sys.executable, "-P", "-m", "diskprefix", "serve")
 _POLL_S, _PATIENCE_S = 0.05, 5.0
 _DEATH = b"[router] the worker of"
 """The beginning of what a router logs when the process of a model dies."""
+_ORDINARY = " INFO "
+"""A line of the log with this says nothing about an end."""
 _NUMBERED = re.compile(r"daemon-\d+")
 """The folder of a daemon beside the first one."""
 STAYS = ("--idle-unload", "5m")
@@ -222,11 +224,12 @@ class LaunchedDaemon:
         return True
 
     def failure(self) -> str:
-        """Returns why the daemon ended: the last error in its log, or else the last line."""
+        """Returns why the daemon ended: the last error in its log, or else the last line if it is no ordinary one."""
         lines = [line for line in self.log.read_text(encoding="utf-8", errors="replace").split("\n") if line.strip()]
         errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-        last = [*lines[-1:], *errors[-1:]] or ["its log is empty"]
-        return f"the daemon ended: {shown(last[-1], 500)} (its log: {self.log})"
+        last = [line for line in lines[-1:] if _ORDINARY not in line]
+        reasons = [f": {shown(line, 500)}" for line in errors[-1:] or last] or [" without an error, as if killed"]
+        return f"the daemon ended{reasons[0]} (its log: {self.log})"
 
     def say_end(self, seen_bytes: int, *, names_log: bool) -> None:
         """Says how often the model's process has died since the log had `seen_bytes`, or why the daemon has ended. With

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 from click.core import ParameterSource
@@ -18,13 +18,20 @@ from msgspec import Struct, field
 from diskprefix.cli.options import api_key_option, option
 from diskprefix.cli.tooling import status
 from diskprefix.errors import DiskPrefixError, NotReady, SettingsError
-from diskprefix.extras.daemon_call import ConnectionBroken, Stream, running_daemon, streaming_daemon, wait_ready
+from diskprefix.extras.daemon_call import (
+    ConnectionBroken,
+    running_daemon,
+    state_of,
+    streaming_daemon,
+    wait_ready,
+)
 from diskprefix.extras.open_page import open_page
 from diskprefix.extras.own_daemon import daemon_url, url_option
 from diskprefix.printable import printable_only, shown
 from diskprefix.units import counted, format_duration
 
 if TYPE_CHECKING:
+    from diskprefix.extras.clients.recipe import Served
     from diskprefix.extras.talk.wrapped_text import WrappedText
 
 _EPILOG = """\b
@@ -34,8 +41,8 @@ Examples:
   diskprefix chat --system notes.txt        with instructions or a document that every prompt begins with
   echo "Name three rivers." | diskprefix chat
 
-In a conversation, /help lists the commands. Kill the daemon, start it again, and go on: the next reply says how
-much was restored.
+In a conversation, /help lists the commands. Kill the daemon, start it again, and go on: the reply says how much
+was restored.
 
 Exit codes: 0 done; 1 no daemon answers, or a reply failed; 2 wrong usage.
 """
@@ -46,15 +53,23 @@ _COMMANDS = {
     "/bye": "ends, as Ctrl+D does; Ctrl+C stops a reply",
 }
 _WAITING = "waiting for the daemon"
+_POLL_S = 0.5
 _PATH = "/v1/chat/completions"
 
 
-class Talk(Struct):
-    """A conversation. Each request has the system messages, the `messages` and the `fields`."""
+Restart: TypeAlias = "Callable[[], Served]"
+"""Starts a daemon in place of one that has ended, and returns its model."""
 
-    stream: Stream
+
+class Talk(Struct):
+    """A conversation. Each request has the system messages, the `messages` and the `fields`. Without `restart`, it
+    waits for a lost daemon at the same `url`."""
+
+    url: str
+    api_key: str | None
     fields: dict[str, Any]
     system: list[dict[str, str]]
+    restart: Restart | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def answer(self) -> None:
@@ -71,7 +86,7 @@ class Talk(Struct):
         thoughts, text_of_reply = _output(dim=True), _output()
         is_thinking, is_cut, done = False, False, None
         try:
-            with self.stream(_PATH, body) as events:
+            with streaming_daemon(self.url, self.api_key)(_PATH, body) as events:
                 for event in events:
                     if "error" in event:
                         raise NotReady(shown(event["error"].get("message", "the reply failed"), 1000))
@@ -98,6 +113,40 @@ class Talk(Struct):
         if done is not None:
             cut = " · cut short: see --max-tokens" if is_cut else ""
             click.secho(_figures(done) + cut, dim=True, err=True)
+
+    def answer_again(self, error: NotReady) -> None:
+        """Answers the last message after an `error` of `answer`, once a lost daemon is there again. A reply that had
+        begun stays. Raises as `answer` and `restart`, and the error itself if the daemon is not lost."""
+        if self._is_ready():
+            raise error
+        if self.restart is None or self._has_begun():
+            click.secho(shown(error.message, 1000), fg="red", err=True)
+        if self.restart is not None:
+            served = self.restart()
+            self.url, self.fields["model"] = served.url, served.model
+        else:
+            self._wait()
+        if self._has_begun():
+            click.secho("the daemon is ready; /again sends the message again", dim=True, err=True)
+        else:
+            self.answer()
+
+    def _has_begun(self) -> bool:
+        return self.messages[-1]["role"] == "assistant"
+
+    def _is_ready(self) -> bool:
+        with suppress(NotReady):
+            return bool(state_of(running_daemon(self.url, self.api_key), self.url)["status"] != "loading")
+        return False
+
+    def _wait(self) -> None:
+        call = running_daemon(self.url, self.api_key)
+        with status(f"{_WAITING}; Ctrl+C ends the wait") as say:
+            while True:
+                # The caller has just printed why there is no daemon.
+                with suppress(NotReady):
+                    return wait_ready(call, self.url, say)
+                time.sleep(_POLL_S)
 
     def drop_last(self, role: str) -> None:
         """Drops the last message if it has this role."""
@@ -145,14 +194,22 @@ def chat(browser: bool, url: str | None, api_key: str | None, **options: Any) ->
     converse(url, api_key, "", **options)
 
 
-def converse(url: str, api_key: str | None, prompt: str, *, system: Path | None, **fields: Any) -> None:
-    """Answers standard input and `prompt`, or holds a conversation at a terminal. Each request has the `fields`. Raises
-    `DiskPrefixError` if there is nothing to answer, or no answer."""
+def converse(
+    url: str,
+    api_key: str | None,
+    prompt: str,
+    *,
+    system: Path | None,
+    restart: Restart | None = None,
+    **fields: Any,
+) -> None:
+    """Answers standard input and `prompt`, or holds a conversation at a terminal. `restart` and `fields` are those of
+    `Talk`. Raises `DiskPrefixError` if there is nothing to answer, or no answer."""
     try:
         messages = [] if system is None else [{"role": "system", "content": system.read_text(encoding="utf-8")}]
     except (OSError, UnicodeError) as error:
         raise SettingsError(f"--system: {system} cannot be read as text: {error}") from error
-    talk = Talk(streaming_daemon(url, api_key), fields, messages)
+    talk = Talk(url, api_key, fields, messages, restart)
     if not sys.stdin.isatty():
         prompt = " ".join(filter(None, (sys.stdin.buffer.read().decode("utf-8", "replace"), prompt)))
         if not prompt.strip():
@@ -164,11 +221,11 @@ def converse(url: str, api_key: str | None, prompt: str, *, system: Path | None,
     with suppress(ImportError):
         import readline  # noqa: F401 (arrow keys, for `input`)
     click.secho("/help lists the commands", dim=True, err=True)
-    while _one_turn(talk, url, api_key):
+    while _one_turn(talk):
         pass
 
 
-def _one_turn(talk: Talk, url: str, api_key: str | None) -> bool:
+def _one_turn(talk: Talk) -> bool:
     """Reads a message or a command, and answers it. Returns False at the end of the conversation."""
     try:
         text = input("> ").strip()
@@ -197,27 +254,16 @@ def _one_turn(talk: Talk, url: str, api_key: str | None) -> bool:
     if not text or not talk.messages:
         return True
     try:
-        talk.answer()
+        try:
+            talk.answer()
+        except NotReady as error:
+            talk.answer_again(error)
     except KeyboardInterrupt:
         click.secho("stopped", dim=True, err=True)
     except DiskPrefixError as error:
         click.secho(shown(error.message, 1000), fg="red", err=True)
-        _wait_for_daemon(url, api_key)
+        click.secho("/again sends the message again", dim=True, err=True)
     return True
-
-
-def _wait_for_daemon(url: str, api_key: str | None) -> None:
-    """Waits for a daemon that stopped. Ctrl+C ends the wait."""
-    call = running_daemon(url, api_key)
-    with suppress(KeyboardInterrupt):
-        with status(f"{_WAITING}; Ctrl+C ends the wait") as say:
-            while True:
-                # The caller has just printed why there is no daemon.
-                with suppress(NotReady):
-                    wait_ready(call, url, say)
-                    break
-                time.sleep(0.5)
-        click.secho("the daemon is ready; /again sends the message again", dim=True, err=True)
 
 
 def _without_controls(text: str) -> str:

@@ -10,12 +10,13 @@ import click
 from diskprefix.cli.options import nonempty
 from diskprefix.cli.tooling import say
 from diskprefix.errors import NotReady, SettingsError
-from diskprefix.extras.clients.daemon_choice import find_daemon
-from diskprefix.extras.clients.launched_daemon import STAYS
+from diskprefix.extras.clients.daemon_choice import find_daemon, shared_daemon
+from diskprefix.extras.clients.launched_daemon import STAYS, LaunchedDaemon
 from diskprefix.extras.clients.model_choice import ask_served
+from diskprefix.extras.clients.recipe import Served
 from diskprefix.extras.daemon_call import running_daemon
 from diskprefix.extras.own_daemon import own_urls
-from diskprefix.extras.talk.chat_command import chat, converse
+from diskprefix.extras.talk.chat_command import Restart, chat, converse
 from diskprefix.model.load.embedded import EMBEDDED
 
 _EPILOG = """\b
@@ -49,22 +50,39 @@ def run(model: str | None, prompt: tuple[str, ...], url: str | None, api_key: st
     If a daemon of yours serves MODEL, it is used. Otherwise one is started in the background, on another port if
     necessary. It unloads the model five minutes after the last request, and loads it again for the next one; saved
     state is restored. `diskprefix ps` shows the daemon, and `diskprefix stop` ends it. If you run another model while
-    nobody uses the daemon, a daemon with that model replaces it. With --url, no daemon is started.
+    nobody uses the daemon, a daemon with that model replaces it. If the daemon ends during a conversation, your next
+    message starts it again. With --url, no daemon is started.
     """
     with ExitStack() as stack:
+        restart: Restart | None = None
         if url is None:
-            served = find_daemon(stack, model or _running_model(api_key), api_key, *STAYS).served
+            name = model or _running_model(api_key)
+
+            def find() -> Served:
+                stack.close()
+                return find_daemon(stack, name, api_key, *STAYS).served
+
+            served = find()
+            # Another daemon is started again by who started it, with options of theirs.
+            restart = find if _launched(served.url) else None
         else:
             served = ask_served(running_daemon(url, api_key), url, model, api_key).served
-        converse(served.url, api_key, " ".join(prompt), model=served.model, **options)
+        converse(served.url, api_key, " ".join(prompt), restart=restart, model=served.model, **options)
 
 
 def _running_model(api_key: str | None) -> str:
-    """Returns the model of the first of this user's daemons that serves one, or else the embedded model; says which."""
+    """Returns the model of the first of this user's daemons that serves one, or else the embedded model; says which. It
+    is named so that the daemon can be started again."""
     for url in own_urls():
         with suppress(NotReady, SettingsError):
             name = ask_served(running_daemon(url, api_key), url, None, api_key).served.model
             say(f"talking to {name}, which your daemon at {url} has")
-            return name
+            flags = daemon.flags() if (daemon := _launched(url)) else []
+            return flags[flags.index("--model") + 1] if "--model" in flags else name
     say(f"talking to the embedded model, {EMBEDDED.name}; `diskprefix list --available` lists others")
     return EMBEDDED.name
+
+
+def _launched(url: str) -> LaunchedDaemon | None:
+    """Returns the daemon at `url` if it is one of those that launches share."""
+    return next((daemon for daemon in shared_daemon().all() if daemon.url() == url), None)

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from diskprefix.cli import cli, main
 from diskprefix.errors import InvalidRequest, NotReady
 from diskprefix.extras import daemon_call
-from diskprefix.extras.daemon_call import wait_ready
+from diskprefix.extras.daemon_call import ConnectionBroken, state_of
 from diskprefix.extras.talk import chat_command
 from diskprefix.extras.talk.chat_command import chat
 from tests.server.agent_model import saying, thought
@@ -70,20 +70,28 @@ def test_a_conversation_grows_is_answered_again_and_begins_anew(
     assert said.count("there is no command") == said.count("there is no command /agian\n/again") == 1
 
 
-def test_chat_waits_for_a_lost_daemon_and_says_once_how_to_continue(
+def test_chat_waits_for_a_lost_daemon_and_then_answers_unless_a_reply_had_begun(
     agent: AppServer,
     engine: ScriptedEngine,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    whole, lines, is_gone = daemon_call._events, iter(["One?", "/again"]), True
+    whole, lines = daemon_call._events, iter(["One?", "Two?", "/again"])
+    breaks = iter(
+        [
+            (NotReady("no daemon answers"), ()),
+            (None, ()),
+            (ConnectionBroken("it broke"), [{"choices": [{"delta": {"content": "Half"}}]}]),
+            (None, ()),
+        ]
+    )
 
     def events(response: HTTPResponse, url: str) -> Iterator[Any]:
-        nonlocal is_gone
-        if is_gone:
-            is_gone = False
-            raise NotReady("no daemon answers")
-        return whole(response, url)
+        error, first = next(breaks)
+        yield from first
+        if error is not None:
+            raise error
+        yield from whole(response, url)
 
     engine.script = saying("Yes.")
 
@@ -93,25 +101,27 @@ def test_chat_waits_for_a_lost_daemon_and_says_once_how_to_continue(
         yield lambda line: click.echo(line, err=True)
         click.echo(">", err=True)
 
-    def wait(*arguments: Any) -> None:
+    is_there = iter([True, False, False, True, False, True])
+    """At the start of `chat`; then for each loss when it is looked whether it is one, and while it is waited for."""
+
+    def state(*arguments: Any) -> Any:
         if next(is_there):
-            return wait_ready(*arguments)
+            return state_of(*arguments)
         raise NotReady("no daemon answers")
 
-    is_there = iter([True, False, True])
     monkeypatch.setattr(chat_command, "status", status)
-    monkeypatch.setattr(chat_command, "wait_ready", wait)
+    monkeypatch.setattr(chat_command, "state_of", state)
+    monkeypatch.setattr(daemon_call, "state_of", state)
     monkeypatch.setattr(daemon_call, "_events", events)
     monkeypatch.setattr("builtins.input", lambda _prompt: next(lines))
     monkeypatch.setattr("sys.stdin", Terminal())
     with pytest.raises(StopIteration):
         chat.main(["--url", agent.url], standalone_mode=False)
     said = capsys.readouterr()
-    assert said.out.strip() == "Yes."
-    assert (
-        "no daemon answers\n<waiting for the daemon\n>\nthe daemon is ready; /again sends the message again\n"
-        in said.err
-    )
+    assert said.out.split() == ["Yes.", "Half", "Yes."]
+    waits = "<waiting for the daemon\n>\n"
+    assert f"no daemon answers\n{waits}" in said.err
+    assert f"of the reply; try again\n{waits}the daemon is ready; /again sends the message again\n" in said.err
 
 
 def test_a_request_that_is_refused_or_whose_reply_breaks_off_is_an_error(
