@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,11 @@ def test_a_changed_option_is_named_by_the_log_the_reply_and_the_list(
         assert (report["restored"], report["miss_reason"], report["stored_with"]) == (0, "other_settings", {flag: was})
         assert asked(daemon, "Something else. " * 60)["miss_reason"] != "other_settings"
         assert asked(daemon)["restored"] > 0
-    (row,) = [row for row in command("inspect", folder, "--lost")["lost"] if row["cause"] == "other_settings"]
-    assert row["options"] == f"{flag} {was}"
-    assert f"stored with {flag} {was}" in row["what"]
-    assert f"start with {flag} {was}" in row["advice"]
+        row = lost_to_other_settings(folder)
+        assert (row["options"], row["solved_since"]) == (f"{flag} {was}", None)
+        assert f"stored with {flag} {was}" in row["what"]
+        assert f"start with {flag} {was}" in row["advice"]
+    assert lost_to_other_settings(folder) == row, "no daemon has the option yet"
     assert {flag: was} in [entry["made_with"] for entry in command("inspect", folder)["entries"]]
     listed = run("inspect", "--kv-cache-dir", folder).stdout
     assert "made with" in listed
@@ -50,6 +52,17 @@ def test_a_changed_option_is_named_by_the_log_the_reply_and_the_list(
     assert f"{flag} {value}" in listed
     with running_daemon(chat_model, folder) as daemon:
         assert asked(daemon)["restored"] > 0, "the first start's prompt is found again"
+        solved = lost_to_other_settings(folder)
+        assert solved["tokens"] == row["tokens"], "the loss of the day is still counted"
+        assert solved["solved_since"] == pytest.approx(time.time(), abs=300)
+        assert f"solved: {flag} {was} has been in effect for" in solved["advice"]
+        lines = run("inspect", "--lost", "--kv-cache-dir", folder).stdout.splitlines()
+        assert f"{row['tokens']:,} of them for a reason that is solved" in lines[-1]
+
+
+def lost_to_other_settings(folder: Path) -> dict[str, Any]:
+    (row,) = [row for row in command("inspect", folder, "--lost")["lost"] if row["cause"] == "other_settings"]
+    return dict(row)
 
 
 def test_options_that_part_nothing_are_not_named(chat_model: Path, tmp_path: Path, run: Run) -> None:

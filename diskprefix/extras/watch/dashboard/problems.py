@@ -99,7 +99,7 @@ def _remote_problems(remote: dict[str, Any]) -> Iterator[Problem]:
 
 def _lost_problems(lost: Sequence[dict[str, Any]]) -> Iterator[Problem]:
     for row in lost[:_MAX_LOST]:
-        if row["tokens"] >= _MIN_LOST_TOKENS:
+        if row["tokens"] >= _MIN_LOST_TOKENS and row["solved_since"] is None:
             what = f"{row['tokens']:,} tokens of the last day were computed again: {row['what']}"
             yield Problem("hint", what, row["advice"], row["requests"])
 

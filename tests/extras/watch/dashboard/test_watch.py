@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +20,11 @@ from diskprefix.extras.watch.dashboard import entries
 from diskprefix.extras.watch.dashboard.entries import SavedPrompts
 from diskprefix.extras.watch.dashboard.problems import Problem, problems
 from diskprefix.extras.watch.dashboard.watch import Watch
-from diskprefix.extras.watch.lost_advice import advised
+from diskprefix.extras.watch.lost_advice import InEffect, advised
 from diskprefix.server.recent import EndedRequest
 from diskprefix.server.tenant_names import TenantNames
 from diskprefix.server.threads import Threads
-from diskprefix.settings import Settings
+from diskprefix.settings import SETTINGS, Settings, flag_of
 from diskprefix.store.purge import Purged, delete_entry, purge
 from diskprefix.store.store import Store
 from diskprefix.values import MISS_REASONS
@@ -124,10 +126,55 @@ LOST = {
     ],
 )
 def test_tokens_that_were_computed_again_are_told_with_what_helps(change: dict[str, Any], what: str, todo: str) -> None:
-    [problem] = problems(WELL, advised([LOST | change, LOST | {"tokens": 10}], {"cch=x#x": "cch=b7e"}), [])
+    [problem] = problems(WELL, advised([LOST | change, LOST | {"tokens": 10}], {"cch=x#x": "cch=b7e"}, []), [])
     assert problem.what == f"5,000 tokens of the last day were computed again: {what}"
     assert todo in problem.todo
     assert problem.todo
+
+
+TAKEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "--canonicalise": (
+        {"line": "cch=x#x", "canonicalisers": ["billing-header"]},
+        {"canonicalise": "billing-header=on"},
+    ),
+    "--kv-cache-gate": ({"cause": "faster_to_compute"}, {"kv_cache_gate": "off"}),
+    "--kv-cache-min-tokens": ({"cause": "too_short", "tokens": 200}, {"kv_cache_min_tokens": 100}),
+    "--kv-type": ({"cause": "other_settings", "options": "--kv-type q8"}, {"kv_type": "q8"}),
+    "--speculative": (
+        {"cause": "other_settings", "options": "--kv-type auto --speculative off"},
+        {"speculative": "off"},
+    ),
+}
+"""For options that rows of lost tokens advise: such a row, and settings with which its tokens are not lost again."""
+# How much was too little is not known, and a scope may come with a request.
+UNDECIDED = {"--kv-cache-budget"}
+
+
+@pytest.mark.parametrize("flag", TAKEN)
+def test_tokens_whose_advice_was_taken_are_solved_and_no_problem(flag: str) -> None:
+    change, taken = TAKEN[flag]
+    before = InEffect(asdict(Settings(kv_cache_min_tokens=1000)), 1e9)
+    after = InEffect({**before.settings, **taken}, 2e9)
+    row, other = LOST | change, LOST | {"cause": "image", "tokens": 3}
+    for daemons in ([], [before], [before, after]):
+        found = advised([row, other], {}, daemons)
+        assert [each["solved_since"] for each in found] == [None, None]
+        assert "solved" not in found[0]["advice"]
+    for daemons, since in (([after], 2e9), ([after, InEffect(after.settings, 1e9)], 2e9)):
+        found = advised([row, other], {}, daemons)
+        assert [each["cause"] for each in found] == ["image", row["cause"]]
+        assert found[1]["solved_since"] == since
+        assert f"solved: {flag if flag != '--speculative' else '--kv-type'} " in found[1]["advice"]
+        assert problems(WELL, found, []) == []
+
+
+def test_each_option_that_is_advised_for_lost_tokens_is_known_when_it_is_taken() -> None:
+    causes = [*MISS_REASONS, "diverged"]
+    rows = [LOST | {"cause": cause, "options": "--kv-type q8"} for cause in causes]
+    rows[-1] |= {"canonicalisers": ["billing-header"]}
+    told = "\n".join(row["advice"] for row in advised(rows, {}, []))
+    named = set(re.findall(r"--[a-z-]+", told)) & {flag_of(name) for name in SETTINGS}
+    assert named == {*TAKEN} - {"--speculative"} | UNDECIDED
 
 
 def test_requests_that_failed_alike_are_one_problem_and_the_worst_come_first() -> None:
