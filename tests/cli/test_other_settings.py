@@ -46,10 +46,14 @@ def test_a_changed_option_is_named_by_the_log_the_reply_and_the_list(
         assert f"start with {flag} {was}" in row["advice"]
     assert lost_to_other_settings(folder) == row, "no daemon has the option yet"
     assert {flag: was} in [entry["made_with"] for entry in command("inspect", folder)["entries"]]
-    listed = run("inspect", "--kv-cache-dir", folder).stdout
-    assert "made with" in listed
-    assert f"{flag} {was}" in listed
-    assert f"{flag} {value}" in listed
+    for view in ((), ("--stats",), ("--tree",)):
+        listed = run("inspect", *view, "--kv-cache-dir", folder).stdout
+        assert "made with" in listed, view
+        assert listed.count(f"{flag} {was}") == 1, view
+        assert f"{flag} {value}" in listed, view
+    for flag_of_view, rows in (("--stats", "roots"), ("--tree", "trees")):
+        parted = [row["made_with"] for row in command("inspect", folder, flag_of_view)[rows] if row["made_with"]]
+        assert sorted(parted, key=str) == sorted([{flag: was}, {flag: value}], key=str), rows
     with running_daemon(chat_model, folder) as daemon:
         assert asked(daemon)["restored"] > 0, "the first start's prompt is found again"
         solved = lost_to_other_settings(folder)
@@ -58,6 +62,11 @@ def test_a_changed_option_is_named_by_the_log_the_reply_and_the_list(
         assert f"solved: {flag} {was} has been in effect for" in solved["advice"]
         lines = run("inspect", "--lost", "--kv-cache-dir", folder).stdout.splitlines()
         assert f"{row['tokens']:,} of them for a reason that is solved" in lines[-1]
+        with daemon.client() as client:
+            [shown] = client.get("/dashboard/state").json()["lost"]
+            assert shown["solved_since"] == solved["solved_since"], "nothing was lost with these options"
+            trees = client.get("/dashboard/entries").json()["trees"]
+            assert {tree["options"] for tree in trees} == {f"{flag} {was}", f"{flag} {value}"}
 
 
 def lost_to_other_settings(folder: Path) -> dict[str, Any]:
@@ -72,7 +81,8 @@ def test_options_that_part_nothing_are_not_named(chat_model: Path, tmp_path: Pat
     with running_daemon(chat_model, folder, speculative="off", context="1024", served_model_name="tiny-chat") as daemon:
         assert asked(daemon)["restored"] > 0
         assert "made with" not in daemon.log
-    assert "made with" not in run("inspect", "--kv-cache-dir", folder).stdout
+    for view in ((), ("--stats",), ("--tree",)):
+        assert "made with" not in run("inspect", *view, "--kv-cache-dir", folder).stdout
 
 
 def test_each_api_streamed_or_not_and_behind_a_router_names_the_option(chat_model: Path, tmp_path: Path) -> None:

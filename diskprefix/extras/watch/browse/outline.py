@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from msgspec import Struct, field
 from msgspec.structs import asdict
 
+from diskprefix.cache.other_settings import models_of_roots, telling_options
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.schema import NodeKind, NodeRecord
 from diskprefix.store.snapshot import Snapshot
@@ -48,7 +49,8 @@ class FoldedTree(Struct, kw_only=True):
     `listed_bytes` is the size of the saved prompts if each were stored alone and uncompressed, `raw_bytes` the size of
     the nodes uncompressed, and `stored_bytes` their size in the file, of which checkpoints take `checkpoint_bytes`. So
     sharing saves `listed_bytes - raw_bytes`, and compression saves `raw_bytes - stored_bytes`. `images` is the number
-    of encoded pictures, for a tree that has these in place of prompts; `nodes` is empty then.
+    of encoded pictures, for a tree that has these in place of prompts; `nodes` is empty then. `made_with` are the
+    options of `serve`, by flag, that tell it from other trees of the same weights.
     """
 
     root: str
@@ -62,6 +64,7 @@ class FoldedTree(Struct, kw_only=True):
     stored_bytes: int = 0
     checkpoint_bytes: int = 0
     images: int = 0
+    made_with: dict[str, str] = field(default_factory=dict)
     nodes: list[Trunk] = field(default_factory=list)
 
 
@@ -101,7 +104,17 @@ def outline(
                 tree.images, tree.nodes = sum(trunk.parent is None for trunk in tree.nodes), []
             tree.num_entries, tree.listed_bytes = len(ended), sum(known[id_].raw_bytes for id_ in ended)
             trees.append(tree)
+    _tell_apart(snapshot, [tree for tree in trees if tree.nodes])
     return Outline(trees=sorted(trees, key=lambda tree: (-tree.stored_bytes, tree.root)), entries=known)
+
+
+def _tell_apart(snapshot: Snapshot, trees: Sequence[FoldedTree]) -> None:
+    """Sets `made_with` of each tree."""
+    models = models_of_roots(snapshot, [bytes.fromhex(tree.root) for tree in trees])
+    telling = telling_options(models.values())
+    for tree in trees:
+        if (model := models.get(bytes.fromhex(tree.root))) is not None:
+            tree.made_with = telling[model.identity]
 
 
 class _Folder:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from diskprefix.cache.other_settings import options_text
 from diskprefix.extras.watch.browse.outline import Outline, outline
 from diskprefix.server.tenant_names import TenantNames
 from diskprefix.server.threads import Threads
@@ -47,6 +48,7 @@ class SavedPrompts:
             listing = await self._run(partial(self._outline.listing, with_texts=with_texts))
             for tree in listing["trees"]:
                 tree["tenant_name"] = names.name(tree["tenant"])
+                tree["options"] = options_text(tree["made_with"])
             return ages | listing
 
     async def delete(self, store: Store, delete: Callable[[str], Purged], entry_id: str) -> Purged:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import click
 from msgspec.structs import asdict
 
-from diskprefix.cache.other_settings import models_of_roots, options_text, telling_options
+from diskprefix.cache.other_settings import options_text
 from diskprefix.cli.options import setting_option
 from diskprefix.cli.tooling import (
     find_entry,
@@ -158,7 +158,8 @@ def _show_entries(
     names = ("blocks", "checkpoints", "checkpoint_bytes", "images")
     counts = {name: sum(getattr(tree, name) for tree in trees) for name in names}
     counts["image_bytes"] = sum(tree.stored_bytes for tree in trees if tree.images)
-    made_with = _made_with(snapshot, entries)
+    of_trees = {id_: tree.made_with for tree in trees for trunk in tree.nodes for id_ in trunk.entries}
+    made_with = {info.id: of_trees.get(info.id, {}) for info in entries}
     if as_json:
         rows = [asdict(info) | {"made_with": made_with[info.id]} for info in entries]
         amounts = None if packed is None else packed.amounts
@@ -174,15 +175,6 @@ def _show_entries(
     if counts["images"]:
         totals.append(f"images, encoded: {counts['images']:,} ({format_size(counts['image_bytes'])})")
     click.echo(f"{', '.join(totals)}, {format_size(snapshot.used_bytes())}{whose} in {folder}")
-
-
-def _made_with(snapshot: Snapshot, entries: Sequence[EntryInfo]) -> dict[str, dict[str, str]]:
-    """Returns for each entry the options that tell it from other entries of the same weights, by flag."""
-    roots = {info.id: entry.root for info in entries if (entry := snapshot.entry(bytes.fromhex(info.id)))}
-    models = models_of_roots(snapshot, {*roots.values()})
-    telling = telling_options(models.values())
-    of_roots = {root: telling[model.identity] for root, model in models.items()}
-    return {info.id: of_roots.get(roots.get(info.id, b""), {}) for info in entries}
 
 
 def _print_entries(entries: list[EntryInfo], made_with: Mapping[str, Mapping[str, str]], width: int) -> None:

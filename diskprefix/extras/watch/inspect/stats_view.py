@@ -8,6 +8,7 @@ from typing import Any
 import click
 import msgspec
 
+from diskprefix.cache.other_settings import options_text
 from diskprefix.cli.tooling import print_json, tenant_names
 from diskprefix.extras.watch.browse.outline import Outline, outline
 from diskprefix.model.load.packed_weights import PackedFiles
@@ -69,7 +70,7 @@ def figures(folded: Outline, savings: Mapping[bytes, Savings], now: float) -> li
     for tree in folded.trees:
         used = savings.get(bytes.fromhex(tree.root))
         total, today = (used.total, used.today(now)) if used else (Tally(), Tally())
-        names = ("root", "model", "tenant", "blocks", "checkpoints", "images")
+        names = ("root", "model", "tenant", "made_with", "blocks", "checkpoints", "images")
         sizes = ("listed_bytes", "raw_bytes", "stored_bytes", "checkpoint_bytes")
         row = {name: getattr(tree, name) for name in (*names, *sizes)} | {
             "entries": tree.num_entries,
@@ -86,7 +87,8 @@ def figures(folded: Outline, savings: Mapping[bytes, Savings], now: float) -> li
 
 def _lines(row: dict[str, Any], named: Callable[[str], str]) -> Iterator[str]:
     tenant = f", tenant {named(row['tenant'])}" if row["tenant"] else ""
-    yield f"{printable_only(row['model'])}{tenant}"
+    made_with = f", made with {options_text(row['made_with'])}" if row["made_with"] else ""
+    yield printable_only(f"{row['model']}{made_with}{tenant}")
     if row["images"]:
         blocks = counted(row["blocks"], "block")
         yield f"  images, encoded: {row['images']:,}, {blocks} in {format_size(row['stored_bytes'])}"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from diskprefix.cache.other_settings import options_text
 from diskprefix.cli.tooling import SHOWN, plain, print_json, short_id, tenant_names, terminal_width
 from diskprefix.extras.watch.browse.outline import FoldedTree, Trunk, outline
 from diskprefix.store.snapshot import Snapshot
@@ -48,7 +49,8 @@ def _draw(tree: FoldedTree, entries: Mapping[str, EntryInfo], named: Callable[[s
 
     tenant = f", tenant {named(tree.tenant)}" if tree.tenant else ""
     prompts = counted(tree.num_entries, "prompt")
-    top = Tree(_line(f"{tree.model}{tenant}: {prompts}, {format_size(tree.stored_bytes)}"))
+    made_with = f", made with {options_text(tree.made_with)}" if tree.made_with else ""
+    top = Tree(_line(f"{tree.model}{made_with}{tenant}: {prompts}, {format_size(tree.stored_bytes)}"))
     children = defaultdict[str | None, list[Trunk]](list)
     for trunk in tree.nodes:
         children[trunk.parent].append(trunk)

@@ -12,9 +12,10 @@ function showEntries(found, served) {
   tree.found = { ...found, trees: found.trees.toSorted(busiest) };
   const trees = tree.found.trees, isOneModel = trees.every(({ model }) => model === trees[0].model);
   const choice = find("#tree-of");
-  whenChanged("trees", trees.map(({ root, tenant_name }) => [root, tenant_name]), () => {
+  whenChanged("trees", trees.map(({ root, tenant_name, options }) => [root, tenant_name, options]), () => {
     const chosen = Math.max(0, trees.findIndex(({ root }) => root === tree.root));
-    choice.replaceChildren(...trees.map(({ model, tenant_name: name }, index) => make("option", { value: index }, isOneModel ? name : `${name}, ${model}`)));
+    const label = ({ model, tenant_name: name, options }) => [name, isOneModel ? "" : model, options && `made with ${options}`].filter(Boolean).join(", ");
+    choice.replaceChildren(...trees.map((one, index) => make("option", { value: index }, label(one))));
     tree.chosen = choice.value = chosen;
   });
   find("#tree-choice").hidden = trees.length < 2;
@@ -110,6 +111,7 @@ function selectTrunk(node, entries, shown) {
     "time to compute": node.prefill_s ? seconds(node.prefill_s) : "not measured",
     model: shown.model,
     "computed for": shown.tenant_name,
+    ...(shown.options && { "made with": shown.options }),
   };
   const list = make("dl", {}, ...Object.entries(figures).flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]));
   find("#trunk").replaceChildren(list, ...node.entries.map((id) => entryOf(id, entries.get(id))));
