@@ -326,7 +326,7 @@ class Settings:
     prefill_compression: str = _server(
         "off",
         "Leave out the oldest exchanges of a conversation that has more than N tokens. auto: three quarters of the "
-        "model's positions. The reply reports it.",
+        "model's context. The reply reports it.",
         metavar="off|auto|N",
     )
     kv_memory: int | None = _server(
@@ -342,10 +342,10 @@ class Settings:
         None,
         "The maximum number of tokens of a prompt and its reply. Models with two sets of RoPE factors, such as Phi-3.5 "
         "and Phi-4-mini, use those for short texts if it is not above their original length, or else those for long "
-        "ones; each set has its own cache.",
+        "ones; what was saved with one set is not found with the other.",
         kind="integer",
         metavar="N",
-        unset="the positions of the model, as far as --kv-memory has room; factors for long texts",
+        unset="all that the model takes and --kv-memory has room for; factors for long texts",
         bounds=(16, 1 << 30),
         parts_cache=True,
     )

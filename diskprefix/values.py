@@ -82,9 +82,15 @@ MissReason: TypeAlias = Literal[
     "error",
 ]
 MISS_REASONS: tuple[str, ...] = get_args(MissReason)
+_IN_FULL = {"too_short": "too short to be saved", "no_logits": "its last token is computed"}
 CacheOutcome: TypeAlias = Literal["hit", "miss", "short"]
 LONG_PROMPT = 512
 """Prompts with fewer tokens do not count as hits or misses."""
+
+
+def words_of(reason: str) -> str:
+    """Returns a `MissReason` or `BoundaryReason` as people read it. `format.js` has the same words."""
+    return _IN_FULL.get(reason, reason.replace("_", " "))
 
 
 def outcome_of(prompt_tokens: int, restored: int) -> CacheOutcome:

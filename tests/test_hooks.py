@@ -60,5 +60,5 @@ def test_the_threshold_of_compression_is_the_models_and_at_most_what_is_served()
 
     assert [threshold("auto", served) for served in (32768, 30000, 20480)] == [24576, 22500, 15360]
     assert [threshold("30000", served) for served in (32768, 20480)] == [30000, 15360]
-    with pytest.raises(SettingsError, match="40000 is not below the 32768 positions of this model"):
+    with pytest.raises(SettingsError, match="40000 is not below the model's context of 32768 tokens"):
         threshold("40000", 20480)

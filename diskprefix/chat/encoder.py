@@ -221,7 +221,7 @@ class Encoder:
         *,
         vocab_size: int,
         max_positions: int,
-        positions_limit: str = "the positions of this model",
+        positions_limit: str = "the context of this model",
         processor: PictureProcessor | None = None,
     ) -> None:
         self._tokenizer = tokenizer

@@ -93,7 +93,7 @@ def find_marks(
         num_chars = _num_chars_before(target, template_input, rendered, render)
         position = _tokens_within(num_chars, offsets, len(rendered))
         if not position:
-            log.debug("the mark on %s.%d is ignored: its position cannot be found", target.kind, target.index)
+            log.debug("the mark on %s.%d is ignored: its place cannot be found", target.kind, target.index)
             continue
         times = [ttl_s for ttl_s in (ttl_of.get(position), target.ttl_s) if ttl_s is not None]
         ttl_of[position] = max(times, default=None)

@@ -65,7 +65,7 @@ class PromptRenderer:
         *,
         vocab_size: int,
         max_positions: int,
-        positions_limit: str = "the positions of this model",
+        positions_limit: str = "the context of this model",
         processor: PictureProcessor | None = None,
         canonicalisers: Canonicalisers = Canonicalisers(),  # noqa: B008 (immutable)
         compress: Compress | None = None,

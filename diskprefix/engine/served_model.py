@@ -237,7 +237,7 @@ class ServedModel:
         """Returns the number of positions of the model, or fewer with --context."""
         context, has = self.cache.settings.context, _max_positions(self.config)
         if context is not None and context > has:
-            log.warning("[engine] --context %d is more than the %d positions of this model", context, has)
+            log.warning("[engine] --context %d is more than the %d tokens that this model takes", context, has)
         return has if context is None else min(context, has)
 
     def _fit_positions(self) -> int:
@@ -266,7 +266,7 @@ class ServedModel:
         """A text for errors that gives the reason for `max_positions`."""
         if self.max_positions == self.model_positions:
             is_limited = self.model_positions < _max_positions(self.config)
-            return "as --context says" if is_limited else "the positions of this model"
+            return "as --context says" if is_limited else "the context of this model"
         beside = "" if self.draft is None else " beside the draft model's"
         return f"the room in KV memory ({format_size(self.pages.pool.limit_bytes)}{beside}, see --kv-memory)"
 

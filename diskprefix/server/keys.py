@@ -78,7 +78,10 @@ NOBODY = Caller()
 """The caller of a request without a valid key, to a daemon with keys."""
 
 
-TOKEN_PLACE = "`diskprefix dashboard` opens the page with it, and programs send the header Authorization: Bearer TOKEN"
+TOKEN_PLACE = (
+    "`diskprefix dashboard` opens the page with it, `diskprefix dashboard --print` prints it after #token=, and "
+    "programs send it in the header Authorization: Bearer TOKEN"
+)
 _TOKEN_MARK = "diskprefix-owner-"
 """The beginning of every token. It keeps the token of another daemon from being taken for the key of a tenant."""
 _PAGE_MARK = "diskprefix-page-"

@@ -3,19 +3,28 @@ debug log, or says what to do."""
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from diskprefix.values import MISS_REASONS, words_of
 from tests.cli.conftest import Run
 from tests.server.daemon_process import DaemonProcess, reply_to, running_daemon
 
+PACKAGE = Path(__file__).parents[2] / "diskprefix"
 AUTHORS_WORDS = re.compile(
     r"\[(start|template|engine|model)\]|\bttft\b|turns that stay|\bexact (at|in)\b|boundar|weights of a token"
     r"|of a CPU|gate=|auto:\d|drafts|\bkernels: |those of serve|operators:|ahead"
 )
 """Names of parts of the code, abbreviations, and figures without what follows from them."""
+IN_MESSAGES = re.compile(r"\bpositions?\b|\bits cache\b|\bTTFT\b|\btok/s\b|too short\W*$|no logits")
+"""Words of the code that no message has: say the model's context or a place in the prompt, whose prompts are saved
+where, time to the first token, tokens/s, and too short for what."""
+OF_MODELS = ("grid", "model", "native")
+"""Packages whose messages name parts of a model's file or code."""
 PATH, MOST_CHARS = re.compile(r"/[\w./+=-]{8,}"), 170
 """A path, and the length of a line without its paths that a reader takes in at once."""
 BODY = {"messages": [{"role": "user", "content": "Which way to the sea?"}], "max_tokens": 4, "temperature": 0}
@@ -67,3 +76,53 @@ def test_the_first_screen_of_a_command_has_words_for_its_user(
     assert unknown_words(ended.stdout + ended.stderr) == []
     lines = (ended.stdout + ended.stderr).splitlines()
     assert [line for line in lines if len(PATH.sub("PATH", line)) > MOST_CHARS] == [], "write two short lines"
+
+
+def shown_texts(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yields the texts of a module that people may read: all but names, and docstrings that no page or help shows."""
+    hidden = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            marks = [*node.decorator_list, *getattr(node, "bases", ())]
+            if re.search(r"command|group|routes|Model", " ".join(map(ast.unparse, marks))):
+                hidden -= {id(getattr(node.body[0], "value", None))}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in hidden:
+            yield node.lineno, node.value if re.search(r"[ :]", node.value) or node.value.isupper() else ""
+
+
+def test_no_message_has_words_of_the_code() -> None:
+    found = [
+        f"{path.relative_to(PACKAGE)}:{line}: {match[0]}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path.relative_to(PACKAGE).parts[0] not in OF_MODELS
+        for line, text in shown_texts(ast.parse(path.read_text(encoding="utf-8")))
+        for match in IN_MESSAGES.finditer(text)
+    ]
+    for file in (*(PACKAGE.parent / "policies").glob("*.toml"), *(PACKAGE.parent / "systemd").glob("*.env")):
+        lines = enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+        found += [f"{file.name}:{number}: {match[0]}" for number, line in lines for match in IN_MESSAGES.finditer(line)]
+    assert found == []
+
+
+def test_the_rule_finds_words_in_messages_help_and_titles_alone() -> None:
+    source = '''
+"""Positions of a model."""
+TITLES = "state", "TTFT:"
+@click.command()
+def f():
+    "Counts positions of tokens."
+    g("positions", f"of {n} positions")
+'''
+    lines = [line for line, text in shown_texts(ast.parse(source)) if IN_MESSAGES.search(text)]
+    assert sorted(lines) == [3, 6, 7]
+
+
+def test_a_reason_is_written_in_words_on_terminals_and_pages_alike() -> None:
+    assert [reason for reason in MISS_REASONS if IN_MESSAGES.search(words_of(reason))] == []
+    page = (PACKAGE / "extras/watch/dashboard/page/format.js").read_text(encoding="utf-8")
+    in_full = re.search(r"IN_FULL = \{(.*)\}", page)
+    assert in_full is not None
+    for reason, text in re.findall(r'(\w+): "([^"]*)"', in_full[1]):
+        assert words_of(reason) == text
+    assert len(re.findall(": ", in_full[1])) == sum(words_of(each) != each.replace("_", " ") for each in MISS_REASONS)

@@ -390,7 +390,7 @@ def test_a_daemon_is_started_with_the_model_and_ends_with_the_agent(
     monkeypatch.setenv("DISKPREFIX_PORT", str(port))
     ended = run("launch", "claude", "--model", "m")
     assert ended.exit_code == 0, ended.stderr
-    assert lines(ended)[0].startswith("starting a daemon; it keeps at most 16.0 GiB in /srv/kv (")
+    assert lines(ended)[0].startswith("starting a daemon; it saves prompts in /srv/kv, at most 16.0 GiB (")
     [served] = place.served()
     assert served == f"--router --host 127.0.0.1 --port {port} --policy agent --model m"
     assert place.recorded("claude")[1]["ANTHROPIC_MODEL"] == "m"
@@ -400,10 +400,10 @@ def test_a_daemon_is_started_with_the_model_and_ends_with_the_agent(
 @pytest.mark.parametrize(
     ("has_store", "variables", "expected"),
     [
-        (False, {}, "at most 16.0 GiB in"),
-        (False, {"DISKPREFIX_KV_CACHE_NEW_BUDGET": "2GiB"}, "at most 2.0 GiB in"),
-        (True, {"DISKPREFIX_KV_CACHE_NEW_BUDGET": "2GiB"}, "no more than the budget of"),
-        (True, {"DISKPREFIX_KV_CACHE_BUDGET": "3GiB"}, "at most 3.0 GiB in"),
+        (False, {}, "at most 16.0 GiB"),
+        (False, {"DISKPREFIX_KV_CACHE_NEW_BUDGET": "2GiB"}, "at most 2.0 GiB"),
+        (True, {"DISKPREFIX_KV_CACHE_NEW_BUDGET": "2GiB"}, "within the limit that is set for this folder"),
+        (True, {"DISKPREFIX_KV_CACHE_BUDGET": "3GiB"}, "at most 3.0 GiB"),
     ],
 )
 def test_a_start_says_how_much_of_the_disk_the_folder_may_take(
@@ -420,7 +420,9 @@ def test_a_start_says_how_much_of_the_disk_the_folder_may_take(
         (tmp_path / "data.mdb").touch()
     daemon_choice._say_start(())
     said = capsys.readouterr().err
-    assert said.startswith(f"starting a daemon; it keeps {expected} {tmp_path} (DISKPREFIX_KV_CACHE_BUDGET sets")
+    assert said.startswith(
+        f"starting a daemon; it saves prompts in {tmp_path}, {expected} (DISKPREFIX_KV_CACHE_BUDGET sets"
+    )
 
 
 @pytest.mark.parametrize("when", ["before the daemon has the port", "when the daemon has given it up"])

@@ -195,7 +195,7 @@ def test_a_constrained_reply_ends_where_nothing_may_follow_and_where_any_reply_e
 
 
 def test_a_prompt_that_leaves_no_position_and_an_empty_one_are_refused(engine: Engine) -> None:
-    with pytest.raises(ContextTooLong, match=f"has {POSITIONS} tokens, of {POSITIONS}, the positions of this model"):
+    with pytest.raises(ContextTooLong, match=f"has {POSITIONS} tokens, of {POSITIONS}, the context of this model"):
         run(engine, tokens(POSITIONS))
     with pytest.raises(InvalidRequest, match=r"^the prompt is empty$"):
         run(engine, tokens(0))

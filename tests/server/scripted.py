@@ -156,7 +156,7 @@ class ScriptedEngine:
         self.max_positions = self.model_positions = POSITIONS
         needs = ModelNeeds(name="scripted", weights={"bfloat16": 1 << 20}, state=TokenState(1))
         self.fit = fitted(needs, 1 << 30)
-        self.positions_limit = "the positions of this model"
+        self.positions_limit = "the context of this model"
         self.max_sequences = 1
         self.end_ids: frozenset[int] = frozenset()
         self.model_name = "scripted"

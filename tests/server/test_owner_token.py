@@ -82,7 +82,7 @@ def test_owner_routes_need_the_token_and_refuse_other_sites(daemon: DaemonProces
     with httpx.Client(base_url=daemon.url, timeout=60, transport=transport) as client:
         assert statuses(client, {}) == refused
     error = stranger.get("/dashboard/entries").json()["error"]
-    assert "`diskprefix dashboard` opens the page with it" in error["message"]
+    assert "`diskprefix dashboard --print` prints it" in error["message"]
     assert error["code"] == "invalid_api_key"
     for path, headers, status in (
         ("/metrics", bearer("none"), 200),

@@ -101,10 +101,10 @@ def _say_start(flags: Sequence[str]) -> None:
     variable = variable_of("--kv-cache-budget")
     folder = os.environ.get(variable_of("--kv-cache-dir")) or default_kv_cache_dir()
     if not (given := os.environ.get(variable)) and (Path(folder) / DATA).exists():
-        limit = "no more than the budget of"
+        limit = "within the limit that is set for this folder"
     else:
         given = given or os.environ.get(variable_of("--kv-cache-new-budget"))
         budget = parse_size(given or policy_values("agent")["kv_cache_new_budget"], param=variable)
-        limit = f"at most {format_size(budget)} in"
+        limit = f"at most {format_size(budget)}"
     stays = " in the background, which `diskprefix stop` ends" if flags == STAYS else ""
-    say(f"starting a daemon{stays}; it keeps {limit} {folder} ({variable} sets another limit)")
+    say(f"starting a daemon{stays}; it saves prompts in {folder}, {limit} ({variable} sets another)")

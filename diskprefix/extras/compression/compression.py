@@ -43,7 +43,8 @@ def compress_of(settings: Settings, max_positions: int, served: int) -> Compress
     """See `hooks.open_compression`. Raises `SettingsError` if no prompt of the model can exceed the threshold."""
     limit = max_positions * 3 // 4 if settings.prefill_compression == "auto" else int(settings.prefill_compression)
     if limit >= max_positions:
-        raise SettingsError(f"--prefill-compression: {limit} is not below the {max_positions} positions of this model")
+        context = f"the model's context of {max_positions} tokens"
+        raise SettingsError(f"--prefill-compression: {limit} is not below {context}")
     return partial(fit, min(limit, served * 3 // 4) if served < max_positions else limit)
 
 

@@ -223,7 +223,7 @@ class OllamaEmbedRequest(EmbeddingsRequest):
     """`POST /api/embed`."""
 
     truncate: Annotated[bool, empty_as(True)] = Field(
-        default=True, description="Cut inputs that exceed the model's positions, and list them as `truncated`."
+        default=True, description="Cut inputs that are longer than the model's context, and list them as `truncated`."
     )
 
     @property

@@ -29,6 +29,7 @@ from diskprefix.extras.open_page import open_page
 from diskprefix.extras.own_daemon import daemon_url, url_option
 from diskprefix.printable import printable_only, shown
 from diskprefix.units import counted, format_duration
+from diskprefix.values import words_of
 
 if TYPE_CHECKING:
     from diskprefix.extras.clients.recipe import Served
@@ -299,7 +300,7 @@ def _broken_off(num_chars: int) -> str:
 def _figures(done: dict[str, Any]) -> str:
     """Returns the work of the cache and the speed in the last event of a reply, as a line."""
     cache, timings, tokens = done["prefix_cache"], done["timings"], counted(done["usage"]["prompt_tokens"], "token")
-    restored = f"{tokens} computed, none restored ({str(cache.get('miss_reason')).replace('_', ' ')})"
+    restored = f"{tokens} computed, none restored ({words_of(str(cache.get('miss_reason')))})"
     if cache["restored"]:
         restored = f"{cache['restored']:,} of {tokens} restored from {cache.get('source')}"
     speed = f" · {rate:.1f} tokens/s" if (rate := timings["decode_tokens_per_s"]) else ""

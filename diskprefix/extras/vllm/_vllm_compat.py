@@ -120,7 +120,7 @@ def _engine_group(group: Any) -> EngineGroup:
         inner = next(iter(spec.kv_cache_specs.values()))
     if not isinstance(inner, FullAttentionSpec | SlidingWindowSpec | ChunkedLocalAttentionSpec):
         raise UnsupportedPages(
-            f"{group.layer_names[0]} ({type(inner).__name__}) has state that exists at one position only"
+            f"{group.layer_names[0]} ({type(inner).__name__}) keeps one state in place of one for each token"
         )
     if getattr(group, "host_resident", False):
         raise UnsupportedPages(f"{group.layer_names[0]} has pages outside the device's pool")

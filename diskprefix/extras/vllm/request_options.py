@@ -24,9 +24,9 @@ def options_of(parameters: Mapping[str, Any] | None, settings: Settings) -> tupl
     if not isinstance(save, bool):
         raise BadParameters("save: must be true or false")
     if not isinstance(marks, list):
-        raise BadParameters("marks: must be a list of positions in tokens")
+        raise BadParameters("marks: must be a list of numbers of tokens")
     if len(marks) > MAX_MARKS:
-        raise BadParameters(f"marks: must have at most {MAX_MARKS} positions (got {len(marks)})")
+        raise BadParameters(f"marks: must have at most {MAX_MARKS} numbers (got {len(marks)})")
     positions = sorted({_integer(mark, "marks", minimum=0) for mark in marks})
     try:
         scope = parse_scope(given.get("scope", settings.disk_prefix_cache), param="scope")

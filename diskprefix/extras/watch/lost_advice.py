@@ -13,6 +13,7 @@ from diskprefix.chat.canonicalisers import Canonicalisers
 from diskprefix.printable import printable_only
 from diskprefix.settings import PARTING, flag_of
 from diskprefix.units import format_age
+from diskprefix.values import words_of
 
 _ADVICE = {
     "not_stored": "raise --kv-cache-budget; or keep more, with the scope `full`",
@@ -22,7 +23,7 @@ _ADVICE = {
     "damaged": "run `diskprefix verify`, and look at the disk",
     "faster_to_compute": "use a faster disk, or --kv-cache-gate off",
     "upgraded": "nothing: another version had stored it, and it is computed once",
-    "too_short": "lower --kv-cache-min-tokens",
+    "too_short": "lower --kv-cache-min-tokens: prompts with fewer tokens than that are not saved",
     "image": "send the picture again in the same size",
 }
 _OF_CLIENT = "; `diskprefix clients` says what to switch off in agents that shorten their history"
@@ -47,15 +48,15 @@ def advised(
     line. `texts` has the texts of masked lines, where they may be shown. `daemons` are those that use the store: if all
     have an option with which the tokens of a row are not lost again, `solved_since` is when the last of them got it,
     else None. The solved rows are the last ones."""
-    found = []
+    lost = []
     for row in rows:
         options = [_solution(row, daemon.settings) for daemon in daemons]
         since = max(daemon.since for daemon in daemons) if options and all(options) else None
         advice = _advice(row)
         if since is not None:
             advice = f"solved: {options[0]} has been in effect for {format_age(time.time() - since)}"
-        found.append(dict(row) | {"what": _what(row, texts), "advice": advice, "solved_since": since})
-    return sorted(found, key=lambda row: row["solved_since"] is not None)
+        lost.append(dict(row) | {"what": _what(row, texts), "advice": advice, "solved_since": since})
+    return sorted(lost, key=lambda row: row["solved_since"] is not None)
 
 
 def _solution(row: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
@@ -80,7 +81,7 @@ def _given(settings: Mapping[str, Any], words: Sequence[str]) -> str:
 
 
 def _what(row: Mapping[str, Any], texts: Mapping[str, str]) -> str:
-    parts = [row["cause"].replace("_", " ")]
+    parts = [words_of(row["cause"])]
     parts += [f"from {row['client']}"] if row["client"] else []
     parts += [f"tool {row['tool']}"] if row["tool"] else []
     parts += [f"stored with {row['options']}"] if row["options"] else []

@@ -403,7 +403,7 @@ def _announce(serving: Serving, stats: dict[str, Any], settings: Settings, addre
     log.info("diskprefix ready on %s · %s · %s · %.1f s", address, name, cache, seconds)
     if stats["state"] == "ok" and stats["room_bytes"] < stats["budget_bytes"]:
         room, budget = format_size(stats["room_bytes"]), _budget_text(settings, stats["budget_bytes"])
-        log.warning("[disk-cache] the disk has room for %s of %s", room, budget)
+        log.warning("[disk-cache] the disk has room for %s of saved prompts, less than %s", room, budget)
     notify(READY=1, STATUS=f"serving {name} on {address}, {cache}")
 
 

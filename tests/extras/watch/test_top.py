@@ -118,10 +118,10 @@ def test_top_lists_restored_tokens_of_the_latest_requests_first() -> None:
     found = lines(STATE, ended(1), ended(2, restored=0), failed, stopped)
     restored = "restored 47.0% of today's prompt tokens, 45.0% of the last 2 requests"
     assert found[found.index(restored) + 1] == "computing saved: 90.0 s today, 2.0 h in all"
-    table = found[found.index("ago prompt restored TTFT tok/s why") + 1 :]
+    table = found[found.index("ago prompt restored first token tokens/s why") + 1 :]
     assert table[0] == "1 min 1,000 – – – stopped by the client", "which is no failure"
     assert table[1].startswith("1 min – – – – 400 top_p: too large")
-    assert table[2:] == ["1 min 1,000 0.0% 4.0 s 30.0 not stored", "1 min 1,000 90.0% 200 ms 30.0 ×2.0 disk"]
+    assert table[-2:] == ["1 min 1,000 0.0% 4.0 s 30.0 not stored", "1 min 1,000 90.0% 200 ms 30.0 ×2.0 disk"]
     assert "\x1b" not in "".join(found)
 
 

@@ -359,7 +359,9 @@ def test_the_ready_line_warns_of_a_small_disk_and_says_who_set_the_budget(
     stats = scripted.STATS | {"room_bytes": room, "budget_bytes": 4 << 30}
     process._announce(cast(Any, serving), stats, Settings(**given), "http://here")
     warned = [line for line in caplog.messages if "the disk has room" in line]
-    assert warned == [f"[disk-cache] the disk has room for 1.0 GiB of {said}"] * (room < 4 << 30)
+    assert warned == [f"[disk-cache] the disk has room for 1.0 GiB of saved prompts, less than {said}"] * (
+        room < 4 << 30
+    )
 
 
 @pytest.mark.cases(2)

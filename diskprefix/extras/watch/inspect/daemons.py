@@ -16,13 +16,13 @@ from diskprefix.extras.watch.lost_advice import InEffect
 def settings_in_effect(store_id: bytes) -> list[InEffect]:
     """Returns the settings of this user's daemons that use a store, one for each model in memory. Leaves out daemons
     that do not answer, and those with API keys."""
-    found = []
+    using = list[dict[str, Any]]()
     for url in own_urls():
         with suppress(NotReady, SettingsError):
             call = running_daemon(url, None)
             if state_of(call, url)["status"] != "loading":
-                found += [props for props in _props(call) if props["full_cache"]["state"]["store_id"] == store_id.hex()]
-    return [InEffect(props["settings"], props["model"]["loaded_at"]) for props in found]
+                using += [props for props in _props(call) if props["full_cache"]["state"]["store_id"] == store_id.hex()]
+    return [InEffect(props["settings"], props["model"]["loaded_at"]) for props in using]
 
 
 def _props(call: Call) -> Iterator[dict[str, Any]]:

@@ -78,8 +78,8 @@ def inspect(
                  same weights was saved with other ones: only a daemon with
                  these options finds it
     tenant       the id of the tenant, for `purge --salt`; (yours): your programs
-    checkpoints  the number of positions at which the prompt can be restored, for
-                 models whose state exists at one position only
+    checkpoints  the places at which the prompt can be restored, for models with
+                 layers that keep one state in place of one for each token
 
     \b
     diskprefix inspect

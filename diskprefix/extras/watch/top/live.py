@@ -21,12 +21,13 @@ from diskprefix.errors import DiskPrefixError, SettingsError
 from diskprefix.extras.daemon_call import Call
 from diskprefix.printable import printable_only, shown
 from diskprefix.units import counted, format_age, format_duration, format_part, format_size
+from diskprefix.values import words_of
 
 State = dict[str, Any]
 _UPDATE_S, _MAX_ENDED = 0.5, 400
 # A colon marks a column of numbers.
-_REQUEST = "state", "prompt:", "restored:", "TTFT:", "reply:", "tok/s:", "left:", "time:"
-_DECISION = "ago", "prompt:", "restored:", "TTFT:", "tok/s:", "why"
+_REQUEST = "state", "prompt:", "restored:", "first token:", "reply:", "tokens/s:", "left:", "time:"
+_DECISION = "ago", "prompt:", "restored:", "first token:", "tokens/s:", "why"
 
 
 class Source:
@@ -178,7 +179,7 @@ def _decision(request: State, now: float) -> Sequence[str]:
         # The number of tokens for each step.
         speed += f" ×{request['reply_tokens'] / max(1, request['reply_tokens'] - accepted):.1f}"
     prompt, restored = f"{request['prompt_tokens']:,}", _share(cache["restored"], request["prompt_tokens"])
-    why = (cache.get("miss_reason") or cache.get("source", "")).replace("_", " ")
+    why = words_of(cache.get("miss_reason") or cache.get("source", ""))
     return age, prompt, restored, _duration(timings["ttft_ms"] / 1e3), speed, why
 
 
@@ -193,7 +194,9 @@ def _share(part: float, whole: float) -> str:
 def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), show_header=any(titles))
     for title in titles:
-        table.add_column(title.rstrip(":"), justify="right" if title.endswith(":") else "left", no_wrap=True)
+        is_number = title.endswith(":")
+        # Where a text is too long for the terminal, numbers and their titles stay whole.
+        table.add_column(title.rstrip(":"), justify="right" if is_number else "left", no_wrap=is_number)
     for row in rows:
         table.add_row(*(Text(shown(cell, 40)) for cell in row))
     return table

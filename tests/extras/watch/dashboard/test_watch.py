@@ -27,7 +27,7 @@ from diskprefix.server.threads import Threads
 from diskprefix.settings import SETTINGS, Settings, flag_of
 from diskprefix.store.purge import Purged, delete_entry, purge
 from diskprefix.store.store import Store
-from diskprefix.values import MISS_REASONS
+from diskprefix.values import MISS_REASONS, words_of
 from tests.server.scripted import STATS
 from tests.store.building import BLOCK, open_store, prompt, publication
 
@@ -116,7 +116,7 @@ LOST = {
         ({"line": "Today is #"}, "diverged: Today is # (letters are masked as x, digits as #)", "end of the prompt"),
         ({"client": "opencode"}, "diverged, from opencode", "`diskprefix clients`"),
         ({"tool": "bash"}, "diverged, tool bash", "what the tool bash writes"),
-        *(({"cause": cause}, cause.replace("_", " "), "") for cause in MISS_REASONS if cause != "diverged"),
+        *(({"cause": cause}, words_of(cause), "") for cause in MISS_REASONS if cause != "diverged"),
         ({"cause": "not_stored"}, "not stored", "--kv-cache-budget"),
         (
             {"cause": "other_settings", "options": "--kv-type auto"},

@@ -33,7 +33,8 @@ function ago(when, now) {
 }
 
 const percent = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(part && part < whole ? 1 : 0)} %` : "–");
-const words = (code) => String(code).replaceAll("_", " ");
+const IN_FULL = { too_short: "too short to be saved", no_logits: "its last token is computed" };
+const words = (code) => IN_FULL[code] ?? String(code).replaceAll("_", " ");
 const plural = (number, noun) => `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
 
 function median(numbers) {
