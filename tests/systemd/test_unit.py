@@ -1,13 +1,11 @@
-"""The units, the environment file and the container file, as far as they can be checked without starting them."""
+"""The units and the environment file, as far as they can be checked without starting them."""
 
 from __future__ import annotations
 
 import configparser
 import dataclasses
-import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +19,6 @@ from diskprefix.server.process import process
 from diskprefix.settings import SETTINGS, Settings, default_kv_cache_dir, flag_of
 from diskprefix.units import parse_duration, parse_size
 from tests.closing import needs
-from tools.releasing.image import instructions
 
 ROOT = Path(__file__).parent.parent.parent
 SYSTEMD = ROOT / "systemd"
@@ -147,82 +144,6 @@ def test_systemd_finds_little_that_a_taken_over_service_could_do(unit: str, tmp_
     assert "Overall exposure level" in answer.stdout
 
 
-def steps() -> list[tuple[str, str]]:
-    return instructions((SYSTEMD / "Containerfile").read_text(encoding="utf-8"))
-
-
-def said(instruction: str) -> list[str]:
-    return [arguments for name, arguments in steps() if name == instruction]
-
-
-def test_a_container_has_a_user_that_is_not_root_and_writes_to_one_volume() -> None:
-    names = [name for name, _ in steps()]
-    (user,) = said("USER")
-    assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", user), "a number, so that a cluster can see that it is not root"
-    assert names.index("USER") < names.index("ENTRYPOINT")
-    assert "RUN" not in names[names.index("USER") :], "nothing is installed as that user"
-    assert said("VOLUME") == ["/var/cache/diskprefix"]
-    (environment,) = said("ENV")
-    values = dict(pair.split("=", 1) for pair in environment.split())
-    # diskprefix adds its own name to XDG_CACHE_HOME.
-    assert f"{values['XDG_CACHE_HOME']}/diskprefix" == "/var/cache/diskprefix"
-    assert all(values[name].startswith("/var/cache/diskprefix/") for name in ("HF_HOME", "PIP_CACHE_DIR"))
-    assert values["PYTHONDONTWRITEBYTECODE"] == "1"
-
-
-def test_a_container_has_a_wheel_and_compiles_nothing() -> None:
-    assert said("ARG")[0].startswith("BASE=")
-    assert said("FROM") == ["${BASE}"], "the workflow gives a digest"
-    ((file, target),) = re.findall(r"source=(\S+\.txt),target=(\S+)", said("RUN")[0])
-    assert (ROOT / file).exists()
-    assert f" --constraint {target} " in said("RUN")[0]
-    assert not any("apt-get" in line for line in said("RUN"))
-
-
-RECORDING_PIP = """#!/bin/sh
-for argument; do printf '%s\\0' "$argument"; done >>"{calls}"
-echo >>"{calls}"
-"""
-MAKING_PYTHON = """#!/bin/sh
-mkdir -p "$3/bin" && cp "{pip}" "$3/bin/pip"
-"""
-
-
-@pytest.mark.parametrize("small", ["", "1"])
-def test_a_container_asks_one_index_for_each_package(small: str, tmp_path: Path) -> None:
-    """The commands of the file run with stand-ins for Python and pip."""
-    programs, calls = tmp_path / "programs", tmp_path / "calls"
-    programs.mkdir()
-    for name, text in (
-        ("pip", RECORDING_PIP.format(calls=calls)),
-        ("python", MAKING_PYTHON.format(pip=programs / "pip")),
-    ):
-        (programs / name).write_text(text, encoding="utf-8")
-        (programs / name).chmod(0o755)
-    (tmp_path / "dist").mkdir()
-    wheel = tmp_path / "dist" / f"diskprefix-1-py3-none-linux_{os.uname().machine}.whl"
-    wheel.touch()
-    shutil.copy(ROOT / "tools/constraints.txt", tmp_path)
-    command = re.sub(r"--mount=\S+ ", "", said("RUN")[0])
-    command = command.replace("/opt/diskprefix", str(tmp_path / "made")).replace("/mnt", str(tmp_path))
-    arguments = [one.partition("=") for one in said("ARG") if "=" in one]
-    environment = {name: value for name, _, value in arguments} | {
-        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
-        "SMALL": small,
-    }
-    subprocess.run(["sh", "-euc", command], env=environment, check=True)
-    assert not [name for name in environment if "INDEX_URL" in name], "pip would ask it for everything"
-    installed = [line.rstrip("\0").split("\0") for line in calls.read_text(encoding="utf-8").splitlines()]
-    *before, last = installed
-    if small:
-        assert (before, last[-1]) == ([], str(wheel))
-    else:
-        [first] = before
-        assert first[-4:] == ["--no-deps", "--index-url", environment["TORCH_INDEX"], "torch==2.13.0"]
-        assert last[-1] == f"{wheel}[transformers]"
-    assert not [word for word in last if "index" in word]
-
-
 def test_nothing_names_a_second_index_for_packages() -> None:
     second = re.compile("extra.index", re.IGNORECASE)
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -230,11 +151,3 @@ def test_nothing_names_a_second_index_for_packages() -> None:
     files = [ROOT / name for name in listed.split("\0") if name.startswith(places)]
     texts = {file: file.read_bytes().decode(errors="replace") for file in files if file.is_file()}
     assert [str(file) for file, text in texts.items() if second.search(text)] == []
-
-
-def test_signals_reach_the_daemon_in_a_container() -> None:
-    """In the form of a shell command, the shell would get them."""
-    assert json.loads(said("ENTRYPOINT")[0]) + json.loads(said("CMD")[0]) == ["diskprefix", "serve"]
-    assert said("STOPSIGNAL") == ["SIGTERM"]
-    (health,) = said("HEALTHCHECK")
-    assert json.loads(health[health.index("[") :])[0] == "python"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import tarfile
 from pathlib import Path
@@ -14,30 +15,26 @@ from diskprefix.file_system import VOLUME
 from diskprefix.settings import default_kv_cache_dir
 from tests.closing import needs
 from tools.releasing.environment import ReleaseError
-from tools.releasing.image import CONTAINERFILE, Config, config_of, pack, write_image
+from tools.releasing.image import CONFIG, pack, write_image
 
 MADE_AT = "1700000000"
 
 
-@pytest.fixture
-def config() -> Config:
-    return config_of(CONTAINERFILE.read_text(encoding="utf-8"))
-
-
 def test_a_container_serves_as_a_user_that_is_not_root_and_keeps_its_cache_in_the_volume(
-    config: Config, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert (config.entrypoint, config.command) == (["diskprefix"], ["serve"])
-    assert config.user == "8642:8642"
-    assert config.variables["PATH"].startswith("/opt/diskprefix/bin:/usr/local/sbin:")
-    assert config.variables[VOLUME] == config.volume
-    for name, value in config.variables.items():
+    assert (CONFIG.entrypoint, CONFIG.command) == (["diskprefix"], ["serve"])
+    assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", CONFIG.user), "a number, so that a cluster can see that it is not root"
+    assert CONFIG.variables[VOLUME] == CONFIG.volume
+    for name in ("HF_HOME", "PIP_CACHE_DIR"):
+        assert CONFIG.variables[name].startswith(f"{CONFIG.volume}/")
+    for name, value in CONFIG.variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("CACHE_DIRECTORY", raising=False)
-    assert default_kv_cache_dir() == Path(config.volume, "kv")
+    assert default_kv_cache_dir() == Path(CONFIG.volume, "kv")
 
 
-def written(folder: Path, config: Config) -> Path:
+def written(folder: Path) -> Path:
     """An image of two layers, of which the second changes a file of the first."""
     layers = dict[Path, str]()
     for name, content in (("base", "of Debian"), ("layer", "of the wheel")):
@@ -45,7 +42,7 @@ def written(folder: Path, config: Config) -> Path:
         (folder / name / "etc/passwd").write_text(content, encoding="utf-8")
         pack(folder / name, ["etc"], folder / f"{name}.tar", MADE_AT)
         layers[folder / f"{name}.tar"] = f"the {name}"
-    write_image(folder / "image.tar", "1.0", layers, config, MADE_AT)
+    write_image(folder / "image.tar", "1.0", layers, CONFIG, MADE_AT)
     return folder / "image.tar"
 
 
@@ -66,12 +63,12 @@ def in_image(image: Path, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]
 
 
 @needs("umoci")
-def test_the_image_says_what_the_container_file_says(config: Config, tmp_path: Path) -> None:
-    manifest, image = in_image(written(tmp_path, config), tmp_path / "read")
+def test_the_image_says_what_its_containers_run(tmp_path: Path) -> None:
+    manifest, image = in_image(written(tmp_path), tmp_path / "read")
     said = image["config"]
     assert (said["Entrypoint"], said["Cmd"], said["User"]) == (["diskprefix"], ["serve"], "8642:8642")
     assert (said["Volumes"], said["ExposedPorts"]) == ({"/var/cache/diskprefix": {}}, {"8642/tcp": {}})
-    assert dict(pair.split("=", 1) for pair in said["Env"]) == config.variables
+    assert dict(pair.split("=", 1) for pair in said["Env"]) == CONFIG.variables
     assert (said["StopSignal"], said["Labels"]) == ("SIGTERM", {"org.opencontainers.image.version": "1.0"})
     assert image["created"].startswith("2023-11-14T22:13:20")
     assert [line["created_by"] for line in image["history"]] == ["the base", "the layer"]
@@ -81,14 +78,14 @@ def test_the_image_says_what_the_container_file_says(config: Config, tmp_path: P
 
 
 @needs("umoci")
-def test_the_same_layers_make_the_same_image_whenever_it_is_made(config: Config, tmp_path: Path) -> None:
-    images = [written(tmp_path / name, config).read_bytes() for name in ("one", "another")]
+def test_the_same_layers_make_the_same_image_whenever_it_is_made(tmp_path: Path) -> None:
+    images = [written(tmp_path / name).read_bytes() for name in ("one", "another")]
     assert images[0] == images[1]
 
 
 @needs("umoci")
-def test_a_container_sees_what_the_last_layer_has(config: Config, tmp_path: Path) -> None:
-    image = written(tmp_path, config)
+def test_a_container_sees_what_the_last_layer_has(tmp_path: Path) -> None:
+    image = written(tmp_path)
     in_image(image, tmp_path / "read")
     command = ["umoci", "unpack", "--rootless", "--image", f"{tmp_path / 'read'}:diskprefix", str(tmp_path / "bundle")]
     subprocess.run(command, check=True, capture_output=True)
@@ -99,6 +96,6 @@ def test_a_container_sees_what_the_last_layer_has(config: Config, tmp_path: Path
 
 
 @needs("umoci")
-def test_what_umoci_refuses_is_one_line(config: Config, tmp_path: Path) -> None:
+def test_what_umoci_refuses_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ReleaseError, match=r"^umoci failed: .*no such file"):
-        write_image(tmp_path / "image.tar", "1.0", {tmp_path / "none.tar": "none"}, config, MADE_AT)
+        write_image(tmp_path / "image.tar", "1.0", {tmp_path / "none.tar": "none"}, CONFIG, MADE_AT)

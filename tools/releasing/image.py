@@ -1,13 +1,10 @@
 """The OCI image: a Debian root and the wheel, without a daemon of containers and without a registry of images.
 
-mmdebstrap makes the root, pip installs the wheel in it, and umoci writes the image. What a container runs, as whom, and
-where its volume is, is read from `systemd/Containerfile`, so images that others build with it are used alike.
+mmdebstrap makes the root, pip installs the wheel in it, and umoci writes the image.
 """
 
 from __future__ import annotations
 
-import json
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,9 +14,8 @@ from pathlib import Path
 from msgspec import Struct
 
 from tools.releasing.debian_root import DebianRoot, make_archive, require_programs
-from tools.releasing.environment import CONSTRAINTS, ROOT, ReleaseError, run
+from tools.releasing.environment import CONSTRAINTS, ReleaseError, run
 
-CONTAINERFILE = ROOT / "systemd/Containerfile"
 SUITE = "bookworm"
 _NAME = "diskprefix"
 """The image's name where `podman load` puts it."""
@@ -51,28 +47,29 @@ class Config(Struct, frozen=True):
         yield from (f"--config.cmd={word}" for word in self.command)
 
 
-def instructions(text: str) -> list[tuple[str, str]]:
-    """Returns the instructions of a container file with their arguments; lines that go on are joined."""
-    lines = [line for line in text.split("\n") if not line.lstrip().startswith("#")]
-    joined = re.sub(r"\\\n\s*", " ", "\n".join(lines))
-    steps = [line.partition(" ") for line in map(str.strip, joined.split("\n")) if line]
-    return [(instruction, arguments.strip()) for instruction, _, arguments in steps]
-
-
-def config_of(text: str) -> Config:
-    """Returns what a container file says of its containers."""
-    said = dict(instructions(text))
-    path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-    variables = dict(pair.split("=", 1) for pair in said["ENV"].split())
-    return Config(
-        variables=variables | {"PATH": variables["PATH"].replace("$PATH", path), "LANG": "C.UTF-8"},
-        user=said["USER"],
-        volume=said["VOLUME"],
-        port=said["EXPOSE"],
-        signal=said["STOPSIGNAL"],
-        entrypoint=json.loads(said["ENTRYPOINT"]),
-        command=json.loads(said["CMD"]),
-    )
+_VOLUME = "/var/cache/diskprefix"
+CONFIG = Config(
+    variables={
+        "PATH": "/opt/diskprefix/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+        "LANG": "C.UTF-8",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        # Store, models and the caches of pip and of the model hub: all that is written. Without a volume there, the log
+        # says what is lost.
+        "XDG_CACHE_HOME": "/var/cache",
+        "HF_HOME": f"{_VOLUME}/huggingface",
+        "PIP_CACHE_DIR": f"{_VOLUME}/pip",
+        "DISKPREFIX_HOST": "0.0.0.0",
+        "DISKPREFIX_VOLUME": _VOLUME,
+    },
+    # A number, so that a cluster can see that it is not root.
+    user="8642:8642",
+    volume=_VOLUME,
+    port="8642",
+    signal="SIGTERM",
+    entrypoint=["diskprefix"],
+    command=["serve"],
+)
+"""A container serves as a user of its own, with a root file system that may be read-only."""
 
 
 def require_image_programs() -> None:
@@ -89,21 +86,20 @@ def make_image(wheel: Path, version: str, machine: str, work: Path, made_at: str
     make_archive(base, SUITE, packages=_PACKAGES, variables=variables)
     shutil.copy(wheel, work)
     shutil.copy(CONSTRAINTS, work)
-    config = config_of(CONTAINERFILE.read_text(encoding="utf-8"))
     root = DebianRoot(base, work / "root", {work: "/mnt"})
-    uid, _, gid = config.user.partition(":")
+    uid, _, gid = CONFIG.user.partition(":")
     pip = "/opt/diskprefix/bin/pip install --no-cache-dir --disable-pip-version-check --constraint"
     for command in (
         "python3 -m venv /opt/diskprefix",
         f"{pip} /mnt/{CONSTRAINTS.name} /mnt/{wheel.name}",
         f"groupadd --gid {gid} diskprefix",
         f"useradd --uid {uid} --gid {gid} --no-create-home --shell /usr/sbin/nologin diskprefix",
-        f"install --directory --owner={uid} --group={gid} --mode=0700 {config.volume}",
+        f"install --directory --owner={uid} --group={gid} --mode=0700 {CONFIG.volume}",
     ):
         root.call(command, variables, work / "log")
     pack(root.folder, [name for name in _INSTALLED if (root.folder / name).exists()], layer, made_at)
     archive = work / f"diskprefix-{version}-{machine}.oci.tar"
-    write_image(archive, version, {base: f"Debian {SUITE}", layer: wheel.name}, config, made_at)
+    write_image(archive, version, {base: f"Debian {SUITE}", layer: wheel.name}, CONFIG, made_at)
     return archive
 
 
