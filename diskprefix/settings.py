@@ -133,6 +133,9 @@ _NEUTRAL = dict.fromkeys(("temperature", "top_p", "repetition_penalty"), 1.0)
 _NEUTRAL |= {"top_k": 0, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 """The values that leave the model's probabilities as they are."""
 _SAMPLING_WORDS = ("model", "neutral")
+EMBEDDED_NAME = "SmolLM2-135M-Instruct"
+"""The model that needs no hub: its file is in a package of the Python package index. It is the one that has no quant in
+the table of models, and has Q4_1."""
 DEFAULT_DIR = "$XDG_CACHE_HOME/diskprefix/kv"
 """The default of `--kv-cache-dir`, as the help shows it."""
 
@@ -163,7 +166,7 @@ class Settings:
         "--model each) are loaded when requests name them.",
         is_common=True,
         metavar="ID|PATH",
-        unset="the embedded SmolLM2-135M-Instruct",
+        unset=f"the embedded {EMBEDDED_NAME}",
     )
     models_dir: Path | None = _model(
         None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from itertools import permutations
@@ -15,10 +16,12 @@ from huggingface_hub import constants, snapshot_download
 
 from diskprefix.errors import ModelError
 from diskprefix.extras.catalogue import pull_command
+from diskprefix.extras.catalogue.catalogue import open_catalogue
 from diskprefix.model.load import hub as hub_module
 from diskprefix.model.load import packed_weights
 from diskprefix.model.load.fit import ROOM_BYTES
 from diskprefix.model.load.loader import load_model
+from diskprefix.model.load.named_model import is_embedded
 from diskprefix.model.load.packed_weights import PackedFiles
 from diskprefix.native.library import operators
 from diskprefix.settings import Settings
@@ -421,15 +424,22 @@ def test_the_size_of_a_file_is_announced_and_stays(
 @pytest.mark.usefixtures("hub")
 @pytest.mark.parametrize("quant", ["", ":Q8_0"])
 def test_offline_what_is_here_is_found_and_the_rest_is_an_error(
-    quant: str, run: Run, monkeypatch: pytest.MonkeyPatch
+    quant: str, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    (models := tmp_path / "models.toml").write_text('[mine]\nmodel = "x.gguf"\n', encoding="utf-8")
     run("pull", f"{REPO}:Q8_0")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert run("pull", REPO + quant).stdout.startswith(f"{REPO}:Q8_0 is in ")
     for absent in ("org/other" + quant, f"{REPO}:Q4_0"):
         ended = run("pull", absent)
         assert (ended.exit_code, "HF_HUB_OFFLINE is set" in ended.stderr) == (3, True), ended.stderr
-        assert "unset it; `diskprefix serve` without a model" in ended.stderr
+        (advised,) = re.findall(r"unset it; `diskprefix serve --model (\S+)` serves a small one", ended.stderr)
+        # Also where `serve` without --model has other models.
+        for file in (None, models):
+            settings = Settings(model=advised, models_file=file)
+            catalogue = open_catalogue(settings)
+            assert catalogue is None or advised in [known.name for known in catalogue.models()]
+        assert is_embedded(advised)
 
 
 def test_safetensors_are_fetched_where_there_are_some(run: Run, hub: FakeHub, tmp_path: Path) -> None:

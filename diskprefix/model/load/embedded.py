@@ -18,8 +18,8 @@ from msgspec import Struct, field
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load.made_once import build_once, require_disk
-from diskprefix.model.load.proposals import EMBEDDED_NAME
 from diskprefix.progress import Report
+from diskprefix.settings import EMBEDDED_NAME
 from diskprefix.units import format_size
 
 _UNREACHABLE = ("Retrying (", "Connection", "ProxyError", "SSLError", "Read timed out")

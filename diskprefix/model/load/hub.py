@@ -32,6 +32,7 @@ from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.model.load.projector import preferred_projectors
 from diskprefix.printable import first_line, shown
 from diskprefix.progress import Report, progress_bar
+from diskprefix.settings import EMBEDDED_NAME
 from diskprefix.units import counted, format_size
 
 _FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
@@ -455,7 +456,7 @@ def _explaining_failures(repo: str, flag: str) -> Iterator[None]:
         raise ModelError(f"{problem}; {advice}, or give a .gguf file or a folder by its path") from error
 
 
-_EMBEDDED = "`diskprefix serve` without a model serves a small one from the Python package index"
+_EMBEDDED = f"`diskprefix serve --model {EMBEDDED_NAME}` serves a small one from the Python package index"
 
 
 def _reason(error: Exception) -> tuple[str, str]:
@@ -471,6 +472,6 @@ def _reason(error: Exception) -> tuple[str, str]:
     if is_offline or (isinstance(unanswered, _network_error()) and not isinstance(unanswered, errors.HfHubHTTPError)):
         where = "HF_HUB_OFFLINE is set" if is_offline else f"the hub cannot be reached ({first_line(unanswered)})"
         advice = "unset it" if is_offline else "check the network, name a mirror with HF_ENDPOINT=URL"
-        return f"{where}, and its cache on this machine holds no complete copy", f"{advice}; {_EMBEDDED}"
+        return f"{where}, and no complete copy is on this machine", f"{advice}; {_EMBEDDED}"
     is_wrapped = cause is not None and (is_not_here or isinstance(error, errors.DryRunError))
     return first_line(cause if cause is not None and is_wrapped else error), "check the name and the network"

@@ -11,6 +11,7 @@ from msgspec import Struct
 from diskprefix.errors import SettingsError
 from diskprefix.nearest import nearest
 from diskprefix.printable import shown
+from diskprefix.settings import EMBEDDED_NAME
 
 _TABLE = """
 short name, repository and quant, billions of parameters, read for each token, vocabulary, width, tied, full layers,
@@ -68,9 +69,6 @@ the files; files of Qwen2.5 have the table of tokens twice. Bits are bits per we
 two matrices is Q6_K), 5.1 where the file's maker gives some layers more, 4.5 in MXFP4 with attention in Q8_0. Good
 enough for agents are models whose makers publish tool calls of many turns, from 4 billion parameters on: this was not
 measured here."""
-EMBEDDED_NAME = "SmolLM2-135M-Instruct"
-"""The model that needs no hub: its file is in a package of the Python package index. It is the one that has no quant in
-the table, and has Q4_1."""
 _LATEST = {
     **{name: f"{name}:{size}" for name, size in (("llama3.1", "8b"), ("llama3.2", "3b"), ("qwen3", "8b"))},
     **{name: f"{name}:{size}" for name, size in (("qwen2.5-coder", "7b"), ("qwen3-coder", "30b"), ("gemma3", "4b"))},
