@@ -5,12 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import Any
 
 import regex
 
 from diskprefix.chat.messages import JsonObject
-from diskprefix.chat.output.call_patterns import ARGUMENT_KEYS, KNOWN_KEYS, NAME_KEYS, OTHER_KEYS, any_of, patterns_of
+from diskprefix.chat.output.call_patterns import (
+    ARGUMENT_KEYS,
+    KNOWN_KEYS,
+    NAME_KEYS,
+    OTHER_KEYS,
+    CallPatterns,
+    any_of,
+    patterns_of,
+)
 from diskprefix.chat.output.call_values import OfferedTools, ParsedCall, braces, elements, python_calls, value_of
 from diskprefix.chat.output.families import Family
 from diskprefix.chat.output.format import OutputDelta, ToolCallBegin, ToolCallDelta
@@ -69,7 +78,6 @@ class CallReader:
         self._family = family
         self._tools = tools
         self._calls = calls
-        self._patterns = patterns_of(family)
         self.in_thought = False
         """True in a thought, where any text ends a call: a call counts only if nothing follows it."""
         self._in_array = False
@@ -80,6 +88,10 @@ class CallReader:
         """True while the arguments, an object, lack their closing brace: its members may still come."""
         self._last = ""
         """The last character of open arguments."""
+
+    @cached_property
+    def _patterns(self) -> CallPatterns:
+        return patterns_of(self._family)
 
     def group(self) -> Parsing[bool]:
         """Reads the calls after an opening tag, and the closing tag if there is one. Returns whether any was read."""

@@ -19,6 +19,7 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diskprefix.chat.output.call_patterns import patterns_of
 from diskprefix.chat.output.call_values import OfferedTools, braces, elements, python_calls, value_of
 from diskprefix.chat.output.families import FAMILIES
 from diskprefix.json_values import written
@@ -354,3 +355,13 @@ ITEM = {"properties": {"a": {"properties": {"item": {"type": "integer"}}}}}
 )
 def test_elements_are_a_value_only_if_each_of_them_ends(text: str, schema: Any, value: Any) -> None:
     assert elements(text, "#", schema) == value
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_only_a_reply_with_a_call_waits_for_the_patterns_of_calls(name: str) -> None:
+    """Making them takes a hundredth of a start, while a first request waits."""
+    patterns_of.cache_clear()
+    assert read(format_named(name), ["It rains", " in Oslo."], TOOLS).content == "It rains in Oslo."
+    assert patterns_of.cache_info().currsize == 0
+    read(format_named(name), ['{"name": "get_weather", "arguments": {"city": "Oslo"}}'], TOOLS)
+    assert patterns_of.cache_info().currsize > 0
