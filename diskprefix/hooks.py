@@ -52,11 +52,16 @@ class Recorder(Protocol):
         """Writes pending records and ends."""
 
 
+def modules_of_routes() -> list[Any]:
+    """Returns the modules of extras that have `routes`."""
+    names = "watch.dashboard.dashboard_routes", "infill.infill", "embedding.embeddings", "ollama.ollama_routes"
+    return [*map(_extra, names)]
+
+
 def add_routes(app: Any) -> None:
     """Adds the routes of extras to the Starlette application. `app.state.daemon` is the daemon."""
-    modules = "watch.dashboard.dashboard_routes", "infill.infill", "embedding.embeddings", "ollama.ollama_routes"
-    for name in modules:
-        _extra(name).add_routes(app)
+    for module in modules_of_routes():
+        module.add_routes(app)
 
 
 def open_tier(settings: Settings) -> SharedTier | None:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
+from diskprefix import hooks
 from diskprefix.app import load_engine
 from diskprefix.cli.logs import configure_logging
 from diskprefix.errors import DiskPrefixError
@@ -65,9 +66,18 @@ def main(serve: Callable[[Settings, RouterLine], None], *, prepare: Callable[[],
 
 
 def import_all() -> None:
-    """Imports what a worker needs until the end of its first reply."""
+    """Imports what a worker needs until the end of its first reply, and makes the validators of the bodies of
+    requests."""
     for name in _NEEDED:
         importlib.import_module(name)
+    from diskprefix.server import answer
+    from diskprefix.server.process.process import leave_plugins_out
+
+    leave_plugins_out()
+    for module in (answer, *hooks.modules_of_routes()):
+        for route in module.routes:
+            if route.about is not None and (body := route.about.body) is not None:
+                body.model_rebuild()
 
 
 def serve_model(settings: Settings, router: RouterLine) -> None:

@@ -79,8 +79,7 @@ def run(settings: Settings, load_engine: EngineLoader, router: RouterLine | None
     sockets of its own.
     """
     faulthandler.enable()
-    # Plugins of pydantic are looked for in the metadata of all installed packages, while the first request waits.
-    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+    leave_plugins_out()
     # Until the server handles SIGTERM: nothing has started that must be stopped. A thread that loads cannot be stopped.
     signal.signal(signal.SIGTERM, lambda _signal, _frame: os._exit(0))
     page_secret = None if router is None else router.order.page_secret
@@ -128,6 +127,12 @@ def run(settings: Settings, load_engine: EngineLoader, router: RouterLine | None
             listening.enter_context(published_token(token.text if token else "", listeners))
         server.run(sockets=listeners)
     _end(daemon)
+
+
+def leave_plugins_out() -> None:
+    """Keeps pydantic from looking for plugins in the metadata of all installed packages, while the first request
+    waits."""
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 
 
 class BegunLoad:
