@@ -24,7 +24,6 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 from msgspec.structs import replace
@@ -65,12 +64,13 @@ class BuildBits:
         model: str,
         identity: Callable[[str], str],
         build: str,
-        options: Mapping[str, OptionValue] = MappingProxyType({}),
+        options: Mapping[str, OptionValue],
+        state_kind: str,
     ) -> None:
         """The arguments are those of `PrefixCache`. Without a `build`, the identity says what computes."""
         self.state: BitsState = "unknown" if build else "settled"
         self._store, self._model, self._build = store, model, build
-        self.options = options
+        self.options, self._state_kind = options, state_kind
         self.digest = build_digest(build)
         """The build, as nodes have it."""
         self.equal = frozenset({self.digest, NO_BUILD})
@@ -135,10 +135,12 @@ class BuildBits:
         identity = self._identity(str(SHARED))
         if self.state == "unknown":
             return None
-        record = ModelRecord(model=self._model, identity=identity, options={**self.options})
+        own = {**self.options}
+        record = ModelRecord(model=self._model, identity=identity, options=own, state_kind=self._state_kind)
         if self.state == "other" or self._has_own_root:
-            own = identity_of_build(identity, self._build)
-            return replace(record, identity=own, builds=(self.digest,), has_own_root=True)
+            return replace(
+                record, identity=identity_of_build(identity, self._build), builds=(self.digest,), has_own_root=True
+            )
         return replace(
             record, builds=self._left if self.state == "unchecked" else tuple(sorted(self.equal - {NO_BUILD}))
         )

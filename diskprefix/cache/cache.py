@@ -93,7 +93,8 @@ class PrefixCache:
         self._tokenizer = tokenizer
         self._secret = store.secret
         """The secret of the names in memory, also when another file has taken the store's place."""
-        self.bits = BuildBits(store, model_name, identity, "" if layout.unsupported else build, options)
+        build = "" if layout.unsupported else build
+        self.bits = BuildBits(store, model_name, identity, build, options, layout.state_kind)
         self.tiers = self.tiered.tiers_of(self.bits.accepts)
         """The tiers of this machine with the state that this build may use, the nearest first."""
         self._model: ModelRecord | None = None

@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import permutations
+from typing import cast, get_args
 
 from msgspec import Struct
 
+from diskprefix.cache.policy.select import StateKind
 from diskprefix.errors import StoreCorrupt
 from diskprefix.identity import has_same_weights, identity_of_tenant
 from diskprefix.settings import flag_of
@@ -54,6 +56,7 @@ class OtherRoot(Struct, frozen=True):
 
     name: bytes
     block_size: int
+    state: StateKind
     options: Mapping[str, str]
 
 
@@ -63,7 +66,9 @@ def other_roots(
     """Yields the roots of a tenant below which starts with other options have stored the state of a model."""
     for model, others in other_models(snapshot, identity, options):
         name = root_hash(identity_of_tenant(model.identity, tenant))
-        yield OtherRoot(name, int(model.options["block_size"].used), others)
+        if model.state_kind in get_args(StateKind):
+            block_size, state = int(model.options["block_size"].used), cast(StateKind, model.state_kind)
+            yield OtherRoot(name, block_size, state, others)
 
 
 def count_stored_otherwise(

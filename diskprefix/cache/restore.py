@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from diskprefix.cache.context import RequestContext
 from diskprefix.cache.matching import Matcher, RestoreResult
 from diskprefix.cache.other_settings import StoredOtherwise, other_roots
+from diskprefix.cache.policy.select import StateKind
 from diskprefix.cache.tiers.loading import Loader
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.cache.tiers.tier import Prefetched, PrefetchRequest, View, open_views
@@ -417,9 +418,8 @@ class Restore:
         others = self._context.options.tenant.others
         if not others or not is_miss(num_tokens, restored.num_tokens):
             return 0
-        secret, size = cache.store.secret, nodes.block_size
         roots = [root_hash(cache.root_record(other).identity) for other in others]
-        most = max(self._restorable_below([TokenPath(secret, root, nodes.token_ids, size) for root in roots]))
+        most = max(self._restorable_below(root, nodes.block_size, self._layout.state_kind) for root in roots)
         return 0 if is_miss(num_tokens, most) else most
 
     def _stored_otherwise(self, restored: RestoreResult) -> StoredOtherwise:
@@ -428,25 +428,24 @@ class Restore:
         cache, token_ids, nothing = self._cache, self._nodes.token_ids, StoredOtherwise()
         if not cache.bits.options or not is_miss(len(token_ids), restored.num_tokens):
             return nothing
-        record, secret = self._context.namespace.record, cache.store.secret
-        with cache.store.reads.snapshot() as snapshot, suppress(StoreCorrupt):
-            roots = list(other_roots(snapshot, record.identity, record.tenant, cache.bits.options))
-            paths = [TokenPath(secret, root.name, token_ids, root.block_size) for root in roots]
-            counts = self._restorable_below(paths)
-            longest = max(zip(counts, roots, strict=True), key=itemgetter(0), default=None)
-            if longest is not None and not is_miss(len(token_ids), longest[0]):
-                return StoredOtherwise(longest[0], longest[1].options)
+        record = self._context.namespace.record
+        with suppress(StoreCorrupt):
+            with cache.store.reads.snapshot() as snapshot:
+                roots = list(other_roots(snapshot, record.identity, record.tenant, cache.bits.options))
+            counts = [(self._restorable_below(root.name, root.block_size, root.state), root) for root in roots]
+            num_tokens, longest = max(counts, key=itemgetter(0), default=(0, None))
+            if longest is not None and not is_miss(len(token_ids), num_tokens):
+                return StoredOtherwise(num_tokens, longest.options)
         return nothing
 
-    def _restorable_below(self, paths: Sequence[TokenPath]) -> list[int]:
-        """Returns how many tokens of the prompt a request with each of these paths would restore."""
-        counts = []
+    def _restorable_below(self, root: bytes, block_size: int, state: StateKind) -> int:
+        """Returns how many tokens of the prompt a request would restore from below a root, whose state has this
+        kind."""
+        path = TokenPath(self._cache.store.secret, root, self._nodes.token_ids, block_size)
         with open_views(self._cache.tiers) as views:
-            for path in paths:
-                matcher = Matcher(PromptNodes(path, self._nodes.layout), views, self._layout.state_kind)
-                matcher.match()
-                counts.append(matcher.restorable()[1])
-        return counts
+            matcher = Matcher(PromptNodes(path, self._nodes.layout), views, state, is_wanted=self._is_wanted)
+            matcher.match()
+            return matcher.restorable()[1]
 
 
 def _is_part(matcher: Matcher[View]) -> bool:

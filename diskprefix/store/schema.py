@@ -34,7 +34,7 @@ FORMAT, NAMES, PURGES = "format", "names", "purges"
 MODEL_MARK = b"model "
 ENCODED_PICTURES = "pictures "
 """The beginning of the identity of a root that holds an encoder's output for pictures."""
-FORMAT_VERSION = 14
+FORMAT_VERSION = 15
 MAX_PREFILL_S = 1e6
 """Limit for the seconds that computing a node took. Greater values in a record are not trusted."""
 DATABASES = ("meta", "roots", "nodes", "children", "usage", "payloads", "entries", "seen", "notes")
@@ -191,13 +191,15 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     `RootRecord.identity`. `builds` are the digests of builds that were found to compute the same bits, as nodes have
     them. With `has_own_root`, the identity belongs to one build alone, because it computes other bits than the state
     that another build has stored. `options` are the options that part its cache, by the names of the settings; empty
-    for a program without options."""
+    for a program without options. `state_kind` (see `Layout.state_kind`) says where a restored prefix can end; it is
+    empty if unknown."""
 
     model: str
     identity: str
     builds: tuple[bytes, ...] = ()
     has_own_root: bool = False
     options: dict[str, OptionValue] = {}
+    state_kind: str = ""
 
 
 def joined(known: ModelRecord | None, model: ModelRecord) -> ModelRecord:

@@ -5,7 +5,7 @@ Each engine is loaded with each marked option alone, and with all others at once
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from diskprefix.cli import cli
 from diskprefix.cli.options import build_settings, policy_values
 from diskprefix.engine.measured_model import MeasuredModel, load_measured
 from diskprefix.settings import SETTINGS, Settings, flag_of
+from diskprefix.tokens import TokenIds
+from diskprefix.values import CacheReport, is_miss
 from tests.cli.test_options import by_a_policy, values_of
 from tests.engine.driving import done, load, run, tokens, write_model
 from tests.llama.test_load_llama import Loading
@@ -139,18 +141,30 @@ def test_no_other_option_changes_the_identity(opening: Opening, case: Case, tmp_
     assert opening(**changes) == opening()
 
 
-def test_state_at_checkpoints_is_promised_only_up_to_one(tmp_path: Path) -> None:
-    """Blocks without states restore nothing."""
-    model, first = write_model(tmp_path / "model", "lfm2"), tokens(400)
-    engine = load(model, tmp_path / "kv")
-    run(engine, first)
-    assert engine.close()
-    engine = load(model, tmp_path / "kv", kv_type="q8")
-    whole = done(run(engine, np.append(first, tokens(20, 1)), save=False)).cache
-    part = done(run(engine, np.append(first[:-8], tokens(28, 2)), save=False)).cache
-    assert engine.close()
-    assert (whole.miss_reason, whole.stored_with) == ("other_settings", {"--kv-type": "auto"})
-    assert part.miss_reason != "other_settings"
+@pytest.mark.parametrize("architecture", ["llama", "lfm2"])
+@pytest.mark.parametrize(
+    ("was", "now"), [({}, {"kv_type": "q8"}), ({}, {"engine": "grid"}), ({"engine": "grid"}, {})], ids=str
+)
+def test_what_other_options_have_stored_is_promised_as_far_as_they_would_restore_it(
+    was: dict[str, Any], now: dict[str, Any], architecture: str, tmp_path: Path
+) -> None:
+    """State at checkpoints is restored up to one, and state on the grid up to the end of a block."""
+    model, folder, stored = write_model(tmp_path / "model", architecture), tmp_path / "kv", tokens(404)
+    prompts = [np.append(stored[:count], tokens(20, seed=count)) for count in (404, 396, 60)]
+
+    def reports(options: dict[str, Any], prompts: Sequence[TokenIds], **request: Any) -> list[CacheReport]:
+        engine = load(model, folder, **options)
+        found = [done(run(engine, prompt, **request)).cache for prompt in prompts]
+        assert engine.close()
+        return found
+
+    reports(was, [stored])
+    promised, restored = reports(now, prompts, save=False), reports(was, prompts, save=False)
+    assert [report.restored for report in promised] == [0] * 3
+    hits = [not is_miss(len(prompt), report.restored) for prompt, report in zip(prompts, restored, strict=True)]
+    assert hits[0]
+    assert [report.miss_reason == "other_settings" for report in promised] == hits
+    assert all(report.stored_with for report in promised if report.miss_reason == "other_settings")
 
 
 def test_each_marked_option_is_shown_to_part_the_cache_of_some_model() -> None:

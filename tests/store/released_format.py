@@ -78,7 +78,9 @@ def write(folder: Path) -> None:
     with store.changes() as changes:
         changes.record_purge(of_tenants(["somebody"]))
         options = {"kv_type": OptionValue("auto", "auto"), "context": OptionValue("4096", "short")}
-        changes.put_model(ModelRecord(model="tiny", identity="{}", builds=(b"a" * 8, b"b" * 8), options=options))
+        changes.put_model(
+            ModelRecord(model="tiny", identity="{}", builds=(b"a" * 8, b"b" * 8), options=options, state_kind="token")
+        )
     store.close()
 
 

@@ -19,8 +19,8 @@ from tests.store.released_format import FORMATS, contents
 ROOT = Path(__file__).parents[2]
 RELEASED = sorted(FORMATS.glob("*.mdb.gz"))
 DIGESTS = {
-    "14.json": "cb40b3f877f2102d677e7b5ffaca8ac96a517051f75fb3c99fe109db879272bb",
-    "14.mdb.gz": "f156e0e8c43b00580c2888572ba5e257087659b32dc7a9c07d88c8cacbeb01e1",
+    "15.json": "553489a27ea712d2dd4a9529cc135792efcff2fedb3d593d68d3d96e484466bb",
+    "15.mdb.gz": "98104bca092e87938c7d951f38a175671b4fb0454add5ff41ddd126828810197",
 }
 
 
