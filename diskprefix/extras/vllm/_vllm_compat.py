@@ -119,9 +119,7 @@ def _engine_group(group: Any) -> EngineGroup:
     if isinstance(spec, UniformTypeKVCacheSpecs):
         inner = next(iter(spec.kv_cache_specs.values()))
     if not isinstance(inner, FullAttentionSpec | SlidingWindowSpec | ChunkedLocalAttentionSpec):
-        raise UnsupportedPages(
-            f"{group.layer_names[0]} ({type(inner).__name__}) keeps one state in place of one for each token"
-        )
+        raise UnsupportedPages(f"{group.layer_names[0]} ({type(inner).__name__}) has no keys and values of each token")
     if getattr(group, "host_resident", False):
         raise UnsupportedPages(f"{group.layer_names[0]} has pages outside the device's pool")
     window = getattr(inner, "sliding_window", None) or getattr(inner, "attention_chunk_size", None)

@@ -53,8 +53,8 @@ def recurrent() -> Any:
     return MambaSpec(block_size=16, shapes=((2, 3),), dtypes=(torch.float32,))
 
 
-def test_state_that_exists_at_one_position_only_cannot_be_stored() -> None:
-    with pytest.raises(UnsupportedPages, match=r"model\.layers\.0\.mixer \(MambaSpec\) has state that exists at one"):
+def test_layers_without_keys_and_values_of_each_token_cannot_be_stored() -> None:
+    with pytest.raises(UnsupportedPages, match=r"model\.layers\.0\.mixer \(MambaSpec\) has no keys and values of each"):
         compat.engine_groups(config(), Fake(kv_cache_groups=[group(recurrent())]))
 
 

@@ -78,8 +78,8 @@ def inspect(
                  same weights was saved with other ones: only a daemon with
                  these options finds it
     tenant       the id of the tenant, for `purge --salt`; (yours): your programs
-    checkpoints  the places at which the prompt can be restored, for models with
-                 layers that keep one state in place of one for each token
+    checkpoints  the number of checkpoints, which are tokens at which the prompt can be
+                 restored, for models with recurrent layers
 
     \b
     diskprefix inspect
