@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import signal
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 from msgspec.structs import replace
@@ -26,6 +28,8 @@ from diskprefix.values import Tenant
 from tests.cli.conftest import Ended, Run
 from tests.extras.watch.browse.saved_chats import ALICE, LAYOUT, SavedChats, chat
 from tests.faults.damage import damaged
+from tests.server.daemon_process import DaemonProcess, serve_flags
+from tests.server.test_auth import write_keys
 from tests.store.building import BLOCK, layout_of, of_root, open_store, prompt, publication
 
 BLOCK_BYTES = 19_968
@@ -356,3 +360,46 @@ def test_tokens_that_were_computed_again_are_listed_with_what_to_do(inspect: Ins
     assert "[bold]two" not in shown
     assert "790 tokens of the last 24 hours were computed again" in shown
     assert inspect(tmp_path, "--lost", "--stats").exit_code == 2
+
+
+def test_lost_tokens_are_solved_if_each_daemon_of_the_store_has_the_option_whatever_it_does(
+    inspect: Inspect, chat_model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "kv"
+    with closing(open_store(folder)) as store:
+        log, hour = SavingsLog(store), hour_of(time.time()) - 1
+        record = RootRecord(model="one", block_size=BLOCK, layout=layout_of(4_000), created_at=0.0)
+        rows = [LostTokens(hour=hour, cause="faster_to_compute", tokens=700)]
+        log.record_request(store.epochs.of(""), root_hash("one"), record, Tally(), rows)
+        store.write_from(log.writing)
+
+    def solved_since() -> float | None:
+        [row] = inspect(folder, "--lost", "--json").json["lost"]
+        assert row["advice"].startswith("solved: --kv-cache-gate off" if row["solved_since"] else "use a faster disk")
+        since: float | None = row["solved_since"]
+        return since
+
+    @contextmanager
+    def router(*flags: str, cache: Path = folder, **changes: str) -> Iterator[DaemonProcess]:
+        with DaemonProcess(*serve_flags(chat_model, cache, **changes), *flags) as daemon:
+            # It has no model in memory.
+            assert httpx.get(daemon.url + "/health").status_code == 200
+            yield daemon
+
+    keys = ("--api-keys", str(write_keys(tmp_path / "keys", f"alice {'k' * 24}")))
+    several = ("--models-dir", str(tmp_path))
+    assert solved_since() is None, "no daemon runs"
+    with router("--idle-unload", "1h", *keys) as daemon:
+        since = solved_since()
+        assert since is not None
+        assert hour < hour_of(since) <= hour_of(time.time())
+        with router("--idle-unload", "1h", cache=tmp_path / "other", kv_cache_gate="auto"):
+            assert solved_since() == since, "another store"
+        for flags, gate in (((), "auto"), (several, "off")):
+            with router("--idle-unload", "1h", *flags, kv_cache_gate=gate):
+                assert solved_since() is None
+        daemon.process.send_signal(signal.SIGSTOP)
+        try:
+            assert solved_since() == since, "nothing is asked"
+        finally:
+            daemon.process.send_signal(signal.SIGCONT)

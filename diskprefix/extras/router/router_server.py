@@ -7,6 +7,7 @@ import faulthandler
 import logging
 import signal
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from diskprefix.extras.router.listing import Listing
@@ -24,7 +25,7 @@ from diskprefix.server.process.process import (
     warn_without_keys,
 )
 from diskprefix.server.process.token_file import published_token
-from diskprefix.settings import Settings
+from diskprefix.settings import PER_MODEL, Settings
 
 if TYPE_CHECKING:
     import socket
@@ -73,9 +74,11 @@ def run_router(listing: Listing, settings: Settings) -> None:
     assert access is not None
     router = RouterApp(settings, listing, workers, access, lambda: setattr(server, "should_exit", True))
     server = RouterServer(router, workers, settings)
+    # A new models.toml may give other values to one of several models at any time.
+    for_all = {name: value for name, value in asdict(settings).items() if listing.only or name not in PER_MODEL}
     try:
         with server.while_listening as listening:
-            listening.enter_context(published_token(workers.token.text if workers.token else "", listeners))
+            listening.enter_context(published_token(workers.token.text if workers.token else "", listeners, for_all))
             server.run(sockets=listeners)
     finally:
         for listener in listeners:

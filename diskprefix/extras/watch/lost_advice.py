@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
@@ -11,7 +13,9 @@ from msgspec import Struct
 from diskprefix.cache.other_settings import options_text
 from diskprefix.chat.canonicalisers import Canonicalisers
 from diskprefix.printable import printable_only
+from diskprefix.server.process.token_file import own_settings
 from diskprefix.settings import PARTING, flag_of
+from diskprefix.store.statistics.lost_tokens import hour_of
 from diskprefix.units import format_age
 from diskprefix.values import words_of
 
@@ -30,53 +34,62 @@ _OF_CLIENT = "; `diskprefix clients` says what to switch off in agents that shor
 
 
 class InEffect(Struct, frozen=True):
-    """The `settings` of a daemon, by name, which it has had `since` a time in seconds since 1970."""
+    """The `settings` of a daemon, by name, which it has had `since` a time in seconds since 1970. Those that
+    one of several models may have for itself are missing."""
 
     settings: Mapping[str, Any]
     since: float
 
 
-def may_be_solved(row: Mapping[str, Any]) -> bool:
-    """Returns whether the settings of a daemon tell if the tokens of a row can be lost again."""
-    return bool(row["canonicalisers"]) or row["cause"] in ("faster_to_compute", "too_short", "other_settings")
+def settings_in_effect(folder: Path) -> list[InEffect]:
+    """Returns the settings of this user's running daemons whose store is in `folder`. Asks none of them: those that
+    are stopped, have no model in memory or have API keys count, too."""
+    place = os.path.realpath(folder)
+    return [InEffect(settings, since) for settings, since in own_settings() if settings.get("kv_cache_dir") == place]
 
 
 def advised(
     rows: Iterable[Mapping[str, Any]], texts: Mapping[str, str], daemons: Sequence[InEffect]
 ) -> list[dict[str, Any]]:
-    """Returns rows of `statistics.lost_tokens.of_last_day`, each with `advice` and `what`: its cause, client, tool and
-    line. `texts` has the texts of masked lines, where they may be shown. `daemons` are those that use the store: if all
-    have an option with which the tokens of a row are not lost again, `solved_since` is when the last of them got it,
-    else None. The solved rows are the last ones."""
-    lost = []
+    """Returns rows of `statistics.lost_tokens.of_last_day`, each with `advice`, `last`, which is when it was lost last,
+    and `what`: its cause, client, tool and line. `texts` has the texts of masked lines, where they may be shown.
+
+    `daemons` are those that use the store. If all have an option with which the tokens of a row are not lost again, and
+    none were lost in a later hour, `solved_since` is when the last of them was started with it, else None. The solved
+    rows are the last ones."""
+    lost, now = [], time.time()
     for row in rows:
         options = [_solution(row, daemon.settings) for daemon in daemons]
-        since = max(daemon.since for daemon in daemons) if options and all(options) else None
-        advice = _advice(row)
-        if since is not None:
-            advice = f"solved: {options[0]} has been in effect for {format_age(time.time() - since)}"
-        lost.append(dict(row) | {"what": _what(row, texts), "advice": advice, "solved_since": since})
+        since = max((daemon.since for daemon in daemons), default=0.0)
+        is_solved = bool(options) and all(options) and row["hour"] <= hour_of(since)
+        solved = f"solved: {options[0]} has been in effect for {format_age(now - since)}" if is_solved else ""
+        hours = hour_of(now) - row["hour"]
+        further = {
+            "what": _what(row, texts),
+            "last": f"{hours} h ago" if hours > 0 else "this hour",
+            "advice": solved or _advice(row),
+            "solved_since": since if is_solved else None,
+        }
+        lost.append(dict(row) | further)
     return sorted(lost, key=lambda row: row["solved_since"] is not None)
 
 
 def _solution(row: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    """Returns the option of these settings with which the tokens of a row are not lost again, "" if there is none."""
-    cause, least = row["cause"], settings["kv_cache_min_tokens"]
-    if cause == "faster_to_compute" and settings["kv_cache_gate"] == "off":
+    """Returns the option of these settings with which the tokens of a row are not lost again, "" if none is known."""
+    cause = row["cause"]
+    if cause == "faster_to_compute" and settings.get("kv_cache_gate") == "off":
         return "--kv-cache-gate off"
-    if cause == "too_short" and row["tokens"] >= least * row["requests"]:
-        return f"--kv-cache-min-tokens {least}"
     if cause == "other_settings" and row["options"] == _given(settings, row["options"].split()):
         return str(row["options"])
     if row["canonicalisers"]:
-        modes = Canonicalisers.parse(settings["canonicalise"], param="--canonicalise").modes
+        modes = Canonicalisers.parse(settings.get("canonicalise", "off"), param="--canonicalise").modes
         return _canonicalise(row) if all(modes.get(name) == "on" for name in row["canonicalisers"]) else ""
     return ""
 
 
 def _given(settings: Mapping[str, Any], words: Sequence[str]) -> str:
     """Returns the options among `words` that part the cache, with the values of these settings, as `options_text`."""
-    given = {flag_of(name): settings[name] for name in PARTING if flag_of(name) in words}
+    given = {flag_of(name): settings[name] for name in PARTING if name in settings and flag_of(name) in words}
     return options_text({flag: "" if value is None else str(value) for flag, value in given.items()})
 
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -124,7 +125,7 @@ def run(settings: Settings, load_engine: EngineLoader, router: RouterLine | None
     daemon.on_ready, daemon.on_failure = on_ready, server.fail
     with server.while_listening as listening:
         if router is None:
-            listening.enter_context(published_token(token.text if token else "", listeners))
+            listening.enter_context(published_token(token.text if token else "", listeners, asdict(settings)))
         server.run(sockets=listeners)
     _end(daemon)
 

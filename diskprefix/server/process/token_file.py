@@ -1,4 +1,4 @@
-"""Files by which commands of the daemon's user know that a daemon is theirs, and find its token.
+"""Files by which commands of the daemon's user know that a daemon is theirs, and find its token and its settings.
 
 Each address on which a daemon listens has a file that only the user can read. The daemon holds a lock on the file as
 long as it lives, and no other program can listen on the address meanwhile. So a command knows, before it sends
@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import fcntl
 import hmac
+import json
 import logging
 import os
 import re
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Any, NamedTuple
 from urllib.parse import quote, urlsplit
 
 from diskprefix.private_file import distrusted_by_root, make_private_folder
@@ -31,18 +33,29 @@ _FOLDER = "daemons"
 _OF_THE_SERVICE = Path("/var/cache/diskprefix/diskprefix") / _FOLDER
 """The folder of the systemd service, which root can read."""
 _OF_AN_ADDRESS = re.compile(r"[^.].*_\d+")
-_MAX_BYTES = 256
+_MAX_BYTES = 1 << 20
 UNPUBLISHED = "commands need the token in --api-key"
 """What a daemon logs if it cannot write its files."""
 
 
+class _Published(NamedTuple):
+    """The content of the file of a daemon. `settings` are JSON."""
+
+    pid: int
+    token: str
+    settings: str
+
+
 @contextmanager
-def published_token(token: str, listeners: Sequence[socket.socket]) -> Iterator[None]:
-    """Writes the token of a daemon ("" with API keys) to a file for each of its addresses, or logs why it cannot."""
+def published_token(token: str, listeners: Sequence[socket.socket], settings: Mapping[str, Any] = {}) -> Iterator[None]:
+    """Writes the token of a daemon ("" with API keys) and the settings that all its models have to a file for each of
+    its addresses, or logs why it cannot."""
+    # A relative path means another folder to the commands.
+    content = f"{os.getpid()} {token}\n{json.dumps(settings, default=os.path.realpath)}"
     with ExitStack() as stack:
         try:
             for name in dict.fromkeys(name for listener in listeners for name in _names(listener)):
-                stack.enter_context(_published(token, name))
+                stack.enter_context(_published(content, name))
         except OSError as error:
             folder = cache_home() / _FOLDER
             log.warning("%s: no file in %s (%s)", UNPUBLISHED, folder, error.strerror)
@@ -50,7 +63,7 @@ def published_token(token: str, listeners: Sequence[socket.socket]) -> Iterator[
 
 
 @contextmanager
-def _published(token: str, name: str) -> Iterator[None]:
+def _published(content: str, name: str) -> Iterator[None]:
     """Raises `OSError`."""
     folder = cache_home() / _FOLDER
     if (reason := distrusted_by_root(folder)) is not None:
@@ -62,7 +75,7 @@ def _published(token: str, name: str) -> Iterator[None]:
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".", delete=False) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
-            file.write(f"{os.getpid()} {token}".encode())
+            file.write(content.encode())
             file.flush()
             with open(os.open(folder / ".lock", os.O_WRONLY | os.O_CREAT, 0o600), "wb") as lock:
                 # Two daemons that start at once do not remove each other's files.
@@ -96,7 +109,7 @@ def daemon_at(host: str, port: int) -> tuple[int, str] | None:
         for name in (f"{host}_{port}", f"{everywhere}_{port}"):
             with suppress(OSError, ValueError):
                 if (daemon := _read(folder / name)) is not None:
-                    return daemon
+                    return daemon.pid, daemon.token
     return None
 
 
@@ -115,6 +128,21 @@ def own_daemons() -> dict[int, str]:
     """Returns the processes of this user's daemons that listen on ports of this machine, each with an address, those
     that were started last first. Root also finds the systemd service."""
     daemons: dict[int, str] = {}
+    for file, daemon in _all_published():
+        host, _, port = file.name.rpartition("_")
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        daemons[daemon.pid] = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    return daemons
+
+
+def own_settings() -> list[tuple[dict[str, Any], float]]:
+    """Returns the settings of each of the `own_daemons` as JSON has them, and the time in seconds since 1970 at which
+    it was started with them. Settings that one of several models may have for itself are missing."""
+    return [(json.loads(daemon.settings or "{}"), _made_at(file)) for file, daemon in _all_published()]
+
+
+def _all_published() -> Iterator[tuple[Path, _Published]]:
+    """Yields the files of this user's daemons, those that were started last first."""
     files = list[Path]()
     for folder in (cache_home() / _FOLDER, _OF_THE_SERVICE):
         # Only root may enter that of the service.
@@ -122,11 +150,8 @@ def own_daemons() -> dict[int, str]:
             files += folder.glob("[!.]*_*")
     for file in sorted(files, key=_made_at, reverse=True):
         with suppress(OSError, ValueError):
-            if (read := _read(file)) is not None:
-                host, _, port = file.name.rpartition("_")
-                host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-                daemons[read[0]] = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    return daemons
+            if (daemon := _read(file)) is not None:
+                yield file, daemon
 
 
 def agents_key(token: str) -> str:
@@ -168,16 +193,17 @@ def shown_link(url: str, token: str, page: str = "") -> str:
     return page_link(url, token, page)
 
 
-def _read(file: Path) -> tuple[int, str] | None:
-    """Returns the process and the token of a daemon, None if it has ended or is another user's."""
+def _read(file: Path) -> _Published | None:
+    """Returns what a daemon has published, None if it has ended or is another user's."""
     with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as opened:
         if os.geteuid() not in (0, os.fstat(opened.fileno()).st_uid):
             return None
         try:
             fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            pid, _, token = opened.read(_MAX_BYTES).decode("ascii").partition(" ")
-            return int(pid), token
+            line, _, settings = opened.read(_MAX_BYTES).decode("ascii").partition("\n")
+            pid, _, token = line.partition(" ")
+            return _Published(int(pid), token, settings)
         return None
 
 

@@ -42,20 +42,26 @@ def joined(rows: Iterable[LostTokens]) -> list[LostTokens]:
     `_MAX_ROWS`."""
     rows = [*rows]
     newest = max((row.hour for row in rows), default=0)
-    return _added(row for row in rows if row.hour > newest - HOURS)[:_MAX_ROWS]
+    return _added((row for row in rows if row.hour > newest - HOURS), by_hour=True)[:_MAX_ROWS]
 
 
 def of_last_day(rows: Iterable[LostTokens], now: float) -> list[LostTokens]:
-    """Returns the rows of the last 24 hours, added up over the hours, the most tokens first."""
+    """Returns the rows of the last 24 hours, added up over the hours, each with the last of its hours. The most tokens
+    come first."""
     hour = hour_of(now)
-    return _added(msgspec.structs.replace(row, hour=hour) for row in rows if hour - HOURS < row.hour <= hour)
+    return _added((row for row in rows if hour - HOURS < row.hour <= hour), by_hour=False)
 
 
-def _added(rows: Iterable[LostTokens]) -> list[LostTokens]:
+def _added(rows: Iterable[LostTokens], *, by_hour: bool) -> list[LostTokens]:
     sums: dict[tuple[object, ...], LostTokens] = {}
     for row in rows:
-        key = (row.hour, row.cause, row.client, row.tool, row.line, row.options)
+        key = (row.hour if by_hour else None, row.cause, row.client, row.tool, row.line, row.options)
         if (other := sums.get(key)) is not None:
-            row = msgspec.structs.replace(row, requests=row.requests + other.requests, tokens=row.tokens + other.tokens)
+            row = msgspec.structs.replace(
+                row,
+                hour=max(row.hour, other.hour),
+                requests=row.requests + other.requests,
+                tokens=row.tokens + other.tokens,
+            )
         sums[key] = row
     return sorted(sums.values(), key=lambda row: -row.tokens)

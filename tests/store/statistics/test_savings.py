@@ -163,6 +163,13 @@ def test_tokens_that_were_computed_again_add_up_over_processes_for_a_day(tmp_pat
     assert of_last_day(rows, 0.0) == [], "the clock was wrong"
 
 
+@pytest.mark.parametrize("hours", [(100, 101), (101, 100)])
+def test_a_row_of_the_last_day_has_the_last_of_its_hours(hours: tuple[int, int]) -> None:
+    kept = joined([lost(hour, tokens) for hour, tokens in zip(hours, (7, 5), strict=True)])
+    assert sorted((row.hour, row.tokens) for row in kept) == sorted(zip(hours, (7, 5), strict=True))
+    assert of_last_day(kept, 103 * 3600.0) == [lost(101, 12, requests=2)]
+
+
 def test_hours_before_the_last_day_and_the_smallest_rows_are_dropped() -> None:
     rows = joined([lost(9, 10**6), *(lost(99, tokens, line=str(tokens)) for tokens in range(1, 300))])
     assert [row.tokens for row in rows] == [*range(299, 171, -1)]

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import asdict
 
 from diskprefix.engine.gauges import Activity
 from diskprefix.extras.watch.dashboard.problems import problems
-from diskprefix.extras.watch.lost_advice import InEffect, advised
+from diskprefix.extras.watch.lost_advice import advised, settings_in_effect
 from diskprefix.model.load.memory import resident_bytes
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.guards import is_loopback
@@ -36,8 +36,7 @@ class Watch:
         daemon, serving = self._daemon, self._daemon.serving
         cache = None if serving is None else await serving.counts.newest()
         texts = daemon.broken_lines.texts if self.is_private else {}
-        own = [] if serving is None else [InEffect(dataclasses.asdict(daemon.settings), serving.loaded_at)]
-        lost = advised(cache["lost"] if cache else (), texts, own)
+        lost = advised(cache["lost"], texts, settings_in_effect(Path(cache["dir"]))) if cache else []
         return {
             "now": round(time.time(), 3),
             "version": __version__,

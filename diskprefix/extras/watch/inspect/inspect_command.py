@@ -131,7 +131,7 @@ def _show_view(
     elif view == "lost":
         from diskprefix.extras.watch.inspect.lost_view import show_lost
 
-        show_lost(snapshot, store.store_id, roots, store.clock(), as_json=as_json)
+        show_lost(snapshot, store.path, roots, store.clock(), as_json=as_json)
     else:
         _show_entries(snapshot, entries, roots, folder, packed, as_json=as_json)
 

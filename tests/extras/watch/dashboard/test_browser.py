@@ -411,7 +411,7 @@ def after_a_day(state: dict[str, Any]) -> dict[str, Any]:
     counts = {"requests": 300, "prompt_tokens": 1_000_000, "restored_tokens": 970_000, "saved_s": 660}
     problem = {"level": "warning", "what": "a client sent what is wrong", "todo": "change it", "count": 2, "last_at": 1}
     of_cache = {"savings": {"since": 0, "today": counts, "total": counts}}
-    lost = [{"what": f"cause {n}", "advice": "do it", "tokens": 9000 - n, "requests": 2} for n in range(2)]
+    lost = [{"what": f"cause {n}", "advice": "do it", "last": "", "tokens": 9000 - n, "requests": 2} for n in range(2)]
     return state | {
         "ended": ended,
         "cache": state["cache"] | of_cache,
@@ -517,7 +517,7 @@ def crowded(state: dict[str, Any]) -> dict[str, Any]:
         "ended": [*state["ended"], *(ended | failed | {"number": 10_000 + number} for number in range(20))],
         "memory": state["memory"] | {"slots": [slot] * 100},
         "cache": state["cache"] | {"codec": word},
-        "lost": [{"what": word, "advice": word, "tokens": 10**9, "requests": 10**6}] * 3,
+        "lost": [{"what": word, "advice": word, "last": word, "tokens": 10**9, "requests": 10**6}] * 3,
         "problems": [{"level": "hint", "what": word, "todo": word, "count": 2, "last_at": None}] * 3,
     }
 

@@ -26,6 +26,7 @@ from diskprefix.server.tenant_names import TenantNames
 from diskprefix.server.threads import Threads
 from diskprefix.settings import SETTINGS, Settings, flag_of
 from diskprefix.store.purge import Purged, delete_entry, purge
+from diskprefix.store.statistics.lost_tokens import hour_of
 from diskprefix.store.store import Store
 from diskprefix.values import MISS_REASONS, words_of
 from tests.server.scripted import STATS
@@ -101,7 +102,7 @@ def test_evictions_are_no_problem_while_there_is_room() -> None:
 
 LOST = {
     "cause": "diverged", "client": "", "tool": "", "line": "", "canonicalisers": (), "options": "", "requests": 2,
-    "tokens": 5000,
+    "tokens": 5000, "hour": 2 * 10**9 // 3600,
 }  # fmt: skip
 
 
@@ -138,7 +139,6 @@ TAKEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"canonicalise": "billing-header=on"},
     ),
     "--kv-cache-gate": ({"cause": "faster_to_compute"}, {"kv_cache_gate": "off"}),
-    "--kv-cache-min-tokens": ({"cause": "too_short", "tokens": 200}, {"kv_cache_min_tokens": 100}),
     "--kv-type": ({"cause": "other_settings", "options": "--kv-type q8"}, {"kv_type": "q8"}),
     "--speculative": (
         {"cause": "other_settings", "options": "--kv-type auto --speculative off"},
@@ -146,18 +146,23 @@ TAKEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 """For options that rows of lost tokens advise: such a row, and settings with which its tokens are not lost again."""
-# How much was too little is not known, and a scope may come with a request.
-UNDECIDED = {"--kv-cache-budget"}
+# How much was too little, and how many tokens the prompts had, is not known.
+UNDECIDED = {"--kv-cache-budget", "--kv-cache-min-tokens"}
 
 
 @pytest.mark.parametrize("flag", TAKEN)
 def test_tokens_whose_advice_was_taken_are_solved_and_no_problem(flag: str) -> None:
     change, taken = TAKEN[flag]
-    before = InEffect(asdict(Settings(kv_cache_min_tokens=1000)), 1e9)
+    before = InEffect(asdict(Settings()), 1e9)
     after = InEffect({**before.settings, **taken}, 2e9)
     row, other = LOST | change, LOST | {"cause": "image", "tokens": 3}
-    for daemons in ([], [before], [before, after]):
-        found = advised([row, other], {}, daemons)
+    of_several = InEffect({name: value for name, value in after.settings.items() if name not in taken}, 1e9)
+    goes_on = row | {"hour": hour_of(2e9) + 1}
+    for lost, daemons in (
+        *((row, daemons) for daemons in ([], [before], [before, after], [of_several, after])),
+        (goes_on, [after]),
+    ):
+        found = advised([lost, other], {}, daemons)
         assert [each["solved_since"] for each in found] == [None, None]
         assert "solved" not in found[0]["advice"]
     for daemons, since in (([after], 2e9), ([after, InEffect(after.settings, 1e9)], 2e9)):

@@ -249,7 +249,7 @@ function drawLost(lost) {
     const all = lost.reduce((sum, row) => sum + row.tokens, 0);
     const line = (row) => make("div", { class: "beside" }, make("span", {}, row.what),
       bar("meter", `${row.what}: ${count(row.tokens)} of ${count(all)}`, [["", row.tokens]], all),
-      make("div", { class: "under" }, `${plural(row.tokens, "token")} of ${plural(row.requests, "request")}; ${row.advice}`));
+      make("div", { class: "under" }, `${plural(row.tokens, "token")} of ${plural(row.requests, "request")}, last ${row.last}; ${row.advice}`));
     find("#counts").hidden = !all;
     find("#lost").replaceChildren(...lost.slice(0, FEW_ROWS).map(line));
   });
