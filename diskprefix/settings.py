@@ -134,8 +134,7 @@ _NEUTRAL |= {"top_k": 0, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penal
 """The values that leave the model's probabilities as they are."""
 _SAMPLING_WORDS = ("model", "neutral")
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
-"""The model that needs no hub: its file is in a package of the Python package index. It is the one that has no quant in
-the table of models, and has Q4_1."""
+"""The model that needs no hub: its file is in a package of the Python package index."""
 DEFAULT_DIR = "$XDG_CACHE_HOME/diskprefix/kv"
 """The default of `--kv-cache-dir`, as the help shows it."""
 

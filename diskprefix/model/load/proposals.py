@@ -68,7 +68,7 @@ length; GLM's latents count as half a head each for keys and values. Shapes are 
 the files; files of Qwen2.5 have the table of tokens twice. Bits are bits per weight in a layer: 4.8 in Q4_K_M (half of
 two matrices is Q6_K), 5.1 where the file's maker gives some layers more, 4.5 in MXFP4 with attention in Q8_0. Good
 enough for agents are models whose makers publish tool calls of many turns, from 4 billion parameters on: this was not
-measured here."""
+measured here. The embedded model is the one without a quant, and has Q4_1."""
 _LATEST = {
     **{name: f"{name}:{size}" for name, size in (("llama3.1", "8b"), ("llama3.2", "3b"), ("qwen3", "8b"))},
     **{name: f"{name}:{size}" for name, size in (("qwen2.5-coder", "7b"), ("qwen3-coder", "30b"), ("gemma3", "4b"))},
