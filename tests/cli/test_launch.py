@@ -694,6 +694,12 @@ ended = open(os.pidfd_open(pid)); os.kill(pid, 9); select.select([ended], [], []
 """
 
 
+def logs(*lines: str) -> str:
+    """Returns code that logs lines as the daemon does, and then kills it."""
+    text = "".join(f"2026-12-01 12:00:00,000 {line}\n" for line in lines)
+    return f"log.write({text!r}); log.flush()\n{KILLS}"
+
+
 @pytest.mark.parametrize(
     ("does", "end"),
     [
@@ -705,9 +711,16 @@ ended = open(os.pidfd_open(pid)); os.kill(pid, 9); select.select([ended], [], []
             f"log.write('error: no memory\\nstopped\\n'); log.flush()\n{KILLS}",
             "the daemon ended: no memory",
         ),
+        (logs("INFO POST /v1/messages 200"), "the daemon ended without an error, as if killed"),
+        (logs("WARNING the disk is slow"), "the daemon ended without an error, as if killed"),
+        # What the model's process logs when the router was killed.
+        (logs("INFO stopping", "INFO stopped"), "the daemon ended without an error, as if killed"),
+        (logs("ERROR an old one", "INFO [router] stopped"), "the daemon was stopped"),
+        (logs("ERROR no memory", "INFO POST /v1/messages 200"), "the daemon ended: no memory"),
+        (logs("CRITICAL no memory", "WARNING the disk is slow"), "the daemon ended: no memory"),
         (
-            f"log.write('2026-12-01 12:00:00,000 INFO POST /v1/messages 200\\n'); log.flush()\n{KILLS}",
-            "the daemon ended without an error, as if killed",
+            f"log.write('Traceback:\\nImportError: no such library\\n'); log.flush()\n{KILLS}",
+            "the daemon ended: ImportError: no such library",
         ),
     ],
 )

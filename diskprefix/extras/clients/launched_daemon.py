@@ -38,8 +38,11 @@ SERVE = (sys.executable, "-P", "-m", "diskprefix", "serve")
 _POLL_S, _PATIENCE_S = 0.05, 5.0
 _DEATH = b"[router] the worker of"
 """The beginning of what a router logs when the process of a model dies."""
-_ORDINARY = " INFO "
-"""A line of the log with this says nothing about an end."""
+_LOGGED = r"^[\d-]+ [\d:,]+ "
+"""The beginning of a line of the log, before its level."""
+_STOPPED = re.compile(rf"{_LOGGED}INFO \[router\] stopped$", re.MULTILINE)
+_ERROR = re.compile(rf"(?:^error:|{_LOGGED}(?:ERROR|CRITICAL)) (.+)", re.MULTILINE)
+_LAST = re.compile(rf"^(?!{_LOGGED}).+\Z", re.MULTILINE)
 _NUMBERED = re.compile(r"daemon-\d+")
 """The folder of a daemon beside the first one."""
 STAYS = ("--idle-unload", "5m")
@@ -224,12 +227,12 @@ class LaunchedDaemon:
         return True
 
     def failure(self) -> str:
-        """Returns why the daemon ended: the last error in its log, or else the last line if it is no ordinary one."""
-        lines = [line for line in self.log.read_text(encoding="utf-8", errors="replace").split("\n") if line.strip()]
-        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-        last = [line for line in lines[-1:] if _ORDINARY not in line]
-        reasons = [f": {shown(line, 500)}" for line in errors[-1:] or last] or [" without an error, as if killed"]
-        return f"the daemon ended{reasons[0]} (its log: {self.log})"
+        """Returns why the daemon ended: it was stopped, or the last error in its log, or else the last line if that is
+        not of the log, as at the end of a traceback."""
+        text = self.log.read_text(encoding="utf-8", errors="replace").rstrip()
+        errors = _ERROR.findall(text) or _LAST.findall(text)
+        how = f"ended: {shown(errors[-1], 500)}" if errors else "ended without an error, as if killed"
+        return f"the daemon {'was stopped' if _STOPPED.search(text) else how} (its log: {self.log})"
 
     def say_end(self, seen_bytes: int, *, names_log: bool) -> None:
         """Says how often the model's process has died since the log had `seen_bytes`, or why the daemon has ended. With

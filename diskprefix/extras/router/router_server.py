@@ -55,7 +55,7 @@ class RouterServer(SignalledServer):
         await super().shutdown(sockets)
         await self._workers.close()
         if not self._router.exit_code:
-            log.info("stopped")
+            log.info("[router] stopped")
 
 
 def run_router(listing: Listing, settings: Settings) -> None:
