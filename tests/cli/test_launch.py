@@ -33,7 +33,7 @@ from diskprefix.server.process.token_file import agents_key, published_token, to
 from diskprefix.settings import cache_home
 from diskprefix.user_key import user_key
 from tests.cli.conftest import Ended, Run
-from tests.cli.small_daemon import models, small_daemon
+from tests.cli.small_daemon import health, models, small_daemon
 from tests.server.daemon_process import DaemonProcess, running_daemon
 from tests.waiting import wait_for
 
@@ -446,6 +446,26 @@ def test_launch_sends_no_key_to_another_program_on_the_port(
         assert (ended.exit_code, words in ended.stderr) == (1, True), ended.stderr
     assert not (place.records / "claude.json").exists()
     assert not any(stranger.keys)
+
+
+def test_a_daemon_that_ends_while_it_is_asked_is_replaced(
+    run: Run, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = launched_daemon.LaunchedDaemon(folder=place.launches, logs=place.logs)
+    with small_daemon() as ending, ExitStack() as lives:
+        fd = lives.enter_context(launched_daemon.locked(place.launches / "daemon.json"))
+        os.write(fd, json.dumps({"port": urlsplit(ending.url).port, "pid": 1 << 30, "flags": []}).encode() + b"\n")
+        place.logs.mkdir(parents=True)
+        shared.log.touch()
+
+        def reply(_path: str, _body: bytes) -> tuple[int, Any]:
+            lives.close()
+            return health("stopping")
+
+        monkeypatch.setattr(ending, "reply", reply)
+        ended = run("launch", "goose", "--model", "m")
+    assert (ended.exit_code, "starting a daemon" in ended.stderr) == (0, True), ended.stderr
+    assert place.recorded("goose")[1]["GOOSE_MODEL"] == "m"
 
 
 @pytest.mark.slow

@@ -60,10 +60,15 @@ def find_daemon(stack: ExitStack, model: str | None, api_key: str | None, *flags
                     elif path in ("", *daemon.flags()):
                         # Two files may have the same name.
                         choice = _served_at(use.url, model, api_key)
-                except NotReady as error:
-                    raise NotReady(daemon.failure()) if daemon.has_ended() else error from None
-                if choice is not None and not daemon.is_listening():
-                    raise NotReady(f"the daemon at {use.url} is ending; try again")
+                    if choice is not None and not daemon.is_listening():
+                        raise NotReady(f"the daemon at {use.url} is ending; try again")
+                except NotReady:
+                    if not daemon.has_ended():
+                        raise
+                    if is_new:
+                        raise NotReady(daemon.failure()) from None
+                    # It was ending when it was found.
+                    continue
                 # A daemon with another model ends below, unless the model cannot be had.
                 use.goes_on = True
                 if choice is None:
