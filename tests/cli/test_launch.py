@@ -29,6 +29,7 @@ from diskprefix.extras.clients.model_choice import NoAgentModel
 from diskprefix.extras.clients.recipe import Served, agent_called, agents, recipe
 from diskprefix.extras.daemon_call import Answer
 from diskprefix.extras.own_daemon import own_urls
+from diskprefix.extras.talk import run_command
 from diskprefix.server.process.token_file import agents_key, published_token, token_for
 from diskprefix.settings import cache_home
 from diskprefix.user_key import user_key
@@ -466,6 +467,32 @@ def test_a_daemon_that_ends_while_it_is_asked_is_replaced(
         ended = run("launch", "goose", "--model", "m")
     assert (ended.exit_code, "starting a daemon" in ended.stderr) == (0, True), ended.stderr
     assert place.recorded("goose")[1]["GOOSE_MODEL"] == "m"
+
+
+def test_a_conversation_keeps_a_daemon_that_does_not_answer_and_has_not_ended(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def typed() -> Iterator[str]:
+        process.send_signal(signal.SIGSTOP)
+        for limit in (".daemon_call._CONNECT_S", ".daemon_call._SILENCE_S", ".clients.launched_daemon._PATIENCE_S"):
+            monkeypatch.setattr(f"diskprefix.extras{limit}", 0.1)
+        yield "Are you there?"
+        kind = fcntl.LOCK_EX | fcntl.LOCK_NB
+        with pytest.raises(BlockingIOError), launched_daemon.locked(place.launches / "daemon.users", kind):
+            pytest.fail("`stop` would end it")
+        yield "/bye"
+
+    process, terminal, says = left_daemon(place, *launched_daemon.STAYS), io.StringIO(), typed()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdin", terminal)
+    monkeypatch.setattr("builtins.input", lambda _prompt: next(says))
+    run_command.run.main(["m"], standalone_mode=False)
+    said = capsys.readouterr().err
+    assert "(timed out)" in said
+    assert "starting a daemon" not in said
+    assert process.poll() is None
+    process.kill()
+    process.wait()
 
 
 @pytest.mark.slow

@@ -58,8 +58,8 @@ _POLL_S = 0.5
 _PATH = "/v1/chat/completions"
 
 
-Restart: TypeAlias = "Callable[[], Served]"
-"""Starts a daemon in place of one that has ended, and returns its model."""
+Restart: TypeAlias = "Callable[[str], Served | None]"
+"""Starts a daemon in place of one that has ended, by its URL, and returns its model; None if it has not ended."""
 
 
 class Talk(Struct):
@@ -116,24 +116,19 @@ class Talk(Struct):
             click.secho(_figures(done) + cut, dim=True, err=True)
 
     def answer_again(self, error: NotReady) -> None:
-        """Answers the last message after an `error` of `answer`, once a lost daemon is there again. A reply that had
-        begun stays. Raises as `answer` and `restart`, and the error itself if the daemon is not lost."""
-        if self._is_ready():
+        """Answers the last message after an `error` of `answer`, once a lost daemon is there again. Raises as `answer`
+        and `restart`, and the error itself if the daemon is not lost or a reply had begun, which stays."""
+        has_begun = self.messages[-1]["role"] == "assistant"
+        if has_begun or self._is_ready():
             raise error
-        if self.restart is None or self._has_begun():
+        if self.restart is None:
             click.secho(shown(error.message, 1000), fg="red", err=True)
-        if self.restart is not None:
-            served = self.restart()
+            self._wait()
+        elif (served := self.restart(self.url)) is not None:
             self.url, self.fields["model"] = served.url, served.model
         else:
-            self._wait()
-        if self._has_begun():
-            click.secho("the daemon is ready; /again sends the message again", dim=True, err=True)
-        else:
-            self.answer()
-
-    def _has_begun(self) -> bool:
-        return self.messages[-1]["role"] == "assistant"
+            raise error
+        self.answer()
 
     def _is_ready(self) -> bool:
         with suppress(NotReady):

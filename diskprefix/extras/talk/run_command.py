@@ -58,13 +58,16 @@ def run(model: str | None, prompt: tuple[str, ...], url: str | None, api_key: st
         if url is None:
             name = model or _running_model(api_key)
 
-            def find() -> Served:
+            def start_again(url: str) -> Served | None:
+                # The lock tells a slow daemon, which stays in use, from one that has ended.
+                if (daemon := _launched(url)) and not daemon.has_ended():
+                    return None
                 stack.close()
                 return find_daemon(stack, name, api_key, *STAYS).served
 
-            served = find()
+            served = find_daemon(stack, name, api_key, *STAYS).served
             # Another daemon is started again by who started it, with options of theirs.
-            restart = find if _launched(served.url) else None
+            restart = start_again if _launched(served.url) else None
         else:
             served = ask_served(running_daemon(url, api_key), url, model, api_key).served
         converse(served.url, api_key, " ".join(prompt), restart=restart, model=served.model, **options)

@@ -101,8 +101,9 @@ def test_chat_waits_for_a_lost_daemon_and_then_answers_unless_a_reply_had_begun(
         yield lambda line: click.echo(line, err=True)
         click.echo(">", err=True)
 
-    is_there = iter([True, False, False, True, False, True])
-    """At the start of `chat`; then for each loss when it is looked whether it is one, and while it is waited for."""
+    is_there = iter([True, False, False, True])
+    """At the start of `chat`; then when it is looked whether the first loss is one, and while it is waited for. After
+    the second, nobody looks: the reply had begun."""
 
     def state(*arguments: Any) -> Any:
         if next(is_there):
@@ -119,9 +120,9 @@ def test_chat_waits_for_a_lost_daemon_and_then_answers_unless_a_reply_had_begun(
         chat.main(["--url", agent.url], standalone_mode=False)
     said = capsys.readouterr()
     assert said.out.split() == ["Yes.", "Half", "Yes."]
-    waits = "<waiting for the daemon\n>\n"
-    assert f"no daemon answers\n{waits}" in said.err
-    assert f"of the reply; try again\n{waits}the daemon is ready; /again sends the message again\n" in said.err
+    assert said.err.count("<waiting for the daemon") == 2, "at the start of `chat`, too"
+    assert "no daemon answers\n<waiting for the daemon\n>\n" in said.err
+    assert "of the reply; try again\n/again sends the message again\n" in said.err
 
 
 def test_a_request_that_is_refused_or_whose_reply_breaks_off_is_an_error(
