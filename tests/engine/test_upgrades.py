@@ -10,7 +10,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from msgspec.structs import replace
@@ -541,6 +543,28 @@ def test_of_two_builds_with_other_bits_that_run_at_once_the_first_one_keeps_the_
 
 
 @pytest.mark.cases(2)
+@pytest.mark.parametrize(
+    ("last", "expected"),
+    [
+        ([(NodeKind.CHECKPOINT, 24, 30, b"own"), (NodeKind.BLOCK, 24, 32, b"other")], set()),
+        ([(NodeKind.CHECKPOINT, 24, 30, b"other"), (NodeKind.BLOCK, 24, 32, b"own")], {b"other"}),
+        ([(NodeKind.CHECKPOINT, 24, 30, b"own"), (NodeKind.TAIL, 24, 30, b"other")], set()),
+        ([(NodeKind.BLOCK, 24, 30, b"other"), (NodeKind.CHECKPOINT, 30, 30, b"own")], {b"other"}),
+    ],
+    ids=["a block goes on", "a checkpoint", "two at one end", "a block ends there"],
+)
+def test_a_build_is_compared_by_state_that_a_restore_reads(
+    last: list[tuple[NodeKind, int, int, bytes]], expected: set[bytes]
+) -> None:
+    layout, bits = SimpleNamespace(states=("a state",)), SimpleNamespace(is_to_compare=b"own".__ne__)
+    comparison: Any = Recheck(Mock(cache=SimpleNamespace(layout=layout, bits=bits)))
+    nodes = [
+        SimpleNamespace(kind=kind, position=position, end=end, build=build)
+        for kind, position, end, build in [(NodeKind.BLOCK, 0, 24, b"own"), *last]
+    ]
+    assert comparison._builds_of(nodes, 0, 30) == expected
+
+
 def test_what_another_build_adds_to_a_long_prompt_is_compared(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also behind more tokens than are otherwise restored to be compared."""
     monkeypatch.setattr(recheck, "_MAX_TOKENS", 256)

@@ -201,9 +201,15 @@ class Recheck:
         return _StoredPrefix(tenant, token_ids[:end], start, builds) if builds and end >= LEAST_TOKENS else None
 
     def _builds_of(self, nodes: Collection[NodeRecord], start: int, end: int) -> frozenset[bytes]:
-        """Returns the other builds that have computed state of the tokens from `start` to `end`."""
-        # A checkpoint may have no token of its own.
-        among = {node.build for node in nodes if start < node.end and min(node.position + 1, node.end) <= end}
+        """Returns the other builds that have surely computed the state which a restore of the tokens from `start` to
+        `end` reads."""
+        if self._cache.layout.states:
+            # Tokens after the last full block come from a checkpoint at the end, which two builds may have stored.
+            at_end = {node.build for node in nodes if node.kind != NodeKind.BLOCK and node.end == end}
+            among = {node.build for node in nodes if node.kind == NodeKind.BLOCK and start < node.end <= end}
+            among |= at_end if len(at_end) == 1 else set()
+        else:
+            among = {node.build for node in nodes if node.position < end and start < node.end}
         return frozenset(filter(self._cache.bits.is_to_compare, among))
 
     def _is_equal(self, stored: _StoredPrefix) -> Generator[Future[Any] | None, None, bool | None]:

@@ -41,5 +41,6 @@ KEPT_SEEDS: dict[int, dict[int, str]] = {
         180005130: "a request waits for pages that are free",
         170002046: "r7 found 24 tokens, and only 0 could be there for",
         210004595: "there must be something to sample from",
+        240018559: "r25 got [72, 96], not [197, 178]",
     },
 }
