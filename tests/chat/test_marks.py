@@ -166,7 +166,7 @@ def test_a_mark_without_a_place_is_left_out_with_a_debug_line(tmp_path: Path, ca
     with caplog.at_level(logging.DEBUG, "diskprefix"):
         prompt = render(tokenizer, marked([USER, REPLY], 0))
     assert prompt.marks == ()
-    assert "the mark on messages.0 is ignored: its position" in caplog.text
+    assert "the mark on messages.0 is ignored: its place" in caplog.text
 
 
 def test_one_position_is_one_mark_with_the_longest_time(tokenizer: Any) -> None:

@@ -75,7 +75,7 @@ def test_a_request_may_choose_its_own() -> None:
         ({"save": "no"}, "save: must be true or false"),
         ({"ttl": -1}, "ttl: "),
         ({"marks": 3}, "marks: must be a list"),
-        ({"marks": list(range(33))}, "marks: must have at most 32 positions (got 33)"),
+        ({"marks": list(range(33))}, "marks: must have at most 32 numbers (got 33)"),
         ({"marks": [1.5]}, "marks: must be an integer"),
     ],
 )

@@ -595,7 +595,7 @@ def test_the_error_of_an_unreachable_hub_says_what_to_do(hub_cache: Path, monkey
         pass
     message = refusal("org/tiny")
     assert message.startswith("cannot fetch 'org/tiny' from the hub: the hub cannot be reached")
-    ways_out = ("check the network", "HF_ENDPOINT=URL", "`diskprefix serve` without a model", "by its path")
+    ways_out = ("check the network", "HF_ENDPOINT=URL", f"diskprefix serve --model {EMBEDDED.name}", "by its path")
     assert [way for way in ways_out if way not in message] == []
 
 
