@@ -119,6 +119,10 @@ def at_home(place: Path, run: Run, daemon: DaemonProcess, tmp_path: Path, monkey
     return tmp_path
 
 
+def first_entry(run: Run) -> str:
+    return str(run("inspect", "--json").json["entries"][0]["id"])[:12]
+
+
 @pytest.mark.cases(13)
 @pytest.mark.parametrize(
     ("page", "command"), [shown for shown in SHOWN if reason_not_to_run(shown[1]) is None], ids=lambda one: one[:60]
@@ -138,10 +142,11 @@ def test_a_command_of_a_page_works(page: str, command: str, at_home: Path, run: 
     assert command.startswith("diskprefix "), f"{page}: run {command!r} here, or give a reason in _NOT_RUN"
     args = shlex.split(command)[1:]
     if "3fa9" in args:
-        entries = run("inspect", "--json").json["entries"]
-        args[args.index("3fa9")] = entries[0]["id"][:12]
+        args[args.index("3fa9")] = first_entry(run)
     if args[0] == "serve":
         args.append("--print-config")
+    if args[0] == "import" and not Path(args[1]).exists():
+        assert run("export", first_entry(run), "-o", args[1]).exit_code == 0
     if args[0] == "restore":
         assert run("backup", at_home / "backup").exit_code == 0
         args.append("--yes")
