@@ -54,7 +54,12 @@ class Recorder(Protocol):
 
 def modules_of_routes() -> list[Any]:
     """Returns the modules of extras that have `routes`."""
-    names = "watch.dashboard.dashboard_routes", "infill.infill", "embedding.embeddings", "ollama.ollama_routes"
+    names = (
+        "extras.watch.dashboard.dashboard_routes",
+        "extras.infill.infill",
+        "extras.embedding.embeddings",
+        "extras.ollama.ollama_routes",
+    )
     return [*map(_extra, names)]
 
 
@@ -68,19 +73,19 @@ def open_tier(settings: Settings) -> SharedTier | None:
     """Returns the shared tier, None if the settings ask for none. Raises `SettingsError`."""
     if settings.remote_tier is None or settings.namespace_key_file is None:
         return None
-    return cast("SharedTier", _extra("remote.remote_tier").open_tier(settings))
+    return cast("SharedTier", _extra("extras.remote.remote_tier").open_tier(settings))
 
 
 def open_bucket(url: str, key_file: Path) -> Bucket:
     """Returns the opened bucket of a shared tier, to remove objects from it. Raises `SettingsError`."""
-    return cast("Bucket", _extra("remote.upkeep").open_bucket(url, key_file))
+    return cast("Bucket", _extra("extras.remote.upkeep").open_bucket(url, key_file))
 
 
 def open_recorder(settings: Settings, secret_of: Callable[[], int]) -> Recorder | None:
     """Returns the recorder, None without one. `secret_of` returns the store's secret. Raises `SettingsError`."""
     if settings.record is None:
         return None
-    return cast("Recorder", _extra("simulate.recording").RequestRecorder(settings.record, settings, secret_of))
+    return cast("Recorder", _extra("extras.simulate.recording").RequestRecorder(settings.record, settings, secret_of))
 
 
 def open_compression(settings: Settings, max_positions: int, served: int) -> Compress | None:
@@ -90,24 +95,24 @@ def open_compression(settings: Settings, max_positions: int, served: int) -> Com
     """
     if settings.prefill_compression == "off":
         return None
-    return cast("Compress", _extra("compression.compression").compress_of(settings, max_positions, served))
+    return cast("Compress", _extra("extras.compression.compression").compress_of(settings, max_positions, served))
 
 
 def open_pictures(model: PicturesModel) -> PictureProcessor:
     """Returns the processor of images for a multimodal model. Raises `SettingsError`."""
-    return cast("PictureProcessor", _extra("pictures").open_pictures(model))
+    return cast("PictureProcessor", _extra("extras.pictures").open_pictures(model))
 
 
 def open_router(settings: Settings) -> Callable[[Settings], None] | None:
     """Returns the function that serves each model in its own process until the daemon stops, None without one. It
     raises `SettingsError`, as this function does, and `SystemExit` with the exit code of the only model's process."""
-    return cast("Callable[[Settings], None] | None", _extra("router").open_router(settings))
+    return cast("Callable[[Settings], None] | None", _extra("extras.router").open_router(settings))
 
 
 def known_names(settings: Settings) -> Iterator[tuple[str, Path | None]]:
     """Yields the names of the models that are known besides a single served one, each with its folder or file."""
-    return cast("Iterator[tuple[str, Path | None]]", _extra("catalogue.catalogue").known_names(settings))
+    return cast("Iterator[tuple[str, Path | None]]", _extra("extras.catalogue.catalogue").known_names(settings))
 
 
 def _extra(name: str) -> Any:
-    return importlib.import_module(f"diskprefix.extras.{name}")
+    return importlib.import_module(f"diskprefix.{name}")

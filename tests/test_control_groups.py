@@ -138,7 +138,7 @@ COUNTS = re.compile(r"\b(os\.)?(cpu_count|process_cpu_count|sched_getaffinity)\(
 COUNTED = {
     "diskprefix/control_groups.py": "the place",
     "diskprefix/native/compute_threads.py": "cores, which `cpu_quota` limits",
-    "diskprefix/extras/vllm/processors.py": "which CPUs, not how many",
+    "diskprefix/bridges/shared/processors.py": "which CPUs, not how many",
     "tools/benchmarks/engines.py": "which CPUs, not how many",
 }
 """The files that ask the system for CPUs, and why."""

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 def test_the_types_of_all_extras_are_compared() -> None:
     """Each cast of `hooks` has its line above."""
     source, own = Path(hooks.__file__).read_text(encoding="utf-8"), Path(__file__).read_text(encoding="utf-8")
-    provided = re.findall(r'cast\("[^"]+", _extra\("([\w.]+)"\)\.(\w+)\(', source)
+    provided = re.findall(r'cast\(\s*"[^"]+",\s*_extra\("([\w.]+)"\)\.(\w+)\(', source)
     assert len(provided) == source.count("return cast(")
     assert all(f"= {module.rpartition('.')[2]}.{name}\n" in own for module, name in provided)
 

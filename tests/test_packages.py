@@ -19,9 +19,10 @@ PACKAGE = Path(__file__).parent.parent / "diskprefix"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 BELOW: dict[str, frozenset[str]] = {}
-"""For each package, those that it may import: all in the rows before its own, but not its neighbours."""
+"""For each room, those that it may import: all in the rows before its own, but not its neighbours."""
 for _row in (
-    "control_groups errors fair_cache file_system identity json_values nearest printable progress thread_pool version",
+    "control_groups errors fair_cache file_system identity json_values nearest",
+    "printable progress thread_pool version",
     "origins thread_work units",
     "private_file settings tenant_ids tokens",
     "values",
@@ -37,12 +38,15 @@ for _row in (
     "app",
     "cli",
     "extras",
+    "bridges",
 ):
     BELOW |= dict.fromkeys(_row.split(), frozenset(BELOW))
-BELOW["cache.policy"], BELOW["cache.tiers"] = BELOW["store"], BELOW["hooks"]
 BELOW["hooks"] |= {"cache", "chat", "model", "server"}  # Only for the types of what extras provide.
 BELOW["__main__"] = frozenset({"cli"})
 BELOW["__init__"] = frozenset({"extras", "version"})  # The library, on its first use.
+for _house in ("daemon", "prefixstore", "runtime"):
+    BELOW.setdefault(_house, frozenset())  # Of what stands in no room.
+BELOW_LAYERS = {"cache.policy": BELOW["store"], "cache.tiers": BELOW["hooks"]}
 
 BESIDE = {
     "watch": {"daemon_call", "open_page", "own_daemon", "web_page"},
@@ -54,10 +58,14 @@ BESIDE = {
     "setup": {"catalogue", "clients", "daemon_call", "own_daemon", "router"},
     "router": {"catalogue", "ollama", "web_page"},
     "ollama": {"catalogue", "embedding"},
-    "lmcache": {"vllm"},
-    "sglang": {"vllm"},
+    "lmcache": {"shared"},
+    "sglang": {"shared"},
+    "vllm": {"shared"},
 }
-"""For some extras, the other extras that they may import. The core imports none: `hooks` finds them by name."""
+"""For some rooms of one house, the other rooms there that they may import."""
+
+HOUSES = ("extras", "desk", "bridges")
+"""Their rooms import one another only as `BESIDE` says."""
 
 SPINE = ("writer", "evictor", "changes", "environment", "store_file", "snapshot", "save", "eviction", "schema")
 """The modules on the way of a save to the disk. They know nothing of the statistics that are kept beside."""
@@ -89,8 +97,8 @@ TORCH_LIBRARIES = {"torch", "transformers", "accelerate", "safetensors"}
 
 WITH_FOREIGN_NAMES = {
     *("extras.library.library_model", "grid.state_layout", "grid.uncached", "model.gguf.file_processor"),
-    *("extras.vllm.connector", "extras.vllm.offload_tier", "model.load.hub", "model.load.kinds"),
-    *("extras.lmcache.l2_adapter", "extras.sglang.hicache_backend", "model.load.hub_library"),
+    *("bridges.vllm.connector", "bridges.vllm.offload_tier", "model.load.hub", "model.load.kinds"),
+    *("bridges.lmcache.l2_adapter", "bridges.sglang.hicache_backend", "model.load.hub_library"),
 }
 """The modules of the grid, of pictures, of libraries and of the hub: they alone use what other packages keep to
 themselves. The way of a plan imports no transformers."""
@@ -104,7 +112,9 @@ def name_of(module: Path) -> str:
 
 
 def package_of(name: str) -> str:
-    return name.partition(".")[0]
+    """Returns the room of a module, or the first part of its name."""
+    rooms = (room for room in BELOW if f"{name}.".startswith(f"{room}."))
+    return max(rooms, key=len, default=name.partition(".")[0])
 
 
 def layer_of(name: str) -> str | None:
@@ -130,7 +140,7 @@ SOURCES = {name_of(module): module.read_text(encoding="utf-8") for module in MOD
 
 def violations(module: str, source: str) -> list[str]:
     package, layer, found = package_of(module), layer_of(module) or "", list[str]()
-    below = BELOW.get(layer, BELOW[package])
+    below = BELOW_LAYERS.get(layer, BELOW[package])
     for name in imported_names(source):
         top, _, rest = name.partition(".")
         target = package_of(rest)
@@ -138,7 +148,7 @@ def violations(module: str, source: str) -> list[str]:
             found.append(f"{module} uses a relative import")
         elif top == "diskprefix" and target in BELOW and target not in below | {package}:
             found.append(f"{module} imports {target}")
-        elif top == "diskprefix" and target == package == "extras" and not is_beside(module, rest):
+        elif top == "diskprefix" and target == package and package in HOUSES and not is_beside(module, rest):
             found.append(f"{module} imports {rest}")
         elif top == "diskprefix" and is_upward(module, rest):
             found.append(f"{module} imports {layer_of(rest)}")
@@ -210,9 +220,9 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         ("engine", "from importlib import import_module\nimport_module('lmdb')", "engine imports lmdb"),
         ("server", "from .errors import reply", "server uses a relative import"),
         (
-            "extras.simulate.trace",
+            "extras.warm.warm_prompts",
             "from diskprefix.extras.watch.browse.flat import X",
-            "extras.simulate.trace imports extras.watch.browse.flat.X",
+            "extras.warm.warm_prompts imports extras.watch.browse.flat.X",
         ),
         ("store.codec.planes", "from diskprefix.store.schema import NodeKind", "store.codec.planes imports store"),
     ],
@@ -289,7 +299,7 @@ def test_what_starts_first_imports_nothing_slow(modules: tuple[str, ...], slow: 
 def test_the_connector_and_the_stores_commands_need_only_the_packages_that_its_page_installs() -> None:
     """vLLM brings torch, numpy and safetensors, and pins versions of much that the daemon needs. Of vLLM, only names
     stand here."""
-    page = (PACKAGE / "extras/vllm/README.md").read_text(encoding="utf-8")
+    page = (PACKAGE / "bridges/vllm/README.md").read_text(encoding="utf-8")
     [listed] = re.findall(r"pip install (lmdb .*?) +#", page)
     installed = {canonicalize_name(name) for name in listed.split()}
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -308,7 +318,7 @@ class Module(types.ModuleType):
         return type(name, (), {{"DISK": 0, "STORAGE": 0}})
 sys.modules |= {{name: Module(name) for name in {VLLM_MODULES!r}}}
 sys.modules |= dict.fromkeys({sorted(absent)!r})  # an import of them fails
-import diskprefix.extras.vllm.connector, diskprefix.extras.vllm.offload_tier, diskprefix.cli
+import diskprefix.bridges.vllm.connector, diskprefix.bridges.vllm.offload_tier, diskprefix.cli
 for name in ("inspect", "verify", "purge", "compact", "backup", "restore", "export"):
     diskprefix.cli.cli.main([name, "--help"], standalone_mode=False)
 """
@@ -334,9 +344,13 @@ def test_every_package_that_is_imported_is_declared() -> None:
     distributions = packages_distributions()
     undeclared = set[tuple[str, str]]()
     for module, source in SOURCES.items():
-        extra = module.removeprefix("extras.").partition(".")[0]
+        rooms = module.split(".")[:2]
         optional = project["optional-dependencies"]
-        lines = [*project["dependencies"], *optional["transformers"], *optional.get(extra, ())]
+        lines = [
+            *project["dependencies"],
+            *optional["transformers"],
+            *(line for room in rooms for line in optional.get(room, ())),
+        ]
         known = {canonicalize_name(Requirement(line).name) for line in lines}
         tops = (
             {package_of(name) for name in imported_names(source)}
@@ -355,7 +369,7 @@ VLLM_MODULES = sorted(
     {
         found.rsplit(".", depth)[0]
         for module in ("_vllm_compat", "_vllm_tiering", "engine_numbers")
-        for found in imported_names(SOURCES[f"extras.vllm.{module}"])
+        for found in imported_names(SOURCES[f"bridges.vllm.{module}"])
         if package_of(found) in ("vllm", "huggingface_hub")
         for depth in range(found.count(".") + 1)
         if found.rsplit(".", depth)[0].rpartition(".")[2].islower()
@@ -367,9 +381,9 @@ VLLM_MODULES = sorted(
 @pytest.mark.parametrize(
     ("engine", "modules"),
     [
-        ("vllm", {"extras.vllm._vllm_compat", "extras.vllm._vllm_tiering"}),
-        ("lmcache", {"extras.lmcache._lmcache_compat"}),
-        ("sglang", {"extras.sglang._sglang_compat"}),
+        ("vllm", {"bridges.vllm._vllm_compat", "bridges.vllm._vllm_tiering"}),
+        ("lmcache", {"bridges.lmcache._lmcache_compat"}),
+        ("sglang", {"bridges.sglang._sglang_compat"}),
     ],
 )
 def test_one_module_each_imports_from_an_engine(engine: str, modules: set[str]) -> None:

@@ -359,7 +359,7 @@ NAMES_SCOPES = [
     *(
         f"diskprefix/{name}"
         for name in (
-            *("TOUR.md", "server/README.md", "cache/README.md", "extras/vllm/README.md", "settings.py"),
+            *("TOUR.md", "server/README.md", "cache/README.md", "bridges/vllm/README.md", "settings.py"),
             *("api/fields.py", "extras/warm/warm_command.py", "extras/simulate/simulate_command.py"),
         )
     ),

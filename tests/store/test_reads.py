@@ -28,7 +28,7 @@ COMMANDS = {
     "extras/exchange/commands.py",
     "extras/exchange/exchange.py",
     "extras/setup/doctor_machine.py",
-    "extras/vllm/plans.py",
+    "bridges/shared/plans.py",
 }
 """Modules of commands, and of vLLM's process, which read without a daemon."""
 OPENING = {
@@ -57,8 +57,8 @@ MAY_HANG = {
     "engine/idle/recheck.py": "the thread idle",
     "server/openings.py": "a thread for reads",
     "extras/watch/dashboard/entries.py": "by `ask`",
-    "extras/lmcache/l2_adapter.py": "by `ask`",
-    "extras/sglang/hicache_backend.py": "whoever clears SGLang's storage",
+    "bridges/lmcache/l2_adapter.py": "by `ask`",
+    "bridges/sglang/hicache_backend.py": "whoever clears SGLang's storage",
 }
 """The modules that call `Reads.snapshot`, and the threads on which they do."""
 

@@ -378,7 +378,7 @@ def vllm_engine(
     store = str(workspace / "kv")
     settings: dict[str, Any] = {"kv_connector": connector}
     if connector == OURS:
-        settings |= {"kv_connector_module_path": "diskprefix.extras.vllm.connector"}
+        settings |= {"kv_connector_module_path": "diskprefix.bridges.vllm.connector"}
         settings |= {"kv_load_failure_policy": "recompute"}
         extra: dict[str, Any] = {"kv_cache_dir": store, "kv_cache_budget": "16GiB", "disk_prefix_cache": "full"}
     else:
@@ -424,7 +424,7 @@ def _vllm_lmcache(
     adapter: dict[str, Any] = {"type": "fs", "base_path": str(store)}
     if is_ours:
         params = {"kv_cache_dir": str(store), "kv_cache_budget": "16GiB"}
-        adapter = {"type": "plugin", "module_path": "diskprefix.extras.lmcache.l2_adapter", "adapter_params": params}
+        adapter = {"type": "plugin", "module_path": "diskprefix.bridges.lmcache.l2_adapter", "adapter_params": params}
         adapter |= {"class_name": "DiskPrefixL2Adapter"}
     server = [str(python.with_name("lmcache")), "server", "--host", "127.0.0.1", "--port", str(port)]
     server += ["--http-host", "127.0.0.1", "--http-port", str(free_port()), "--disable-observability"]

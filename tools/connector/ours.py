@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-from diskprefix.extras.vllm.connector import DiskPrefixConnector, RankMetadata
-from diskprefix.extras.vllm.plans import RankIdentity
+from diskprefix.bridges.shared.plans import RankIdentity
+from diskprefix.bridges.vllm.connector import DiskPrefixConnector, RankMetadata
 from diskprefix.store.pieces import LAYOUT_VERSION, LayoutText
 
 MODEL = "DISKPREFIX_TESTS_MODEL"

@@ -16,7 +16,7 @@ import lmcache
 from lmcache.v1.distributed.l2_adapters import fs_l2_adapter, mock_l2_adapter
 from lmcache.v1.distributed.l2_adapters.factory import _L2_ADAPTER_FACTORY_REGISTRY
 
-from diskprefix.extras.lmcache.l2_adapter import DiskPrefixL2Adapter
+from diskprefix.bridges.lmcache.l2_adapter import DiskPrefixL2Adapter
 
 BUDGET = "64MiB"
 

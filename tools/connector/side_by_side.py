@@ -169,7 +169,7 @@ def sides_of(engine: str, folder: Path) -> dict[str, Callable[[], Side]]:
     settings = {"kv_cache_dir": str(ours), "kv_cache_budget": BUDGET}
 
     def lmcache() -> Side:
-        from diskprefix.extras.lmcache.l2_adapter import DiskPrefixL2Adapter
+        from diskprefix.bridges.lmcache.l2_adapter import DiskPrefixL2Adapter
 
         return LMCacheSide(DiskPrefixL2Adapter(settings))
 
@@ -189,7 +189,7 @@ def sides_of(engine: str, folder: Path) -> dict[str, Callable[[], Side]]:
         )
 
     def sglang() -> Side:
-        from diskprefix.extras.sglang.hicache_backend import DiskPrefixHiCache
+        from diskprefix.bridges.sglang.hicache_backend import DiskPrefixHiCache
 
         return SGLangSide(DiskPrefixHiCache(config_of(settings)), is_generic=False)
 

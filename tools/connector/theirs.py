@@ -115,7 +115,7 @@ def _run_ours(python: Path, extra: str, environment: dict[str, str]) -> int:
     """Runs our tests of an extra in its engine's environment. Returns the exit code of pytest."""
     own = [str(python), "-P", "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "--noconftest"]
     # Warnings of the engine's own packages are no errors here.
-    own += ["-W", "ignore::DeprecationWarning", f"tests/extras/{extra}"]
+    own += ["-W", "ignore::DeprecationWarning", f"tests/bridges/{extra}"]
     return subprocess.run(own, check=False, cwd=_ROOT, env=environment | {"PYTHONPATH": str(_ROOT)}).returncode
 
 
