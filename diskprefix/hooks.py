@@ -55,7 +55,7 @@ class Recorder(Protocol):
 def modules_of_routes() -> list[Any]:
     """Returns the modules of extras that have `routes`."""
     names = (
-        "extras.watch.dashboard.dashboard_routes",
+        "desk.watch.dashboard.dashboard_routes",
         "extras.infill.infill",
         "extras.embedding.embeddings",
         "extras.ollama.ollama_routes",

@@ -38,6 +38,7 @@ for _row in (
     "app",
     "cli",
     "extras",
+    "desk",
     "bridges",
 ):
     BELOW |= dict.fromkeys(_row.split(), frozenset(BELOW))
@@ -49,13 +50,15 @@ for _house in ("daemon", "prefixstore", "runtime"):
 BELOW_LAYERS = {"cache.policy": BELOW["store"], "cache.tiers": BELOW["hooks"]}
 
 BESIDE = {
-    "watch": {"daemon_call", "open_page", "own_daemon", "web_page"},
-    "warm": {"clients", "daemon_call", "own_daemon"},
-    "open_page": {"daemon_call"},
-    "own_daemon": {"daemon_call"},
-    "talk": {"clients", "daemon_call", "open_page", "own_daemon", "web_page"},
-    "clients": {"catalogue", "daemon_call", "own_daemon"},
-    "setup": {"catalogue", "clients", "daemon_call", "own_daemon", "router"},
+    "clients": {"models", "shared"},
+    "talk": {"clients", "shared"},
+    "warm": {"clients", "shared"},
+    "watch": {"shared"},
+    "setup": {"shared"},
+    "models": {"shared"},
+    "housekeeping": {"shared"},
+    "exchange": {"shared"},
+    "simulate": {"shared"},
     "router": {"catalogue", "ollama", "web_page"},
     "ollama": {"catalogue", "embedding"},
     "lmcache": {"shared"},
@@ -220,9 +223,9 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         ("engine", "from importlib import import_module\nimport_module('lmdb')", "engine imports lmdb"),
         ("server", "from .errors import reply", "server uses a relative import"),
         (
-            "extras.warm.warm_prompts",
-            "from diskprefix.extras.watch.browse.flat import X",
-            "extras.warm.warm_prompts imports extras.watch.browse.flat.X",
+            "desk.warm.warm_prompts",
+            "from diskprefix.desk.watch.browse.flat import X",
+            "desk.warm.warm_prompts imports desk.watch.browse.flat.X",
         ),
         ("store.codec.planes", "from diskprefix.store.schema import NodeKind", "store.codec.planes imports store"),
     ],
@@ -249,9 +252,9 @@ OF_COMMANDS = (
     "app",
     "cli",
     "extras.catalogue.catalogue",
-    "extras.warm.warm_command",
-    "extras.watch.inspect.inspect_command",
-    "extras.simulate.simulate_command",
+    "desk.warm.warm_command",
+    "desk.watch.inspect.inspect_command",
+    "desk.simulate.simulate_command",
     "extras.simulate.recording",
     "cache.saving",
     "cache.tiers.loading",
@@ -331,7 +334,7 @@ def test_no_program_that_is_started_is_looked_for_in_the_current_folder() -> Non
         name: re.findall(r'(?<!shlex\.join\(\[)sys\.executable, "(-[^"]*)"', text) for name, text in SOURCES.items()
     }
     assert {name: first for name, first in started.items() if {*first} - {"-P", "-I"}} == {}
-    assert started["extras.clients.launched_daemon"] == ["-P"]
+    assert started["desk.clients.launched_daemon"] == ["-P"]
 
 
 ABSENT = {"llama_cpp": "llama-cpp-python"}

@@ -360,7 +360,7 @@ NAMES_SCOPES = [
         f"diskprefix/{name}"
         for name in (
             *("TOUR.md", "server/README.md", "cache/README.md", "bridges/vllm/README.md", "settings.py"),
-            *("api/fields.py", "extras/warm/warm_command.py", "extras/simulate/simulate_command.py"),
+            *("api/fields.py", "desk/warm/warm_command.py", "desk/simulate/simulate_command.py"),
         )
     ),
 ]

@@ -22,8 +22,8 @@ import click
 import httpx
 import msgspec
 
+from diskprefix.desk.shared.daemon_call import key_for
 from diskprefix.errors import DiskPrefixError
-from diskprefix.extras.daemon_call import key_for
 from diskprefix.extras.web_page import DASHBOARD_PAGE
 from diskprefix.model.load.embedded import embedded_file
 from diskprefix.server.process.token_file import page_link
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 ROOT = Path(__file__).parents[1]
-IMAGES = ROOT / "diskprefix/extras/watch/dashboard/images"
+IMAGES = ROOT / "diskprefix/desk/watch/dashboard/images"
 DRAWN = ROOT / "tools/images"
 RECORDED = DRAWN / "restart.json"
 """The session that the moving picture plays."""

@@ -11,8 +11,8 @@ from msgspec import Struct
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
-_DASHBOARD = Path(__file__).with_name("watch") / "dashboard" / "page"
-_TALK = Path(__file__).with_name("talk") / "page"
+_DASHBOARD = Path(__file__).parents[1] / "desk/watch/dashboard/page"
+_TALK = Path(__file__).parents[1] / "desk/talk/page"
 
 
 class WebPage(Struct, frozen=True):

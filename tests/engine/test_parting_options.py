@@ -22,7 +22,7 @@ from diskprefix.engine.measured_model import MeasuredModel, load_measured
 from diskprefix.settings import SETTINGS, Settings, flag_of
 from diskprefix.tokens import TokenIds
 from diskprefix.values import CacheReport, is_miss
-from tests.cli.test_options import by_a_policy, values_of
+from tests.daemon.cli.test_options import by_a_policy, values_of
 from tests.engine.driving import done, load, run, tokens, write_model
 from tests.llama.test_load_llama import Loading
 from tests.model.load.test_draft_layer import write_folder as write_with_draft_layer

@@ -21,7 +21,7 @@ from diskprefix.cache.encoded_pictures import EncodedPictures
 from diskprefix.cache.matching import Matcher
 from diskprefix.cache.tiers.nodes import Node
 from diskprefix.cache.tiers.tier import View
-from diskprefix.extras.catalogue.architectures import TABLE, installed_versions
+from diskprefix.desk.models.architectures import TABLE, installed_versions
 from diskprefix.grid.rehearsal import rehearse
 from diskprefix.kv.numbers import Array
 from diskprefix.kv.pages import Captured, Page, PagePool

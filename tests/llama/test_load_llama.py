@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from diskprefix.desk.setup.doctor_model import model_findings
 from diskprefix.errors import ModelError, SettingsError
-from diskprefix.extras.setup.doctor_model import model_findings
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.llama import load_llama as loading

@@ -33,7 +33,7 @@ MAY_NAME_TYPES = {
             "app.py",
             "settings.py",
             "engine/measured_model.py",
-            "extras/setup/doctor_llama.py",
+            "desk/setup/doctor_llama.py",
             *(f"llama/{name}.py" for name in _OF_LLAMA_CPP),
         ],
         "the name of an engine",

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from diskprefix.extras.daemon_call import key_for
-from diskprefix.extras.daemon_call import running_daemon as caller_of_daemon
+from diskprefix.desk.shared.daemon_call import key_for
+from diskprefix.desk.shared.daemon_call import running_daemon as caller_of_daemon
 from diskprefix.server.process.token_file import agents_key
 from diskprefix.settings import cache_home
 from tests.server.daemon_process import DaemonProcess, running_as, serve_flags

@@ -16,9 +16,9 @@ from typing import Any
 import httpx
 import pytest
 
+from diskprefix.desk.shared import daemon_call
+from diskprefix.desk.shared.daemon_call import running_daemon as caller_of_daemon
 from diskprefix.errors import NotReady
-from diskprefix.extras import daemon_call
-from diskprefix.extras.daemon_call import running_daemon as caller_of_daemon
 from diskprefix.server.keys import OwnerToken
 from diskprefix.server.process import token_file
 from diskprefix.server.process.token_file import log_key, published_token, shown_link, token_at, token_of_peer

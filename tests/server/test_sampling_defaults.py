@@ -16,8 +16,8 @@ from diskprefix.api.responses import ResponseRequest, Responses
 from diskprefix.engine.request import SamplingParams
 from diskprefix.server import answer
 from diskprefix.settings import SAMPLING_BOUNDS
-from tests.cli.conftest import Run
-from tests.cli.conftest import run as run
+from tests.desk.conftest import Run
+from tests.desk.conftest import run as run
 from tests.server.scripted import AppServer, ScriptedEngine, events_of, scripted_app
 
 USER = {"role": "user", "content": "hello"}

@@ -223,7 +223,7 @@ def test_shares_divide_the_room_of_all_that_is_held_by_tenant() -> None:
 def test_a_fair_cache_alone_keeps_results_for_what_clients_send() -> None:
     cached = {
         str(path.relative_to(PACKAGE)): names
-        for package in ("api", "chat", "engine", "server", "extras", "bridges")
+        for package in ("api", "chat", "engine", "server", "extras", "desk", "bridges")
         for path in [PACKAGE / package, *(PACKAGE / package).rglob("*.py")]
         if path.is_file() and (names := kept_functions(path))
     }

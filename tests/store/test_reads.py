@@ -23,11 +23,11 @@ PACKAGE = Path(__file__).parents[2] / "diskprefix"
 NAME = "nothing"
 
 COMMANDS = {
-    "extras/watch/inspect/inspect_command.py",
-    "extras/housekeeping/purge_command.py",
-    "extras/exchange/commands.py",
+    "desk/watch/inspect/inspect_command.py",
+    "desk/housekeeping/purge_command.py",
+    "desk/exchange/commands.py",
     "extras/exchange/exchange.py",
-    "extras/setup/doctor_machine.py",
+    "desk/setup/doctor_machine.py",
     "bridges/shared/plans.py",
 }
 """Modules of commands, and of vLLM's process, which read without a daemon."""
@@ -56,7 +56,7 @@ MAY_HANG = {
     "cache/tiers/local.py": "threads of fetches and uploads",
     "engine/idle/recheck.py": "the thread idle",
     "server/openings.py": "a thread for reads",
-    "extras/watch/dashboard/entries.py": "by `ask`",
+    "desk/watch/dashboard/entries.py": "by `ask`",
     "bridges/lmcache/l2_adapter.py": "by `ask`",
     "bridges/sglang/hicache_backend.py": "whoever clears SGLang's storage",
 }

@@ -17,9 +17,9 @@ import msgspec
 import pytest
 
 from diskprefix.cli import cli
-from diskprefix.extras.daemon_call import Stream
-from diskprefix.extras.talk import chat_command
-from diskprefix.extras.talk.chat_command import Talk
+from diskprefix.desk.shared.daemon_call import Stream
+from diskprefix.desk.talk import chat_command
+from diskprefix.desk.talk.chat_command import Talk
 from diskprefix.units import parse_duration
 from tests.test_project import PAGES, text_files
 from tools.pictures import session_drawing, words_drawing

@@ -41,7 +41,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
         "tests/test_packages.py",
     ),
     # Functions of downloads are replaced.
-    "huggingface-hub": ("tests/cli/test_pull.py",),
+    "huggingface-hub": ("tests/desk/models/test_pull.py",),
     # The format of the file, and the engine under it.
     "lmdb": (
         "tests/store/test_lmdb_engine.py",

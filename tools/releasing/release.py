@@ -29,7 +29,7 @@ GLIBC = (2, 28)
 LIBRARY = "diskprefix/native/_operators.so"
 LICENCES = (
     "LICENSE",
-    *(f"diskprefix/extras/talk/page/vendored/LICENSE.{name}" for name in ("dompurify", "highlight", "marked")),
+    *(f"diskprefix/desk/talk/page/vendored/LICENSE.{name}" for name in ("dompurify", "highlight", "marked")),
 )
 """The licences of the project and of the foreign scripts in the chat page."""
 _VERSION = re.compile(r'^__version__ = "([^"]+)"$', re.MULTILINE)

@@ -24,7 +24,7 @@ from tools.streams.recording import (
 )
 
 _HERE = Path(__file__).parent
-_TALK = Path(__file__).parents[2] / "diskprefix/extras/talk/page/talk.js"
+_TALK = Path(__file__).parents[2] / "diskprefix/desk/talk/page/talk.js"
 PYTHON, NODE, OWN = "Python", "JavaScript", "diskprefix"
 """Where a client is installed: with pip, with npm, or with this project."""
 AI = ("ai", "@ai-sdk/openai-compatible", "@ai-sdk/openai", "@ai-sdk/anthropic")

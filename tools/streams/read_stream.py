@@ -214,7 +214,7 @@ def httpx_sse(url: str, opened: ExitStack, path: str) -> Ask:
 @reads("diskprefix", CHAT)
 def own(url: str, _opened: ExitStack) -> Ask:
     """The client of the command line, such as `diskprefix chat`."""
-    from diskprefix.extras.daemon_call import streaming_daemon
+    from diskprefix.desk.shared.daemon_call import streaming_daemon
 
     stream = streaming_daemon(url, KEY)
 

@@ -22,7 +22,7 @@ from diskprefix.bridges.sglang.hicache_backend import DiskPrefixHiCache  # isort
 from diskprefix.store.store import Store  # isort: skip
 from diskprefix.store.verify import verify_index  # isort: skip
 from tests.extras.exchange.exported import entry_of  # isort: skip
-from tests.extras.suspended import suspended_writer  # isort: skip
+from tests.desk.suspended import suspended_writer  # isort: skip
 from tests.store.building import BLOCK, is_whole, prompt  # isort: skip
 
 FACTORY = {"backend_name": "diskprefix", "module_path": "x", "class_name": "y", "interface_v1": 1}

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from diskprefix.desk.models import list_command, pull_command
 from diskprefix.errors import SettingsError
-from diskprefix.extras.catalogue import adviser, list_command, pull_command
+from diskprefix.extras.catalogue import adviser
 from diskprefix.extras.catalogue.adviser import advised, cost_text, memory_bytes, proposed
 from diskprefix.extras.catalogue.catalogue import Catalogue
 from diskprefix.memo import PREFILL_SPEEDS
@@ -18,8 +19,8 @@ from diskprefix.model.load.hub import HubListing, split_name
 from diskprefix.model.load.proposals import full_name, meant_name, require_repository, short_name, short_names
 from diskprefix.settings import Settings, cache_home
 from diskprefix.units import format_size, rough_duration
-from tests.cli.conftest import Run
-from tests.cli.conftest import run as run
+from tests.desk.conftest import Run
+from tests.desk.conftest import run as run
 
 pytestmark = pytest.mark.usefixtures("own_places")
 

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from diskprefix.desk.models import architectures
+from diskprefix.desk.models.architectures import installed_versions, verified_of
 from diskprefix.errors import ModelError, ModelNotFound, SettingsError
-from diskprefix.extras.catalogue import architectures, catalogue
-from diskprefix.extras.catalogue.architectures import installed_versions, verified_of
+from diskprefix.extras.catalogue import catalogue
 from diskprefix.extras.catalogue.catalogue import Catalogue, known_names, needs, open_catalogue
 from diskprefix.extras.router.listing import Listing
 from diskprefix.model.families.types.known_types import TYPES
@@ -24,8 +25,8 @@ from diskprefix.model.load.fit import fitted, needs_of_folder, needs_of_gguf
 from diskprefix.model.load.gguf_header import GgufHeader
 from diskprefix.model.load.named_model import plain_name
 from diskprefix.settings import Settings
-from tests.cli.conftest import Run
-from tests.cli.conftest import run as run
+from tests.desk.conftest import Run
+from tests.desk.conftest import run as run
 from tests.model import tiny
 from tests.model.option_table import WITHOUT_CLASS
 

@@ -31,8 +31,8 @@ from diskprefix.store.schema import ModelRecord
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.verify import verify_index
 from diskprefix.tokens import PromptDigest, TokenIds
-from tests.cli.conftest import Run, overwrite, saved
-from tests.cli.conftest import run as run
+from tests.desk.conftest import Run, overwrite, saved
+from tests.desk.conftest import run as run
 from tests.devices import DEVICES
 from tests.exactness.architectures import tiny_model
 from tests.extras.exchange.exported import (

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import pytest
 
 from diskprefix.tokens import root_hash
-from tests.cli.conftest import Run, run  # noqa: F401 (a fixture)
+from tests.desk.conftest import Run, run  # noqa: F401 (a fixture)
 from tests.examples import examples
 from tests.extras.exchange.exported import HYBRID, LAYOUT, TENANT, entry_of, export, joined, sealed, split
 from tests.store.building import BLOCK, open_store, prompt

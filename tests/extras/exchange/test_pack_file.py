@@ -21,7 +21,7 @@ from diskprefix.store.note_record import note_bytes, note_limit
 from diskprefix.store.schema import EntryRecord, ModelRecord, NodeKind, RootRecord
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.tokens import root_hash
-from tests.cli.conftest import Run, run  # noqa: F401 (a fixture)
+from tests.desk.conftest import Run, run  # noqa: F401 (a fixture)
 from tests.extras.exchange.exported import HYBRID, LAYOUT, TENANT, entry_of, export, identity_of, joined, sealed, split
 from tests.store.building import BLOCK, open_store, prompt
 

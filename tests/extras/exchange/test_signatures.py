@@ -15,8 +15,8 @@ from diskprefix.extras.exchange.signatures import allowed_signers, sign_digest, 
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.store import Store
 from diskprefix.user_key import user_tenant
-from tests.cli.conftest import Run, saved
-from tests.cli.conftest import run as run
+from tests.desk.conftest import Run, saved
+from tests.desk.conftest import run as run
 from tests.extras.exchange.exported import TENANT, entry_of, export_all, joined, split
 from tests.store.building import BLOCK, is_whole, open_store, prompt
 

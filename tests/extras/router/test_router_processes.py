@@ -26,8 +26,8 @@ import httpx
 import ollama
 import pytest
 
+from diskprefix.desk.shared.daemon_call import key_for
 from diskprefix.errors import DeviceLost
-from diskprefix.extras.daemon_call import key_for
 from diskprefix.extras.router import router
 from diskprefix.extras.router import workers as router_workers
 from diskprefix.extras.router.router import Failures, RouterApp

@@ -269,7 +269,7 @@ def exchange(root: Path) -> None:
 
 def profile(root: Path) -> None:
     """The settings of a launched agent, written twice, and a record of them."""
-    from diskprefix.extras.clients.agent_profile import AgentProfile
+    from diskprefix.desk.clients.agent_profile import AgentProfile
 
     write: Any = AgentProfile(folder=root / "agents/one")._write
     for version in ("first", "second"):
@@ -426,7 +426,7 @@ REMOVALS: dict[str, Callable[[], None]] = {
 
 _MODULES = {
     "exchange": ("diskprefix.extras.exchange.pack_file",),
-    "profile": ("diskprefix.extras.clients.agent_profile",),
+    "profile": ("diskprefix.desk.clients.agent_profile",),
     "models": ("diskprefix.model.load.made_once",),
     "weights": ("diskprefix.model.load.packed_weights",),
 }

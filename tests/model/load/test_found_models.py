@@ -21,8 +21,8 @@ from diskprefix.model.load.manifests import manifest_of
 from diskprefix.model.load.named_model import path_of, plain_name, require_named
 from diskprefix.model.load.proposals import full_name, meant_name
 from diskprefix.settings import Settings
-from tests.cli.conftest import Run
-from tests.cli.conftest import run as run
+from tests.desk.conftest import Run
+from tests.desk.conftest import run as run
 from tests.model import tiny
 from tests.model.load.ollama_folder import LIST, MANIFEST, OllamaFolder
 from tests.server.daemon_process import CHAT, DaemonProcess, clean_environment, serve_flags

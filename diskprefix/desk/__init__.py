@@ -1,0 +1,1 @@
+"""Commands and pages for people. Nothing else imports them."""

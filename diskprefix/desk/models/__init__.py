@@ -1,0 +1,1 @@
+"""The models that a daemon serves by name, and the commands that fetch, list, show and remove models."""

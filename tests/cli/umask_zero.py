@@ -1,8 +1,0 @@
-"""`python -m tests.cli.umask_zero`: `diskprefix` with the umask that keeps nothing from anybody."""
-
-import os
-
-from diskprefix.cli import main
-
-os.umask(0)
-main()
