@@ -1,6 +1,6 @@
 """`python -m diskprefix` is the `diskprefix` command."""
 
-from diskprefix.cli import main
+from diskprefix.daemon.cli import main
 
 if __name__ == "__main__":
     main()

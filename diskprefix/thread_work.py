@@ -21,7 +21,7 @@ class ThreadWork:
 
     def __init__(self) -> None:
         self.step = "read"
-        """The step that the work is in: of `chat/README.md`, or before these."""
+        """The step that the work is in: of `daemon/chat/README.md`, or before these."""
         self.is_wanted = True
 
 

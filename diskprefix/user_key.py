@@ -15,9 +15,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from diskprefix.daemon.settings import cache_home
 from diskprefix.errors import SettingsError
 from diskprefix.private_file import distrusted_by_root, make_private_folder, read_private
-from diskprefix.settings import cache_home
 from diskprefix.values import Tenant
 
 _BYTES = 32

@@ -64,7 +64,7 @@ Reason: TypeAlias = Literal[
     "write_budget",
     "upgraded",
 ]
-"""The reason for a boundary. Responses and log lines show these stable words. server/README.md explains each."""
+"""The reason for a boundary. Responses and log lines show these stable words. daemon/server/README.md explains each."""
 StateSource: TypeAlias = Literal["none", "memory", "disk", "remote"]
 Refused: TypeAlias = Literal["no_logits", "no_checkpoint", "damaged", "faster_to_compute", "upgraded"]
 MissReason: TypeAlias = Literal[
@@ -501,8 +501,8 @@ class CacheReport(Struct, frozen=True, kw_only=True):
 
     `restored` prompt tokens were not computed; their state came from `source` in `restore_ms`. `matched` tokens were
     found in the store; if they are more, `refused` is the reason. `miss_reason` is None unless `is_miss`.
-    server/README.md explains each reason. For `other_settings`, `stored_with` are the options that the stored prefix
-    was made with and this start lacks, by flag.
+    daemon/server/README.md explains each reason. For `other_settings`, `stored_with` are the options that the stored
+    prefix was made with and this start lacks, by flag.
 
     `saved`: `none` if there was nothing to save, `queued` if the writer has it, `stored` if it was stored before,
     `dropped` if not all could be saved, because of `dropped_because`. `broken` is a difference from an earlier prompt

@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from diskprefix.chat.messages import Conversation, JsonObject, Message, TextPart
+from diskprefix.daemon.chat.messages import Conversation, JsonObject, Message, TextPart
 
 WORDS = "a the file test path shell line code tool reads writes runs output error when must not user task list"
 

@@ -14,25 +14,30 @@ from functools import partial
 from types import CodeType, FrameType
 from typing import Any
 
-from diskprefix.api.anthropic import CountTokensRequest, Messages, MessagesRequest
-from diskprefix.api.openai_chat import Chat, ChatRequest
-from diskprefix.api.parsed_request import ParsedRequest, constraint_of
-from diskprefix.api.responses import ResponseRequest, Responses
-from diskprefix.chat.canonicalisers import Canonicalisers
-from diskprefix.chat.messages import Conversation, Message, TextPart, ToolCall
-from diskprefix.chat.output.call_grammar import CallGrammar
-from diskprefix.chat.output.call_values import OfferedTools, braces, elements, python_calls, value_of
-from diskprefix.chat.output.choose_format import OutputFormat
-from diskprefix.chat.output.families import FAMILIES, Family
-from diskprefix.chat.replay import ConversationHash, Turn
-from diskprefix.chat.template_input import TemplateInput, message_for_template, require_few_arguments, visit_texts
-from diskprefix.engine.constraints.constraint_grammar import excess_of, grammar_of
-from diskprefix.engine.constraints.kept_schema import json_rules, parts, replace_part, weaker, with_any_of
-from diskprefix.engine.request import Constraint
+from diskprefix.daemon.api.anthropic import CountTokensRequest, Messages, MessagesRequest
+from diskprefix.daemon.api.openai_chat import Chat, ChatRequest
+from diskprefix.daemon.api.parsed_request import ParsedRequest, constraint_of
+from diskprefix.daemon.api.responses import ResponseRequest, Responses
+from diskprefix.daemon.chat.canonicalisers import Canonicalisers
+from diskprefix.daemon.chat.messages import Conversation, Message, TextPart, ToolCall
+from diskprefix.daemon.chat.output.call_grammar import CallGrammar
+from diskprefix.daemon.chat.output.call_values import OfferedTools, braces, elements, python_calls, value_of
+from diskprefix.daemon.chat.output.choose_format import OutputFormat
+from diskprefix.daemon.chat.output.families import FAMILIES, Family
+from diskprefix.daemon.chat.replay import ConversationHash, Turn
+from diskprefix.daemon.chat.template_input import (
+    TemplateInput,
+    message_for_template,
+    require_few_arguments,
+    visit_texts,
+)
+from diskprefix.daemon.compression.compression import shortened
+from diskprefix.daemon.engine.constraints.constraint_grammar import excess_of, grammar_of
+from diskprefix.daemon.engine.constraints.kept_schema import json_rules, parts, replace_part, weaker, with_any_of
+from diskprefix.daemon.engine.request import Constraint
+from diskprefix.daemon.ollama.ollama_dialect import Ollama, OllamaChatRequest
+from diskprefix.daemon.server.body import parse_json
 from diskprefix.errors import InvalidRequest
-from diskprefix.extras.compression.compression import shortened
-from diskprefix.extras.ollama.ollama_dialect import Ollama, OllamaChatRequest
-from diskprefix.server.body import parse_json
 
 BIG = {"const": 2**60}
 """A schema with an integer that doubles do not hold: its grammar is written rule by rule."""

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from tests.server.daemon_process import DaemonProcess
-from tests.server.scripted import AppServer
+from tests.daemon.server.daemon_process import DaemonProcess
+from tests.daemon.server.scripted import AppServer
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

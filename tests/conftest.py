@@ -17,12 +17,12 @@ import pytest
 import torch
 from hypothesis import settings
 
-from diskprefix.engine.idle import cpu_waits
+from diskprefix.daemon.engine.idle import cpu_waits
 from diskprefix.native import library
 from tests import cache_folder, cases
 from tests.closing import ClosingLines
-from tests.server.chat_model import write_chat_model
-from tests.server.daemon_process import DaemonProcess, serve_flags
+from tests.daemon.server.chat_model import write_chat_model
+from tests.daemon.server.daemon_process import DaemonProcess, serve_flags
 
 # Who starts the tests in the background may have interrupts ignored; what the tests start would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -99,14 +99,14 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def agent_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the chat model, with a template that writes calls and thoughts."""
-    from tests.server.agent_model import TEMPLATE
+    from tests.daemon.server.agent_model import TEMPLATE
 
     return write_chat_model(tmp_path_factory.mktemp("models") / "agent", chat_template=TEMPLATE)
 
 
 @pytest.fixture(scope="module")
 def engine() -> Any:
-    from tests.server.scripted import ScriptedEngine
+    from tests.daemon.server.scripted import ScriptedEngine
 
     return ScriptedEngine()
 
@@ -114,7 +114,7 @@ def engine() -> Any:
 @pytest.fixture(scope="module")
 def agent(agent_model: Path, engine: Any) -> Iterator[Any]:
     """The application of that model over the scripted engine."""
-    from tests.server.scripted import scripted_app
+    from tests.daemon.server.scripted import scripted_app
 
     with scripted_app(agent_model, engine) as running:
         yield running

@@ -27,8 +27,8 @@ _context.set_forkserver_preload(
         "torch",
         "transformers",
         "transformers.models.llama.modeling_llama",
-        "diskprefix.app",
-        "diskprefix.server.process.process",
+        "diskprefix.daemon.app",
+        "diskprefix.daemon.server.process.process",
     ]
 )
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import diskprefix
-from diskprefix.api.openai_chat import ChatRequest
+from diskprefix.daemon.api.openai_chat import ChatRequest
+from diskprefix.daemon.server.body import parse_json
 from diskprefix.errors import InvalidRequest
-from diskprefix.server.body import parse_json
 from tests.client_json import BIG, NESTED, WALKS, WIDE, WORD, TooMuch, Work, nested, random_json
 from tests.examples import examples
 
@@ -79,13 +79,28 @@ def test_the_deepest_json_that_a_body_may_hold_is_taken_by_each(name: str) -> No
         walk(nested(name, deepest))
 
 
-CHECKED = ("api", "chat", "engine/constraints", "server", "extras", "desk", "bridges")
+CHECKED = (
+    "daemon/api",
+    "daemon/chat",
+    "daemon/engine/constraints",
+    "daemon/server",
+    "daemon/catalogue",
+    "daemon/compression",
+    "daemon/embedding",
+    "daemon/infill",
+    "daemon/ollama",
+    "daemon/router",
+    "extras",
+    "desk",
+    "bridges",
+    "daemon/web_page.py",
+)
 OF_OTHERS = {
     "desk/models/plan_table.py": {"_fields", "_flat"},  # the configurations of models
-    "api/fields.py": {"_as_json"},  # the models of our own bodies
-    "chat/client_text.py": {"_alternatives"},  # the texts of the model's tokens
-    "chat/template.py": {"differ"},  # likewise
-    "server/openapi.py": {"_type"},  # the schemas of our own bodies
+    "daemon/api/fields.py": {"_as_json"},  # the models of our own bodies
+    "daemon/chat/client_text.py": {"_alternatives"},  # the texts of the model's tokens
+    "daemon/chat/template.py": {"differ"},  # likewise
+    "daemon/server/openapi.py": {"_type"},  # the schemas of our own bodies
 }
 """Functions that call themselves for what no client sends."""
 

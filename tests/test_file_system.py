@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from diskprefix import app, file_system, hooks
+from diskprefix import file_system
+from diskprefix.daemon import app, hooks
+from diskprefix.daemon.settings import Settings
 from diskprefix.file_system import Mount, lost_with_container, mount_of
-from diskprefix.settings import Settings
 
 OVERLAY = "1 0 0:30 / / rw,relatime - overlay overlay rw,lowerdir=/a,upperdir=/b"
 NUMBER = "0123456789abcdef" * 4

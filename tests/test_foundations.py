@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from msgspec.structs import fields
 
 from diskprefix import progress
+from diskprefix.daemon.server.keys import OwnerToken
 from diskprefix.errors import SettingsError
 from diskprefix.memo import Memo
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.printable import escaped, printable_only, shown
 from diskprefix.progress import progress_bar
-from diskprefix.server.keys import OwnerToken
 from diskprefix.tenant_ids import matches
 from diskprefix.user_key import user_key
 from diskprefix.values import SHARED, CacheReport, Scope, Selection, Tenant

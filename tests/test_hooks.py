@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from diskprefix import hooks
+from diskprefix.daemon import hooks, router
+from diskprefix.daemon.catalogue import catalogue
+from diskprefix.daemon.compression import compression
+from diskprefix.daemon.settings import Settings
 from diskprefix.errors import SettingsError
-from diskprefix.extras import pictures, router
-from diskprefix.extras.catalogue import catalogue
-from diskprefix.extras.compression import compression
+from diskprefix.extras import pictures
 from diskprefix.extras.remote import remote_tier, upkeep
 from diskprefix.extras.simulate import recording
-from diskprefix.settings import Settings
 
 if TYPE_CHECKING:
     from diskprefix.cache.tiers.tier import Bucket, SharedTier
-    from diskprefix.chat.draft import Compress
+    from diskprefix.daemon.chat.draft import Compress
     from diskprefix.model.load.picture_processor import PictureProcessor, PicturesModel
 
     # `hooks` names the types of what extras provide without importing them. Here mypy compares these types.

@@ -30,7 +30,7 @@ def test_extras_that_pages_and_messages_name_exist_and_the_package_is_taken_from
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     is_on_index = "is not on PyPI" not in " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     found = list(lines())
-    assert {"README.md", "diskprefix/chat/README.md"} <= {name for name, _ in found}
+    assert {"README.md", "diskprefix/daemon/chat/README.md"} <= {name for name, _ in found}
     for name, line in found:
         assert set(line[2].split(",")) <= set(project["optional-dependencies"]), f"{name}: {line[0]}"
         assert line[1] == "." or is_on_index, f"{name}: {line[0]}"

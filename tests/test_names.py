@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "diskprefix"
-CORE = [file for name in ("cache", "engine", "kv", "store") for file in sorted((PACKAGE / name).rglob("*.py"))]
+CORE = [file for name in ("cache", "daemon/engine", "kv", "store") for file in sorted((PACKAGE / name).rglob("*.py"))]
 MOST_DEFINITIONS = 5
 EXCEPT = {"close", "run"}
 """Verbs whose object is always what they are called on."""

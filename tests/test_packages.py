@@ -21,33 +21,42 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 BELOW: dict[str, frozenset[str]] = {}
 """For each room, those that it may import: all in the rows before its own, but not its neighbours."""
 for _row in (
-    "control_groups errors fair_cache file_system identity json_values nearest",
+    "control_groups errors fair_cache file_system identity daemon.json_values nearest",
     "printable progress thread_pool version",
-    "origins thread_work units",
-    "private_file settings tenant_ids tokens",
+    "daemon.origins thread_work units",
+    "private_file daemon.settings tenant_ids tokens",
     "values",
     "namespace_key memo native user_key",
     "store",
     "kv",
-    "hooks",
+    "daemon.hooks",
     "model cache",
     "grid llama",
-    "engine chat",
-    "api",
-    "server",
-    "app",
-    "cli",
+    "daemon.engine daemon.chat",
+    "runtime.choose_runtime daemon.api",
+    "daemon.server",
+    "daemon.app",
+    "daemon.cli",
+    "daemon.web_page daemon.catalogue",
+    "daemon.compression daemon.embedding daemon.infill",
+    "daemon.ollama",
+    "daemon.router",
     "extras",
     "desk",
     "bridges",
 ):
     BELOW |= dict.fromkeys(_row.split(), frozenset(BELOW))
-BELOW["hooks"] |= {"cache", "chat", "model", "server"}  # Only for the types of what extras provide.
-BELOW["__main__"] = frozenset({"cli"})
+BELOW["daemon.hooks"] |= {
+    "cache",
+    "daemon.chat",
+    "model",
+    "daemon.server",
+}  # Only for the types of what extras provide.
+BELOW["__main__"] = frozenset({"daemon.cli"})
 BELOW["__init__"] = frozenset({"extras", "version"})  # The library, on its first use.
 for _house in ("daemon", "prefixstore", "runtime"):
     BELOW.setdefault(_house, frozenset())  # Of what stands in no room.
-BELOW_LAYERS = {"cache.policy": BELOW["store"], "cache.tiers": BELOW["hooks"]}
+BELOW_LAYERS = {"cache.policy": BELOW["store"], "cache.tiers": BELOW["daemon.hooks"]}
 
 BESIDE = {
     "clients": {"models", "shared"},
@@ -59,8 +68,6 @@ BESIDE = {
     "housekeeping": {"shared"},
     "exchange": {"shared"},
     "simulate": {"shared"},
-    "router": {"catalogue", "ollama", "web_page"},
-    "ollama": {"catalogue", "embedding"},
     "lmcache": {"shared"},
     "sglang": {"shared"},
     "vllm": {"shared"},
@@ -85,7 +92,7 @@ ONLY_IMPORTERS = {
 WITHOUT_TORCH = {
     "errors",
     "identity",
-    "settings",
+    "daemon.settings",
     "namespace_key",
     "user_key",
     "values",
@@ -95,7 +102,7 @@ WITHOUT_TORCH = {
     "printable",
     "units",
 }
-WITHOUT_TORCH |= {"native", "store", "kv", "hooks", "cache", "chat", "api", "server"}
+WITHOUT_TORCH |= {"native", "store", "kv", "daemon.hooks", "cache", "daemon.chat", "daemon.api", "daemon.server"}
 TORCH_LIBRARIES = {"torch", "transformers", "accelerate", "safetensors"}
 
 WITH_FOREIGN_NAMES = {
@@ -219,9 +226,13 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         ("store", "import torch", "store imports torch"),
         ("cache.policy", "from transformers import AutoTokenizer", "cache.policy imports transformers"),
         ("cache.policy.select", "from diskprefix.store.schema import NodeKind", "cache.policy.select imports store"),
-        ("tokens", "if TYPE_CHECKING:\n    from diskprefix.engine.request import Usage", "tokens imports engine"),
-        ("engine", "from importlib import import_module\nimport_module('lmdb')", "engine imports lmdb"),
-        ("server", "from .errors import reply", "server uses a relative import"),
+        (
+            "tokens",
+            "if TYPE_CHECKING:\n    from diskprefix.daemon.engine.request import Usage",
+            "tokens imports daemon.engine",
+        ),
+        ("daemon.engine", "from importlib import import_module\nimport_module('lmdb')", "daemon.engine imports lmdb"),
+        ("daemon.server", "from .errors import reply", "daemon.server uses a relative import"),
         (
             "desk.warm.warm_prompts",
             "from diskprefix.desk.watch.browse.flat import X",
@@ -249,9 +260,9 @@ def test_a_circle_is_found() -> None:
 
 
 OF_COMMANDS = (
-    "app",
-    "cli",
-    "extras.catalogue.catalogue",
+    "daemon.app",
+    "daemon.cli",
+    "daemon.catalogue.catalogue",
     "desk.warm.warm_command",
     "desk.watch.inspect.inspect_command",
     "desk.simulate.simulate_command",
@@ -265,17 +276,18 @@ OF_MODULES = ("model.vision_encoder", "model.load.parameters")
 OF_SERVING = tuple(
     name
     for name in SOURCES
-    if package_of(name) in {"native", "store", "kv", "model", "cache", "engine", "chat", "api", "server"}
+    if package_of(name)
+    in {"native", "store", "kv", "model", "cache", "daemon.engine", "daemon.chat", "daemon.api", "daemon.server"}
     and name not in OF_MODULES
 )
 OF_FEW_REQUESTS = {
     "llguidance",
     "prometheus_client",
     "gguf",
-    "diskprefix.api.anthropic",
-    "diskprefix.api.responses_items",
+    "diskprefix.daemon.api.anthropic",
+    "diskprefix.daemon.api.responses_items",
 }
-OF_THE_ROUTER = "app", "cli.serve_command", "extras.router.router_server", "extras.catalogue.catalogue"
+OF_THE_ROUTER = "daemon.app", "daemon.cli.serve_command", "daemon.router.router_server", "daemon.catalogue.catalogue"
 
 
 @pytest.mark.cases(2)
@@ -285,8 +297,11 @@ OF_THE_ROUTER = "app", "cli.serve_command", "extras.router.router_server", "extr
         (OF_COMMANDS, {"torch", "transformers", "uvicorn"}),
         (OF_THE_ROUTER, {"torch", "transformers", "pydantic", "numpy", "zstandard"}),
         (OF_SERVING, {"torch", "transformers"}),
-        (("cli.serve_command", "server.process.process"), {"torch", "transformers", "pydantic", "starlette"}),
-        (("server.http_app", "engine.loop", "model.load.gguf"), OF_FEW_REQUESTS),
+        (
+            ("daemon.cli.serve_command", "daemon.server.process.process"),
+            {"torch", "transformers", "pydantic", "starlette"},
+        ),
+        (("daemon.server.http_app", "daemon.engine.loop", "model.load.gguf"), OF_FEW_REQUESTS),
     ],
     ids=["commands and what simulates", "the router", "what serves", "what listens", "a start"],
 )
@@ -321,9 +336,9 @@ class Module(types.ModuleType):
         return type(name, (), {{"DISK": 0, "STORAGE": 0}})
 sys.modules |= {{name: Module(name) for name in {VLLM_MODULES!r}}}
 sys.modules |= dict.fromkeys({sorted(absent)!r})  # an import of them fails
-import diskprefix.bridges.vllm.connector, diskprefix.bridges.vllm.offload_tier, diskprefix.cli
+import diskprefix.bridges.vllm.connector, diskprefix.bridges.vllm.offload_tier, diskprefix.daemon.cli
 for name in ("inspect", "verify", "purge", "compact", "backup", "restore", "export"):
-    diskprefix.cli.cli.main([name, "--help"], standalone_mode=False)
+    diskprefix.daemon.cli.cli.main([name, "--help"], standalone_mode=False)
 """
     subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
 

@@ -20,7 +20,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 import diskprefix
-from diskprefix.server.threads import WorkKind
+from diskprefix.daemon.server.threads import WorkKind
 from diskprefix.values import ACCEPTED, SCOPE_WORDS
 from tools.releasing.release import released_version
 
@@ -359,8 +359,8 @@ NAMES_SCOPES = [
     *(
         f"diskprefix/{name}"
         for name in (
-            *("TOUR.md", "server/README.md", "cache/README.md", "bridges/vllm/README.md", "settings.py"),
-            *("api/fields.py", "desk/warm/warm_command.py", "desk/simulate/simulate_command.py"),
+            *("TOUR.md", "daemon/server/README.md", "cache/README.md", "bridges/vllm/README.md", "daemon/settings.py"),
+            *("daemon/api/fields.py", "desk/warm/warm_command.py", "desk/simulate/simulate_command.py"),
         )
     ),
 ]

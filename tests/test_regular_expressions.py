@@ -19,52 +19,55 @@ import pytest
 import regex
 
 import diskprefix
-from diskprefix.api.anthropic_writer import MessageWriter
-from diskprefix.api.dialect import Head
-from diskprefix.api.reply import DeltaEvent
-from diskprefix.api.responses_writer import OutputItems
-from diskprefix.chat.canonicalisers import CANONICALISERS
-from diskprefix.chat.output.call_patterns import strings_of
-from diskprefix.chat.output.call_values import OfferedTools, python_calls
-from diskprefix.chat.output.choose_format import OutputFormat
-from diskprefix.chat.output.families import FAMILIES, Family
-from diskprefix.chat.output.format import ContentDelta
+from diskprefix.daemon.api.anthropic_writer import MessageWriter
+from diskprefix.daemon.api.dialect import Head
+from diskprefix.daemon.api.reply import DeltaEvent
+from diskprefix.daemon.api.responses_writer import OutputItems
+from diskprefix.daemon.chat.canonicalisers import CANONICALISERS
+from diskprefix.daemon.chat.output.call_patterns import strings_of
+from diskprefix.daemon.chat.output.call_values import OfferedTools, python_calls
+from diskprefix.daemon.chat.output.choose_format import OutputFormat
+from diskprefix.daemon.chat.output.families import FAMILIES, Family
+from diskprefix.daemon.chat.output.format import ContentDelta
 
 PACKAGE = Path(diskprefix.__file__).parent
 USES = ("match", "fullmatch", "search", "sub", "split", "finditer", "findall")
 MADE: dict[str, list[tuple[str, tuple[str, ...]]]] = {
-    "chat/client_text.py": [
+    "daemon/chat/client_text.py": [
         (r"(?i)(<\|im_(?:end\|>|start\|>))", ("split", "match")),
         ("(?i)[<|]", ("search",)),
         ("[\U000f0000-\U000f0010][\U000f0000-\U000f0010]*", ("search", "sub")),
         (r"\\u(db[89a-f][0-9a-f])\\u(d[c-f][0-9a-f]{2})", ("sub",)),
     ],
-    "chat/content.py": [(r"(<\|image_pad\|>)", ("split",))],
+    "daemon/chat/content.py": [(r"(<\|image_pad\|>)", ("split",))],
     "model/gguf/encoders.py": [(r"model\.visual\.blocks\.(\d+)\.(.+)", ("fullmatch",))],
     "model/families/optional_weights.py": [(r"(?!)|self_attn\.(qkv|q|k|v)_proj|mamba\.conv1d", ("fullmatch",))],
     "model/load/folder_weights.py": [(r"self_attn\.(f_a_proj\.|f_b_proj\.|dt_bias|A_log)", ("sub",))],
-    "chat/canonicaliser_rules.py": [
+    "daemon/chat/canonicaliser_rules.py": [
         (f"(?m){pattern.pattern}", uses)
         for one in CANONICALISERS
         for pattern, uses in ((one.pattern, ("search", "sub")), (one.lines, ("search",)), (one.seen, ("search",)))
     ],
-    "chat/output/call_grammar.py": [("ARGUMENTS|VALUE", ("sub",))],
-    "chat/output/call_values.py": [(r"<(/?)([\w.\-]+)>", ("split",))],
-    "chat/output/loose_values.py": [
+    "daemon/chat/output/call_grammar.py": [("ARGUMENTS|VALUE", ("sub",))],
+    "daemon/chat/output/call_values.py": [(r"<(/?)([\w.\-]+)>", ("split",))],
+    "daemon/chat/output/loose_values.py": [
         (r"(?<=\S)\s*(?:,\s*(?:['\"\[({]|-?\d|(?:true|None)\b)|(?:,\s*)?[\])])", ("match", "search")),
         (r"(?<=\S)\s*(?:,\s*(?:key|other)\s*=|(?:,\s*)?\)\s*(?:(?:\]\s*)?\Z|(?:[,;]\s*)?\w+\s*\())", ("match",)),
     ],
-    "chat/output/parsers.py": [],
-    "chat/output/call_patterns.py": [
+    "daemon/chat/output/parsers.py": [],
+    "daemon/chat/output/call_patterns.py": [
         (r'<invoke name="(?P<name>[^"\n]+)">', ("match",)),
         (strings_of("").pattern, ("finditer",)),
         (r"\n?</p>(?=\s*(?:</f>|<p=(?P<next>[^>\n]+)>))|\n(?=<p=[^>\n]+>)|\n?(?=(?:</f>)\s*</c>\s*<c>)", ("search",)),
     ],
-    "cli/policy_file.py": [(r"""\s*(\[+\s*)?["']?key["']?\s*[=.\]]""", ("match",))],
+    "daemon/cli/policy_file.py": [(r"""\s*(\[+\s*)?["']?key["']?\s*[=.\]]""", ("match",))],
 }
 """Samples of the patterns that are made while the program runs, and how they are used, by module. Alternatives of
 escaped texts need none. Those of formats of replies are run by their parsers, below."""
-PASSED_ON = {"chat/output/reader.py:_STRING": ("match",), "chat/output/parsers.py:_WRAPPER_END": ("search",)}
+PASSED_ON = {
+    "daemon/chat/output/reader.py:_STRING": ("match",),
+    "daemon/chat/output/parsers.py:_WRAPPER_END": ("search",),
+}
 """How patterns are used that a module hands to another one."""
 LARGEST_COUNT = 64
 """Of a repetition: what may repeat 300 times makes 300 attempts at every character."""

@@ -17,29 +17,29 @@ import httpx
 import pytest
 
 import diskprefix
-from diskprefix.api.openai_chat import Chat
-from diskprefix.api.parsed_request import ParsedRequest
-from diskprefix.app import load_engine
 from diskprefix.cache import choosing
 from diskprefix.cache.matching import Matcher, RestoreResult
 from diskprefix.cache.restore import Restore
 from diskprefix.cache.tiers.tier import View
-from diskprefix.chat import renderer
-from diskprefix.chat.draft import PromptDraft
-from diskprefix.chat.messages import Conversation, TextPart
-from diskprefix.engine.sampler import Sampler
-from diskprefix.engine.scheduler import Chunk, Scheduler
-from diskprefix.server import daemon
-from diskprefix.settings import Settings
+from diskprefix.daemon.api.openai_chat import Chat
+from diskprefix.daemon.api.parsed_request import ParsedRequest
+from diskprefix.daemon.app import load_engine
+from diskprefix.daemon.chat import renderer
+from diskprefix.daemon.chat.draft import PromptDraft
+from diskprefix.daemon.chat.messages import Conversation, TextPart
+from diskprefix.daemon.engine.sampler import Sampler
+from diskprefix.daemon.engine.scheduler import Chunk, Scheduler
+from diskprefix.daemon.server import daemon
+from diskprefix.daemon.settings import Settings
 from diskprefix.store.save import Save
 from diskprefix.store.store import Publication
 from diskprefix.store.writer import Writer
 from diskprefix.tokens import Logits
 from diskprefix.values import Selection
+from tests.daemon.server.chat_model import write_chat_model
+from tests.daemon.server.daemon_process import reply_to, text_of, wait_until
+from tests.daemon.server.scripted import started_app
 from tests.engines import ENGINE
-from tests.server.chat_model import write_chat_model
-from tests.server.daemon_process import reply_to, text_of, wait_until
-from tests.server.scripted import started_app
 
 ROOT = Path(diskprefix.__file__).parent
 PAGE = ROOT / "TOUR.md"
@@ -68,9 +68,12 @@ AT_BLOCKS: Values = {
         "3 pages of the group: (4, 1, 256, 32), float16",
     ],
     "cache/policy/select.py": ["common 665, recent 1, reason continues", "kept 512 of 692, saves_reply True"],
-    "engine/scheduler.py": ["tokens 512 to 692", *(f"tokens {start} to {start + 1}" for start in (692, 693, 694))],
+    "daemon/engine/scheduler.py": [
+        "tokens 512 to 692",
+        *(f"tokens {start} to {start + 1}" for start in (692, 693, 694)),
+    ],
     "store/writer.py": ["entry: True, prompt: True"],
-    "server/streaming.py": [
+    "daemon/server/streaming.py": [
         ": diskprefix",
         'data: … {"delta": {"content": "therpar"}}',
         'data: … {"finish_reason": "length"}',
@@ -200,15 +203,15 @@ class Tap(NamedTuple):
 
 
 TAPS = (
-    Tap("api/openai_chat.py", Chat, "read", conversation),
-    Tap("chat/template.py", renderer, "render", text),
-    Tap("chat/encoder.py", renderer, "encode", token_ids),
-    Tap("chat/boundaries.py", renderer, "bound", boundaries),
+    Tap("daemon/api/openai_chat.py", Chat, "read", conversation),
+    Tap("daemon/chat/template.py", renderer, "render", text),
+    Tap("daemon/chat/encoder.py", renderer, "encode", token_ids),
+    Tap("daemon/chat/boundaries.py", renderer, "bound", boundaries),
     Tap("cache/tiers/nodes.py", Matcher, "match", names),
     Tap("cache/restore.py", Restore, "_restore", restored),
     Tap("cache/policy/select.py", choosing, "select", selection),
-    Tap("engine/scheduler.py", Scheduler, "schedule", step),
-    Tap("engine/sampler.py", Sampler, "sample", sampled),
+    Tap("daemon/engine/scheduler.py", Scheduler, "schedule", step),
+    Tap("daemon/engine/sampler.py", Sampler, "sample", sampled),
     Tap("store/writer.py", Writer, "queue_publication", published),
 )
 
@@ -259,13 +262,13 @@ def values(tmp_path_factory: pytest.TempPathFactory) -> Values:
         said = text_of(reply_to(client, {"messages": messages, "max_tokens": 8, "temperature": 0}))
     messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "And three cities?"}]
     body = {"messages": messages, **FIELDS}
-    found["server/answer.py"] = wrapped(shortened(json.dumps(body)))
+    found["daemon/server/answer.py"] = wrapped(shortened(json.dumps(body)))
     with running() as client, tapped(found):
         response = client.post("/v1/chat/completions", json=body).raise_for_status()
         # With the reply there is a publication of its own.
         num_lines = 1 if ENGINE == "llama" else 3
         wait_until(lambda: len(found["store/writer.py"]) == num_lines, "the state is written")
-    found["server/streaming.py"] = events(response.text)
+    found["daemon/server/streaming.py"] = events(response.text)
     return found
 
 

@@ -22,11 +22,11 @@ import click
 import httpx
 import msgspec
 
+from diskprefix.daemon.server.process.token_file import page_link
+from diskprefix.daemon.web_page import DASHBOARD_PAGE
 from diskprefix.desk.shared.daemon_call import key_for
 from diskprefix.errors import DiskPrefixError
-from diskprefix.extras.web_page import DASHBOARD_PAGE
 from diskprefix.model.load.embedded import embedded_file
-from diskprefix.server.process.token_file import page_link
 from tools.measuring.live_server import POLL_S, LiveServer
 from tools.measuring.options import run_tool
 from tools.pictures import session_drawing, words_drawing
@@ -68,7 +68,7 @@ _BELOW_CARD = 10
 """Pixels, less than between two cards."""
 _COLOURS, _LONGEST = 128, 2.7
 """The most colours of a picture, and its largest height as a multiple of its width."""
-_SOURCES = tuple(f"diskprefix/{name}.py" for name in ("values", "tokens", "units", "settings"))
+_SOURCES = tuple(f"diskprefix/{name}.py" for name in ("values", "tokens", "units", "daemon/settings"))
 _SYSTEM = "You are a coding agent. You work in a repository, read files before you change them, and answer briefly. "
 _TASKS = ("What does the first file do?", "Which of its functions are public?", "Say how it is tested.", "Sum it up.")
 

@@ -23,10 +23,10 @@ from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cache.policy.write_budget import Spending
 from diskprefix.cache.tiered_store import TieredStore
 from diskprefix.cache.tiers.loading import READER_THREADS
+from diskprefix.daemon.settings import Settings
 from diskprefix.errors import CacheError
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.sequence import KVSequence, Owner
-from diskprefix.settings import Settings
 from diskprefix.store.codec.codec import decode_piece, encode_piece
 from diskprefix.store.epochs import Epoch, Epochs
 from diskprefix.store.notes import TenantNotes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from diskprefix.cache.matching import RestoreResult
 from diskprefix.cache.policy.breaks import common_end, find_break
 from diskprefix.cache.policy.seen import Sighting
-from diskprefix.settings import Settings
+from diskprefix.daemon.settings import Settings
 from diskprefix.tokens import LEAST_TOKENS
 from diskprefix.values import Break, Lost, MissReason, Prompt, Selection
 

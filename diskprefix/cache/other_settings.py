@@ -11,9 +11,9 @@ from typing import cast, get_args
 from msgspec import Struct
 
 from diskprefix.cache.policy.select import StateKind
+from diskprefix.daemon.settings import flag_of
 from diskprefix.errors import StoreCorrupt
 from diskprefix.identity import has_same_weights, identity_of_tenant
-from diskprefix.settings import flag_of
 from diskprefix.store.schema import ModelRecord, OptionValue
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.tokens import root_hash

@@ -6,14 +6,14 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from diskprefix import hooks
 from diskprefix.cache.policy.write_budget import SpentByShare
 from diskprefix.cache.tiers.loading import MAX_LOADS, READER_THREADS
 from diskprefix.cache.tiers.local import of_any_build, view_buffer, view_disk
 from diskprefix.cache.tiers.tier import SharedTier, Tier
+from diskprefix.daemon import hooks
+from diskprefix.daemon.settings import Settings
 from diskprefix.errors import StoreUnavailable
 from diskprefix.namespace_key import NamespaceKey
-from diskprefix.settings import Settings
 from diskprefix.store.folder import require_on_disk
 from diskprefix.store.statistics.savings import SavingsLog
 from diskprefix.store.store import Store

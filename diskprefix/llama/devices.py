@@ -6,10 +6,10 @@ import logging
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from diskprefix.daemon.settings import Settings
 from diskprefix.errors import ModelError, SettingsError
 from diskprefix.model.load.loader import find_model
 from diskprefix.progress import Report
-from diskprefix.settings import Settings
 
 if TYPE_CHECKING:
     from diskprefix.llama.llama_library import Device, Library

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from msgspec import Struct
 
+from diskprefix.daemon.settings import Settings
 from diskprefix.errors import ModelError, SettingsError
 from diskprefix.identity import Fingerprint, canonical
 from diskprefix.llama.devices import device_named
@@ -33,7 +34,6 @@ from diskprefix.model.load.read_tokenizer import read_tokenizer
 from diskprefix.native.compute_threads import num_threads
 from diskprefix.printable import first_line
 from diskprefix.progress import Report
-from diskprefix.settings import Settings
 from diskprefix.units import format_size
 
 log = logging.getLogger("diskprefix")

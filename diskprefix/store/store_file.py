@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from diskprefix.daemon.settings import MAX_BUDGET, MIN_BUDGET
 from diskprefix.errors import (
     CacheError,
     ReaderStays,
@@ -22,7 +23,6 @@ from diskprefix.errors import (
     StoreUnavailable,
 )
 from diskprefix.namespace_key import NamespaceKey
-from diskprefix.settings import MAX_BUDGET, MIN_BUDGET
 from diskprefix.store.changes import Changes
 from diskprefix.store.compact import compact_folder
 from diskprefix.store.environment import Environment

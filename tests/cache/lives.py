@@ -14,7 +14,7 @@ import numpy as np
 
 from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.cache.context import SENT, PromptOrigin
-from diskprefix.engine.forward import prefill
+from diskprefix.daemon.engine.forward import prefill
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.store.note_record import NoteKind, decode_note
 from diskprefix.store.purge import PurgeFilter, purge

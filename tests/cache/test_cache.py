@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from diskprefix.cache import namespaces as namespaces_module
 from diskprefix.cache.cached_request import CachedRequest, save_idle
 from diskprefix.cache.saving import Saver
-from diskprefix.engine.forward import prefill
+from diskprefix.daemon.engine.forward import prefill
 from diskprefix.errors import StoreUnavailable
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence

@@ -12,7 +12,7 @@ import torch
 from msgspec.structs import replace
 
 from diskprefix.cache.cached_request import CachedRequest
-from diskprefix.engine.forward import prefill
+from diskprefix.daemon.engine.forward import prefill
 from diskprefix.errors import StoreUnavailable
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.store.purge import PurgeFilter, purge

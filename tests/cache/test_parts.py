@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from diskprefix.cache.cached_request import CachedRequest
-from diskprefix.engine.forward import prefill
+from diskprefix.daemon.engine.forward import prefill
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run
 from diskprefix.store.note_record import NoteKind, StoredNote

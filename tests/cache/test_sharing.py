@@ -14,8 +14,8 @@ from msgspec.structs import replace
 from transformers import PreTrainedModel
 
 from diskprefix.cache.tiers.tier import Prefetched
+from diskprefix.daemon.settings import Settings
 from diskprefix.errors import SettingsError
-from diskprefix.settings import Settings
 from diskprefix.values import Prompt
 from tests.cache.opening import FULL
 from tests.object_server import Fault, ObjectServer, object_server

@@ -14,7 +14,7 @@ from diskprefix.cache import saving
 from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cache.policy.write_budget import Spending
-from diskprefix.engine.forward import prefill
+from diskprefix.daemon.engine.forward import prefill
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.store.schema import EntryRecord, NodeKind, NodeRecord
 from diskprefix.store.verify import verify_index

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from diskprefix.cli import main
+from diskprefix.daemon.cli import main
 from diskprefix.desk.shared import daemon_call, tooling
 from diskprefix.store.store import Publication
 from diskprefix.tokens import TokenIds
@@ -71,7 +71,7 @@ def run_fresh(*commands: list[str]) -> tuple[list[str], set[str]]:
     """
     code = (
         "import json, sys\n"
-        "from diskprefix.cli import _run\n"
+        "from diskprefix.daemon.cli import _run\n"
         "assert not any(map(_run, json.loads(sys.argv[1])))\n"
         "print(*sys.modules, file=sys.stderr)"
     )

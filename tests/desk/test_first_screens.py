@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from diskprefix.values import MISS_REASONS, words_of
+from tests.daemon.server.daemon_process import DaemonProcess, reply_to, running_daemon
 from tests.desk.conftest import Run
-from tests.server.daemon_process import DaemonProcess, reply_to, running_daemon
 
 PACKAGE = Path(__file__).parents[2] / "diskprefix"
 AUTHORS_WORDS = re.compile(

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.daemon.server.daemon_process import CHAT, DaemonProcess, ask, clean_environment, reply_to, serve_flags
 from tests.desk.conftest import Run
-from tests.server.daemon_process import CHAT, DaemonProcess, ask, clean_environment, reply_to, serve_flags
 from tests.waiting import wait_for
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import click
 import pytest
 
-from diskprefix.cli import cli
+from diskprefix.daemon.cli import cli
+from tests.daemon.server.daemon_process import DaemonProcess
 from tests.desk.conftest import Run
-from tests.server.daemon_process import DaemonProcess
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("diskprefix", "policies", "systemd", "tests", "tools")

@@ -2,7 +2,7 @@
 
 import os
 
-from diskprefix.cli import main
+from diskprefix.daemon.cli import main
 
 os.umask(0)
 main()

@@ -6,8 +6,8 @@ from __future__ import annotations
 import os
 from functools import partialmethod
 
-from diskprefix.cli import main
-from diskprefix.settings import Settings
+from diskprefix.daemon.cli import main
+from diskprefix.daemon.settings import Settings
 
 if __name__ == "__main__":
     interval = int(os.environ["CHECKPOINT_INTERVAL"])

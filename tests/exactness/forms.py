@@ -22,13 +22,13 @@ import torch
 
 from diskprefix.store.store import Store
 from diskprefix.tokens import as_token_ids
+from tests.daemon.server.chat_model import write_chat_model
+from tests.daemon.server.daemon_process import DaemonProcess, clean_environment, serve_flags, wait_until
 from tests.engines import ENGINE
 from tests.exactness.architectures import VOCAB, tiny_model
 from tests.exactness.jobs import Case, Lengths, cases_of
 from tests.exactness.rows import UNSUPPORTED
 from tests.model import tiny
-from tests.server.chat_model import write_chat_model
-from tests.server.daemon_process import DaemonProcess, clean_environment, serve_flags, wait_until
 
 ONE_AT_A_TIME = "1GiB"
 """Room to compute is most of what a tiny model needs."""

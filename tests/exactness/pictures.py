@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from diskprefix.daemon.settings import Settings
 from diskprefix.model.load.loader import load_model
-from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds, as_token_ids, picture_ids
 from diskprefix.values import Picture
+from tests.daemon.server.picture_models import VISION_MODELS, image_bytes, write_lfm2_vl
 from tests.exactness.jobs import Job, Lengths, MakeTokens
 from tests.model.tensor_weights import modules_of
 from tests.runner import Pictures
-from tests.server.picture_models import VISION_MODELS, image_bytes, write_lfm2_vl
 
 PICTURED: dict[str, Callable[[Path], Path]] = {f"{name} with pictures": one for name, one in VISION_MODELS.items()}
 PICTURED["lfm2_vl with pictures"] = write_lfm2_vl

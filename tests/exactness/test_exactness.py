@@ -33,7 +33,7 @@ from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.writer import Writer
 from diskprefix.tokens import Logits, TokenIds
 from tests import forked
-from tests.engine.driving import patch_steps
+from tests.daemon.engine.driving import patch_steps
 from tests.exactness import rows, worker
 from tests.exactness.architectures import ARCHITECTURES, SCALED, WITH_DRAFT_LAYER, tiny_model
 from tests.exactness.forms import Alone, Answered, Comparison, SeveralRow, several_rows

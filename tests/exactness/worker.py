@@ -23,11 +23,11 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from diskprefix.daemon.settings import Settings
 from diskprefix.kv.layout import LayerSpec, Layout
 from diskprefix.model.drafts import DraftRow
 from diskprefix.model.load.loader import load_model
 from diskprefix.model.quants.quant_form import FILE_FORMS
-from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds, as_token_ids
 from tests.exactness.architectures import quantised_tiny_model, tiny_model
 from tests.exactness.jobs import Answer, Answers, Case, Job, Kind, MakeTokens, cases_of, read_jobs

@@ -8,7 +8,7 @@ import time
 
 from diskprefix.cache import saving
 from diskprefix.cache.cached_request import CachedRequest
-from diskprefix.cli import main
+from diskprefix.daemon.cli import main
 from diskprefix.kv.sequence import KVSequence
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.engine.forward import prefill
+from diskprefix.daemon.engine.forward import prefill
 from diskprefix.kv.layout import ExactAt
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.values import CacheOptions, Prompt

@@ -18,19 +18,16 @@ import httpx
 import pytest
 import torch
 
+from diskprefix.daemon.settings import Settings
 from diskprefix.errors import CacheError
-from diskprefix.settings import Settings
 from diskprefix.store import writer
 from diskprefix.store.folder import FolderUnavailable
 from diskprefix.store.save import Save
 from diskprefix.store.store import Store
 from diskprefix.store.writer import Writer
 from tests.closing import needs
-from tests.examples import thorough
-from tests.faults.power.recording import preloaded
-from tests.runner import Runner, random_prompt, same, tiny_llama, tiny_settings
-from tests.server.chat_model import write_chat_model
-from tests.server.daemon_process import (
+from tests.daemon.server.chat_model import write_chat_model
+from tests.daemon.server.daemon_process import (
     DaemonProcess,
     cache_states,
     clean_environment,
@@ -39,6 +36,9 @@ from tests.server.daemon_process import (
     serve_flags,
     wait_until,
 )
+from tests.examples import thorough
+from tests.faults.power.recording import preloaded
+from tests.runner import Runner, random_prompt, same, tiny_llama, tiny_settings
 from tests.small_disk import remount, small_disk
 from tests.store.building import BLOCK, Clock, is_whole, open_store, prompt, publication
 

@@ -23,9 +23,9 @@ from typing import Any
 import pytest
 
 from diskprefix.cache.cache import PrefixCache
-from diskprefix.engine import served_model
-from diskprefix.engine.idle.kept_weights import KeptWeights
-from diskprefix.engine.inbox import Inbox
+from diskprefix.daemon.engine import served_model
+from diskprefix.daemon.engine.idle.kept_weights import KeptWeights
+from diskprefix.daemon.engine.inbox import Inbox
 from diskprefix.errors import StoreUnavailable
 from diskprefix.store.environment import Environment
 from diskprefix.store.statistics.savings import SavingsLog

@@ -20,9 +20,8 @@ from diskprefix.store.store import Store
 from diskprefix.store.verify import verify_index
 from diskprefix.store.writer import Writer
 from tests import forked
-from tests.faults.kills import BLOCK, KINDS, MOST_S, Task, compute
-from tests.server.chat_model import write_chat_model
-from tests.server.daemon_process import (
+from tests.daemon.server.chat_model import write_chat_model
+from tests.daemon.server.daemon_process import (
     CHAT,
     DaemonProcess,
     cache_states,
@@ -32,6 +31,7 @@ from tests.server.daemon_process import (
     serve_flags,
     wait_until,
 )
+from tests.faults.kills import BLOCK, KINDS, MOST_S, Task, compute
 from tests.waiting import wait_for
 
 TOKENS, HALT_AT, INTERIM = 7 * BLOCK + 9, 5 * BLOCK, 2 * BLOCK

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from diskprefix.daemon.settings import Settings
 from diskprefix.errors import ModelError, SettingsError
 from diskprefix.llama.devices import device_named, is_chosen
 from diskprefix.llama.llama_context import LlamaModel, LlamaOptions
 from diskprefix.llama.llama_library import INSTALL, VERSION, Library, open_library
-from diskprefix.settings import Settings
 from tests.llama.scripted_library import ScriptedLlama
 
 GIB = 1 << 30

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from diskprefix.daemon.settings import Settings
 from diskprefix.desk.setup.doctor_model import model_findings
 from diskprefix.errors import ModelError, SettingsError
 from diskprefix.kv.pages import PagePool
@@ -20,7 +21,6 @@ from diskprefix.llama.load_llama import LoadedLlama, cells_of, load_llama
 from diskprefix.model.gguf.metadata import Metadata
 from diskprefix.model.load.gguf_header import FileTensor, GgufHeader
 from diskprefix.model.runtime import Rows
-from diskprefix.settings import Settings
 from tests.llama.scripted_library import ScriptedLlama
 from tests.model.tiny import write_gguf
 

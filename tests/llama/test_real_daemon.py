@@ -19,11 +19,11 @@ from anthropic import Anthropic
 from openai import OpenAI
 from pydantic import BaseModel
 
-from diskprefix.engine.idle import ahead_jobs
-from tests.server.agent_model import TEMPLATE
-from tests.server.chat_model import write_chat_model
-from tests.server.daemon_process import CHAT, DaemonProcess, clean_environment, reply_to, serve_flags, wait_until
-from tests.server.scripted import events_of, real_app
+from diskprefix.daemon.engine.idle import ahead_jobs
+from tests.daemon.server.agent_model import TEMPLATE
+from tests.daemon.server.chat_model import write_chat_model
+from tests.daemon.server.daemon_process import CHAT, DaemonProcess, clean_environment, reply_to, serve_flags, wait_until
+from tests.daemon.server.scripted import events_of, real_app
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Name three rivers and tell me where each of them begins."}]
 FIELDS: dict[str, Any] = {"model": "agent", "messages": MESSAGES, "seed": 5}

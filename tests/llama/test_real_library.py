@@ -23,8 +23,8 @@ from diskprefix.llama.llama_rehearsal import rehearse
 from diskprefix.llama.llama_runtime import LlamaRuntime
 from diskprefix.model.runtime import Rows
 from diskprefix.model.self_check import sequence_with_room
+from tests.daemon.server.daemon_process import DaemonProcess, reply_to, serve_flags, text_of
 from tests.model import tiny
-from tests.server.daemon_process import DaemonProcess, reply_to, serve_flags, text_of
 
 BLOCK, ROOM = 16, 100
 STEPS = (BLOCK, BLOCK, BLOCK, 7, 1, 1, 1)

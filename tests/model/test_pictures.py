@@ -22,6 +22,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
+from diskprefix.daemon.settings import Settings
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
@@ -29,11 +30,10 @@ from diskprefix.model.families.decoder_options import sees_pictures_whole
 from diskprefix.model.load.loader import load_model
 from diskprefix.model.runtime import PictureRows, Rows
 from diskprefix.model.vision_encoder import VisionEncoder
-from diskprefix.settings import Settings
 from tests.arrays import array_of
+from tests.daemon.server.picture_models import VISION_MODELS, image_bytes
 from tests.exactness.architectures import ARCHITECTURES, WINDOW
 from tests.modules import layout_of
-from tests.server.picture_models import VISION_MODELS, image_bytes
 from tests.steps import run
 
 pytestmark = pytest.mark.usefixtures("cache")

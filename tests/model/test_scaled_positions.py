@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from diskprefix.engine.loop import Engine
+from diskprefix.daemon.engine.loop import Engine
 from diskprefix.errors import ModelError
 from diskprefix.model.families.decoder_options import without_plan
 from diskprefix.model.families.rotary import rotary_of
 from diskprefix.model.model_config import ModelConfig
-from tests.engine.driving import done, load, run, tokens, tokens_of
+from tests.daemon.engine.driving import done, load, run, tokens, tokens_of
 from tests.exactness.architectures import POSITIONS, SCALED, tiny_model
 from tests.model import tiny
 from tests.model.test_plan import computed, exact, require_logits

@@ -14,7 +14,7 @@ import torch
 from msgspec.structs import replace
 from transformers import PreTrainedModel
 
-from diskprefix.engine.measured_model import measured
+from diskprefix.daemon.settings import Settings
 from diskprefix.model import self_check
 from diskprefix.model.load import loader, packed_weights
 from diskprefix.model.plan_runner import PlanRunner
@@ -22,7 +22,7 @@ from diskprefix.model.planned import NotExact, PlanRuntime, config_of, first_lay
 from diskprefix.model.quants.file_matrix import MatrixPacking
 from diskprefix.native import build, library
 from diskprefix.native.library import operators
-from diskprefix.settings import Settings
+from diskprefix.runtime.choose_runtime import measured
 from tests.exactness.architectures import tiny_model
 from tests.model import tiny
 from tests.modules import layout_of

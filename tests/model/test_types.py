@@ -30,9 +30,9 @@ MAY_NAME_TYPES = {
     ),
     **dict.fromkeys(
         [
-            "app.py",
-            "settings.py",
-            "engine/measured_model.py",
+            "daemon/app.py",
+            "daemon/settings.py",
+            "runtime/choose_runtime.py",
             "desk/setup/doctor_llama.py",
             *(f"llama/{name}.py" for name in _OF_LLAMA_CPP),
         ],

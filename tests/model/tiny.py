@@ -34,8 +34,8 @@ def tokens() -> list[str]:
 
 
 def read_file(file: Path, weights: str = "native") -> LoadedModel:
+    from diskprefix.daemon.settings import Settings
     from diskprefix.model.load.loader import load_model
-    from diskprefix.settings import Settings
 
     return load_model(Settings(model=str(file), weights=weights), lambda _line: None)
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.cli.policy_file import find_policy, read_policy
+from diskprefix.daemon.cli.policy_file import find_policy, read_policy
+from diskprefix.daemon.settings import Settings
 from diskprefix.errors import SettingsError
 from diskprefix.extras.simulate.comparison import GEOMETRIES, REGIMES, Regime
 from diskprefix.extras.simulate.geometry import TOKEN
 from diskprefix.extras.simulate.simulator import Policy, Simulator, Totals, simulate
 from diskprefix.extras.simulate.trace import Trace, TraceRequest
-from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds
 from diskprefix.units import parse_duration, parse_size
 from diskprefix.values import Prompt, Scope

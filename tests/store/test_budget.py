@@ -13,10 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from diskprefix import app
 from diskprefix.cache.tiered_store import open_store as open_settings
+from diskprefix.daemon import app
+from diskprefix.daemon.settings import Settings
 from diskprefix.errors import SettingsError
-from diskprefix.settings import Settings
 from diskprefix.store.eviction import usable_bytes
 from diskprefix.store.housekeeping import Housekeeping
 from diskprefix.store.store import Store

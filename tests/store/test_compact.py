@@ -181,7 +181,7 @@ def test_a_disk_that_fills_up_meanwhile_leaves_the_old_file(folder: Path, pubs: 
     code = f"""
 import resource, sys
 from pathlib import Path
-from diskprefix.cli import main
+from diskprefix.daemon.cli import main
 resource.setrlimit(resource.RLIMIT_FSIZE, ({1 << 20}, {1 << 20}))
 main(["compact", "--kv-cache-dir", {str(folder)!r}])
 """

@@ -14,9 +14,9 @@ LIMIT = re.compile(r"`(\w+)\.(_?[A-Z_]+_S)` (\d+(?:\.\d+)?) s\b")
 """A limit on the page: its module, its constant and its seconds."""
 DEFINED = re.compile(r"^([A-Z_]+(?:, [A-Z_]+)*) = ", re.MULTILINE)
 """The names that a line of a module gives values."""
-FOLDERS = ("store", "cache", "engine", "server", "desk/watch/dashboard")
+FOLDERS = ("store", "cache", "daemon/engine", "daemon/server", "desk/watch/dashboard")
 """The folders of the modules that the page names."""
-WAITING = [*sorted((ROOT / "store").rglob("*.py")), ROOT / "engine/fetches.py", ROOT / "cache/cache.py"]
+WAITING = [*sorted((ROOT / "store").rglob("*.py")), ROOT / "daemon/engine/fetches.py", ROOT / "cache/cache.py"]
 """The modules whose waits must all be on the page."""
 NO_WAITS = {
     "cache._NOTE_TTL_S": "a time to live",

@@ -18,11 +18,11 @@ from typing import Any
 import httpx
 import pytest
 
-from diskprefix.cli import main
-from diskprefix.extras.router import worker_program, workers
+from diskprefix.daemon.cli import main
+from diskprefix.daemon.router import worker_program, workers
 from tests import forked
-from tests.server.daemon_process import CHAT, clean_environment, serve_flags, wait_until
-from tests.server.test_auth import bearer, write_keys
+from tests.daemon.server.daemon_process import CHAT, clean_environment, serve_flags, wait_until
+from tests.daemon.server.test_auth import bearer, write_keys
 
 OLD, NEW = "0123456789abcdef", "fedcba9876543210"
 WATCHDOG_S = 2.0
@@ -138,7 +138,7 @@ def serve_one(flag: Path) -> None:
 
 def _hang_once(flag: Path) -> None:
     """From now on, the step of decoding that finds a file sleeps for an hour. It removes the file first."""
-    loop: Any = importlib.import_module("diskprefix.engine.loop")
+    loop: Any = importlib.import_module("diskprefix.daemon.engine.loop")
     forward = loop.forward
 
     def hanging(model: Any, step: Any, *others: Any) -> Any:

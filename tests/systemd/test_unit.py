@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from diskprefix.engine import served_model
+from diskprefix.daemon.engine import served_model
+from diskprefix.daemon.router import workers
+from diskprefix.daemon.server.process import process
+from diskprefix.daemon.settings import SETTINGS, Settings, default_kv_cache_dir, flag_of
 from diskprefix.errors import DeviceLost, SettingsError
-from diskprefix.extras.router import workers
-from diskprefix.server.process import process
-from diskprefix.settings import SETTINGS, Settings, default_kv_cache_dir, flag_of
 from diskprefix.units import parse_duration, parse_size
 from tests.closing import needs
 

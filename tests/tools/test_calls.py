@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from diskprefix.chat.output.families import FAMILIES
+from diskprefix.daemon.chat.output.families import FAMILIES
 from tools.__main__ import main
 from tools.benchmarks import calls
 from tools.benchmarks.call_cases import FIRST, LAST, NAME, Case, arguments_with

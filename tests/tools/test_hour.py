@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from tests.closing import needs
-from tests.server.chat_model import write_chat_model
+from tests.daemon.server.chat_model import write_chat_model
 from tests.waiting import wait_for
 from tools.measuring.environments import NotInstalled
 from tools.measuring.live_server import LiveServer

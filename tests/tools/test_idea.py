@@ -12,10 +12,10 @@ import pytest
 import torch
 import xxhash
 
-from diskprefix.engine.loop import Engine
+from diskprefix.daemon.engine.loop import Engine
 from diskprefix.grid.grid_runtime import GridRuntime
 from diskprefix.values import SHARED
-from tests.engine.driving import load, request, run_together, tokens
+from tests.daemon.engine.driving import load, request, run_together, tokens
 from tests.model import tiny
 from tools import idea
 

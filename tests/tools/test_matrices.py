@@ -17,7 +17,7 @@ import pytest
 
 from tests import forked
 from tests.cache_folder import USERS
-from tests.chat.families.sources import VOCABULARIES
+from tests.daemon.chat.families.sources import VOCABULARIES
 from tests.exactness import worker
 from tests.exactness.rows import DTYPES, answers_of, judged
 from tests.faults.seeds import part_of

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
+from diskprefix.daemon.server.metrics import _GATE
 from diskprefix.extras.remote.counts import Counts
-from diskprefix.server.metrics import _GATE
 from tests.closing import needs
-from tests.server.scripted import STATS
-from tests.server.test_metrics import Scraped, samples_of
+from tests.daemon.server.scripted import STATS
+from tests.daemon.server.test_metrics import Scraped, samples_of
 
 NEEDS_PROMTOOL = needs("promtool")
 FILES = Path(__file__).parents[2] / "tools/monitoring"

@@ -16,7 +16,7 @@ import click
 import msgspec
 import pytest
 
-from diskprefix.cli import cli
+from diskprefix.daemon.cli import cli
 from diskprefix.desk.shared.daemon_call import Stream
 from diskprefix.desk.talk import chat_command
 from diskprefix.desk.talk.chat_command import Talk

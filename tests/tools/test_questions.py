@@ -11,7 +11,7 @@ import httpx
 import pytest
 from rich.console import Console
 
-from tests.server.scripted import ScriptedEngine, scripted_app
+from tests.daemon.server.scripted import ScriptedEngine, scripted_app
 from tools.benchmarks.engines import HttpEngine
 from tools.benchmarks.questions import Count, ask, difference, read_questions, show
 

@@ -10,11 +10,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
-from diskprefix.chat.messages import Conversation, Message, TextPart, ToolCall
-from diskprefix.chat.renderer import PromptRenderer
+from diskprefix.daemon.chat.messages import Conversation, Message, TextPart, ToolCall
+from diskprefix.daemon.chat.renderer import PromptRenderer
 from diskprefix.model.load.read_tokenizer import read_tokenizer
-from tests.chat.families.families import folder as sources_folder
-from tests.chat.output.replies import read, tool
+from tests.daemon.chat.families.families import folder as sources_folder
+from tests.daemon.chat.output.replies import read, tool
 from tools.measuring.environments import NotInstalled
 from tools.real_agents.agents import AGENTS
 from tools.real_agents.install import newest

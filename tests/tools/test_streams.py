@@ -10,9 +10,9 @@ from contextlib import ExitStack
 import httpx
 import pytest
 
-from diskprefix.engine.request import GenerateRequest
-from tests.server.agent_model import saying
-from tests.server.scripted import AppServer, Emit, ScriptedEngine
+from diskprefix.daemon.engine.request import GenerateRequest
+from tests.daemon.server.agent_model import saying
+from tests.daemon.server.scripted import AppServer, Emit, ScriptedEngine
 from tools.streams.program import compare
 from tools.streams.read_stream import READERS, said
 from tools.streams.recording import BODIES, CHAT, CHAT_REPLY, OLLAMA_CHAT, TEXT, WITH_CALLS, recorded

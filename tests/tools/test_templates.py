@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from diskprefix.progress import Report
 from tests.cache_folder import USERS
-from tests.chat.families.families import folder
+from tests.daemon.chat.families.families import folder
 from tools.__main__ import main
 from tools.benchmarks import templates
 from tools.benchmarks.template_conversations import CASES, GREETING, QUESTION, SYSTEM, call, result

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from diskprefix.chat.output.families import Family
+from diskprefix.daemon.chat.output.families import Family
 from tools.benchmarks.call_texts import as_json, call_text, json_type
 
 FILE = """<module>

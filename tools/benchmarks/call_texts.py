@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from diskprefix.chat.output.call_values import BARE_KEY
-from diskprefix.chat.output.families import Family
+from diskprefix.daemon.chat.output.call_values import BARE_KEY
+from diskprefix.daemon.chat.output.families import Family
 
 _PLACEHOLDERS = re.compile("NAME|ARGUMENTS|INDEX|IS_TEXT|TYPE|KEY|VALUE")
 _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}

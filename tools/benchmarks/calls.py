@@ -14,10 +14,10 @@ import click
 from rich.console import Console
 from rich.progress import track
 
-from diskprefix.chat.output.choose_format import OutputFormat
-from diskprefix.chat.output.families import FAMILIES, THOUGHTS, Family
-from diskprefix.chat.output.format import ContentDelta, OutputDelta
-from diskprefix.chat.replay import Turn
+from diskprefix.daemon.chat.output.choose_format import OutputFormat
+from diskprefix.daemon.chat.output.families import FAMILIES, THOUGHTS, Family
+from diskprefix.daemon.chat.output.format import ContentDelta, OutputDelta
+from diskprefix.daemon.chat.replay import Turn
 from tools.benchmarks.call_cases import FIRST, LAST, VALUES, Case, cases_of, tools_for
 from tools.measuring.report import new_table, none_of, verdict_table
 

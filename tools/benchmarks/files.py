@@ -30,8 +30,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from diskprefix.engine import measured_model
-from diskprefix.engine.measured_model import MeasuredModel
+from diskprefix.daemon.settings import Settings, cache_home
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.numbers import converted
 from diskprefix.kv.pages import PagePool
@@ -39,11 +38,12 @@ from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.load.loader import LoadedModel, load_model
 from diskprefix.model.runtime import Rows, Runtime
 from diskprefix.progress import Report
-from diskprefix.settings import Settings, cache_home
-from tests.chat.families.sources import LLAMA_CPP, SourcesMissing, download
+from diskprefix.runtime import choose_runtime as measured_model
+from diskprefix.runtime.choose_runtime import MeasuredModel
+from tests.daemon.chat.families.sources import LLAMA_CPP, SourcesMissing, download
+from tests.daemon.server.chat_model import write_tokenizer
 from tests.faults.isolated import run_isolated
 from tests.modules import layout_of, runtime_of
-from tests.server.chat_model import write_tokenizer
 from tests.slow_decays import remember
 from tools.benchmarks.file_models import CASES, DENSE, VOCAB, Case
 from tools.benchmarks.llama_cpp_worker import BATCH, FLOAT32, Worker, loaded, quantise

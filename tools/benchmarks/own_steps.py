@@ -10,13 +10,13 @@ from typing import Any
 import click
 import numpy as np
 
-from diskprefix.cli.options import build_settings, setting_options
-from diskprefix.engine.forward import prefill
+from diskprefix.daemon.cli.options import build_settings, setting_options
+from diskprefix.daemon.engine.forward import prefill
+from diskprefix.daemon.settings import SETTINGS, Settings
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.load.loader import load_model
 from diskprefix.model.runtime import Rows
-from diskprefix.settings import SETTINGS, Settings
 from tools.models.real import print_report
 
 

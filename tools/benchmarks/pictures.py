@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import click
 from PIL import Image, ImageDraw
 
-from tests.server.picture_models import image_part, text_part, write_qwen3_vl
+from tests.daemon.server.picture_models import image_part, text_part, write_qwen3_vl
 from tools.benchmarks.engines import Engine, HttpEngine
 from tools.benchmarks.results import Figure, Plan, compare, plan_options
 from tools.measuring.answers import Answer, LiveServerError

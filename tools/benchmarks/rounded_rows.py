@@ -14,8 +14,8 @@ import torch
 from torch.nn.functional import linear, pad
 from torch.overrides import TorchFunctionMode
 
+from diskprefix.daemon.settings import Settings
 from diskprefix.model.load.loader import load_model
-from diskprefix.settings import Settings
 from tools.models import real
 
 BLOCK, UNIT = 32, 256

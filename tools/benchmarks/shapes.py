@@ -23,12 +23,12 @@ from typing import Any
 
 import numpy as np
 
+from diskprefix.daemon.settings import cache_home
 from diskprefix.model.load.folder_tokenizer import copy_for_transformers
 from diskprefix.model.load.gguf_header import read_header
 from diskprefix.model.load.made_once import require_disk
 from diskprefix.progress import Report
-from diskprefix.settings import cache_home
-from tests.server.picture_models import TEXT_OR_PARTS
+from tests.daemon.server.picture_models import TEXT_OR_PARTS
 from tools.measuring.environments import llama_cpp_libraries
 
 Array = np.ndarray[Any, Any]

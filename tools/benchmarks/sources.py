@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from diskprefix.progress import Report
-from tests.chat.families.sources import SourcesMissing, sources
+from tests.daemon.chat.families.sources import SourcesMissing, sources
 from tools.benchmarks.files import converter
 from tools.benchmarks.template_sources import templates
 from tools.benchmarks.token_ids import vocabularies

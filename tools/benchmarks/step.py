@@ -21,12 +21,12 @@ import numpy as np
 from msgspec.structs import replace
 from rich.console import Console
 
+from diskprefix.daemon.settings import Settings
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.load.loader import load_model
 from diskprefix.model.runtime import Rows
 from diskprefix.native import calls
-from diskprefix.settings import Settings
 from tools.benchmarks import whole_steps
 from tools.benchmarks.engines import Model
 from tools.measuring.options import JSON, known_engines

@@ -8,9 +8,9 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from diskprefix.api.openai_chat import ChatRequest
-from diskprefix.chat.messages import Conversation
-from diskprefix.server.body import parse_json
+from diskprefix.daemon.api.openai_chat import ChatRequest
+from diskprefix.daemon.chat.messages import Conversation
+from diskprefix.daemon.server.body import parse_json
 
 Message: TypeAlias = dict[str, Any]
 

@@ -1,7 +1,7 @@
 """The forms in which we give a conversation to a chat template, each as a change of what the client sent.
 
-The changes are written here a second time, independent of `diskprefix/chat`. A text that we serve is explained if
-transformers writes it from the changed conversation.
+The changes are written here a second time, independent of `diskprefix/daemon/chat`. A text that we serve is explained
+if transformers writes it from the changed conversation.
 """
 
 from __future__ import annotations

@@ -9,15 +9,15 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from diskprefix.chat.alternation import alternate
-from diskprefix.chat.draft import PromptDraft, run_steps
-from diskprefix.chat.messages import Conversation
-from diskprefix.chat.renderer import PromptRenderer
-from diskprefix.chat.template import ChatTemplate, place
+from diskprefix.daemon.chat.alternation import alternate
+from diskprefix.daemon.chat.draft import PromptDraft, run_steps
+from diskprefix.daemon.chat.messages import Conversation
+from diskprefix.daemon.chat.renderer import PromptRenderer
+from diskprefix.daemon.chat.template import ChatTemplate, place
 from diskprefix.errors import InvalidRequest
 from diskprefix.model.load.tokenizer import Tokenizer
-from tests.chat.families.families import FAMILIES, POSITIONS, Family
-from tests.chat.families.sources import sources
+from tests.daemon.chat.families.families import FAMILIES, POSITIONS, Family
+from tests.daemon.chat.families.sources import sources
 from tools.benchmarks.template_engines import Written
 
 _CONTROL = re.compile(

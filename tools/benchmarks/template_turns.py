@@ -8,12 +8,12 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 from msgspec.structs import replace
 
-from diskprefix.chat.messages import Conversation
-from diskprefix.chat.renderer import PromptRenderer
-from diskprefix.chat.replay import Replayed, ReplyMemory, Turn
+from diskprefix.daemon.chat.messages import Conversation
+from diskprefix.daemon.chat.renderer import PromptRenderer
+from diskprefix.daemon.chat.replay import Replayed, ReplyMemory, Turn
 from diskprefix.errors import InvalidRequest
 from diskprefix.tokens import as_token_ids, common_prefix_length
-from tests.chat.turns import Turns
+from tests.daemon.chat.turns import Turns
 from tools.benchmarks.template_conversations import (
     GREETING,
     LOOP,

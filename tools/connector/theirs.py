@@ -14,9 +14,9 @@ import click
 import httpx
 from rich.console import Console
 
+from diskprefix.daemon.settings import cache_home
 from diskprefix.errors import DiskPrefixError
 from diskprefix.progress import Report
-from diskprefix.settings import cache_home
 from tools.connector.real_chunks import real_chunks
 from tools.measuring.environments import python_of
 from tools.measuring.options import FOLDER

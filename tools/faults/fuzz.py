@@ -17,8 +17,8 @@ import click
 import httpx
 from rich.console import Console
 
-from tests.server.agent_model import TEMPLATE
-from tests.server.chat_model import write_chat_model
+from tests.daemon.server.agent_model import TEMPLATE
+from tests.daemon.server.chat_model import write_chat_model
 from tools.measuring.environments import NotInstalled, python_of
 from tools.measuring.live_server import LiveServer, num_tracebacks
 from tools.measuring.options import FOLDER

@@ -22,11 +22,11 @@ import click
 import numpy as np
 from rich.console import Console
 
+from diskprefix.daemon.settings import Settings
 from diskprefix.model.load import packed_file, packed_weights
 from diskprefix.model.load.embedded import embedded_file
 from diskprefix.model.load.loader import LoadedModel, load_model
 from diskprefix.model.load.packed_weights import PackedFiles
-from diskprefix.settings import Settings
 from diskprefix.tokens import content_digest
 from tools.measuring.options import FOLDER, JSON
 from tools.measuring.report import machine, median, new_table, show_machine

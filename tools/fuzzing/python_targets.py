@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from diskprefix.api.dialect import json_text
-from diskprefix.api.error_forms import openai_error
 from diskprefix.cache.tiers.nodes import PromptNodes
-from diskprefix.cli.options import policy_value
-from diskprefix.cli.policy_file import read_policy
+from diskprefix.daemon.api.dialect import json_text
+from diskprefix.daemon.api.error_forms import openai_error
+from diskprefix.daemon.catalogue.models_file import read_models_file
+from diskprefix.daemon.cli.options import policy_value
+from diskprefix.daemon.cli.policy_file import read_policy
 from diskprefix.errors import DiskPrefixError
-from diskprefix.extras.catalogue.models_file import read_models_file
 from diskprefix.extras.exchange.pack_file import PackReader
 from diskprefix.extras.remote.bundle import BundleSlot, decode_bundle, encode_bundle, slot_nodes, slot_path
 from diskprefix.extras.remote.signing import signed, verified
@@ -48,7 +48,7 @@ from diskprefix.store.schema import (
     encode_record,
 )
 from diskprefix.tokens import NO_PROMPT, TokenPath, checksum
-from tests.chat.output.replies import NAMES, REPLIES, format_named, read, tool
+from tests.daemon.chat.output.replies import NAMES, REPLIES, format_named, read, tool
 from tests.extras.exchange import exported
 from tests.extras.exchange.exported import HYBRID, LAYOUT, entry_of, export
 from tests.model.load.test_gguf_refusals import write_sample

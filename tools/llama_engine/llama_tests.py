@@ -16,14 +16,14 @@ ENGINE_TESTS = ("tests/llama",)
 SUITES = (
     "tests/exactness/test_restart.py",
     "tests/exactness/test_exactness.py::test_models_that_are_swapped_unloaded_and_killed_answer_and_save_what_they_do_alone",
-    "tests/extras/router/test_router_processes.py",
-    "tests/extras/ollama/test_ollama.py",
-    "tests/server/process",
-    "tests/server/test_anthropic_client.py",
-    "tests/server/test_deleted_prompts.py",
-    "tests/server/test_openai_client.py",
-    "tests/server/test_replay.py",
-    "tests/server/test_responses.py",
+    "tests/daemon/router/test_router_processes.py",
+    "tests/daemon/ollama/test_ollama.py",
+    "tests/daemon/server/process",
+    "tests/daemon/server/test_anthropic_client.py",
+    "tests/daemon/server/test_deleted_prompts.py",
+    "tests/daemon/server/test_openai_client.py",
+    "tests/daemon/server/test_replay.py",
+    "tests/daemon/server/test_responses.py",
     "tests/test_tour.py",
 )
 """Suites of every engine, whose daemons get `--engine llama` here (`tests/engines.py`)."""

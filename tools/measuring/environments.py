@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from diskprefix.control_groups import num_cpus
+from diskprefix.daemon.settings import cache_home
 from diskprefix.errors import DiskPrefixError
 from diskprefix.progress import Report
-from diskprefix.settings import cache_home
 
 _LOG_LINES = 3
 _TOLD_S = 15.0

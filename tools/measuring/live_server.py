@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from diskprefix.server.process.token_file import token_at
+from diskprefix.daemon.server.process.token_file import token_at
 from tools.measuring.answers import Answer, LiveServerError, streamed
 from tools.measuring.processes import free_port
 

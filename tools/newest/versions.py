@@ -20,8 +20,8 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 from rich.console import Console
 
+from diskprefix.daemon.settings import cache_home
 from diskprefix.errors import DiskPrefixError
-from diskprefix.settings import cache_home
 from tools.measuring.environments import NotInstalled, install_once, run_installer
 from tools.measuring.options import JSON, run_tool
 from tools.measuring.report import new_table, print_report, say
@@ -49,18 +49,30 @@ PACKAGES: dict[str, tuple[str, ...]] = {
         "tests/store/test_released_formats.py",
     ),
     # Its class of connections is extended.
-    "uvicorn": ("tests/server/process", "tests/server/test_http.py", "tests/server/test_limits.py"),
-    "h11": ("tests/server/test_http.py", "tests/server/test_limits.py", "tests/extras/router"),
-    "starlette": ("tests/server/test_app.py", "tests/server/test_http.py", "tests/server/test_streaming.py"),
+    "uvicorn": (
+        "tests/daemon/server/process",
+        "tests/daemon/server/test_http.py",
+        "tests/daemon/server/test_limits.py",
+    ),
+    "h11": ("tests/daemon/server/test_http.py", "tests/daemon/server/test_limits.py", "tests/daemon/router"),
+    "starlette": (
+        "tests/daemon/server/test_app.py",
+        "tests/daemon/server/test_http.py",
+        "tests/daemon/server/test_streaming.py",
+    ),
     # Its limits, warnings and error texts are read.
-    "llguidance": ("tests/engine/constraints", "tests/chat/output"),
+    "llguidance": ("tests/daemon/engine/constraints", "tests/daemon/chat/output"),
     # Its JSON and the order of its steps are written.
-    "tokenizers": ("tests/model/load/test_tokenizer.py", "tests/chat/test_encoder.py", "tests/model/load/test_gguf.py"),
+    "tokenizers": (
+        "tests/model/load/test_tokenizer.py",
+        "tests/daemon/chat/test_encoder.py",
+        "tests/model/load/test_gguf.py",
+    ),
     # Its tables of types.
     "gguf": ("tests/model/load/test_gguf.py", "tests/model/load/test_gguf_refusals.py", "tests/model/quants"),
     "safetensors": ("tests/model/load/test_folder_weights.py", "tests/model/load/test_loader.py"),
     # Its texts of errors are shown.
-    "pydantic": ("tests/api", "tests/server/test_bad_requests.py"),
+    "pydantic": ("tests/daemon/api", "tests/daemon/server/test_bad_requests.py"),
     "msgspec": ("tests/store/test_note_record.py", "tests/store/test_schema.py", "tests/test_foundations.py"),
 }
 """Each package with the tests that touch its undocumented parts."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diskprefix.settings import Settings
+from diskprefix.daemon.settings import Settings
 
 BLOCK_SIZE = Settings().block_size
 _LEFT, _BLOCK, _GAP = 130, 160, 2

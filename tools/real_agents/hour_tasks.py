@@ -10,7 +10,7 @@ from typing import Any
 from tools.real_agents.agents import Call
 
 ROOT = Path(__file__).parents[2]
-_SOURCES = ROOT / "diskprefix" / "engine"
+_SOURCES = ROOT / "diskprefix/daemon/engine"
 _NAMES = (
     *(
         "active_requests",
@@ -21,7 +21,7 @@ _NAMES = (
         "gauges",
         "inbox",
         "loop",
-        "measured_model",
+        "pools",
     ),
     *("request", "running_request", "sampler", "scheduler", "served_model", "thought_limit"),
 )

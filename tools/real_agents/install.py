@@ -7,8 +7,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from diskprefix.daemon.settings import cache_home
 from diskprefix.progress import Report
-from diskprefix.settings import cache_home
 from tools.measuring.environments import NotInstalled, install_once, npm_install, reason_of, run_installer
 from tools.real_agents.agents import Agent
 

@@ -24,16 +24,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from diskprefix.cli import main
-from diskprefix.engine import active_requests
-from diskprefix.engine.idle import ahead_jobs
-from diskprefix.engine.idle.cpu_waits import CpuWaits
-from diskprefix.engine.request import SamplingParams
-from diskprefix.engine.sampler import Sampler
-from diskprefix.engine.thought_limit import ThoughtLimit
-from diskprefix.extras.router import worker_program, workers
-from diskprefix.server.process.router_line import RouterLine
-from diskprefix.settings import Settings
+from diskprefix.daemon.cli import main
+from diskprefix.daemon.engine import active_requests
+from diskprefix.daemon.engine.idle import ahead_jobs
+from diskprefix.daemon.engine.idle.cpu_waits import CpuWaits
+from diskprefix.daemon.engine.request import SamplingParams
+from diskprefix.daemon.engine.sampler import Sampler
+from diskprefix.daemon.engine.thought_limit import ThoughtLimit
+from diskprefix.daemon.router import worker_program, workers
+from diskprefix.daemon.server.process.router_line import RouterLine
+from diskprefix.daemon.settings import Settings
 from diskprefix.tokens import Logits, TokenIds
 from tools.real_agents.records import Records
 

@@ -7,8 +7,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.chat.families.families import HARMONY
-from tests.chat.families.sources import TEKKEN_CONTROLS, SourcesMissing, sources
+from tests.daemon.chat.families.families import HARMONY
+from tests.daemon.chat.families.sources import TEKKEN_CONTROLS, SourcesMissing, sources
 from tools.measuring.environments import NotInstalled
 
 _MISTRAL = (*TEKKEN_CONTROLS, "[CALL_ID]", "[ARGS]", "[THINK]", "[/THINK]")

@@ -11,9 +11,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from diskprefix.cli import main
-from diskprefix.engine import active_requests
-from diskprefix.server import streaming
+from diskprefix.daemon.cli import main
+from diskprefix.daemon.engine import active_requests
+from diskprefix.daemon.server import streaming
 from tools.real_agents.scripted_daemon import prepared_sampler
 from tools.streams.recording import CHAT_REPLY, TEXT
 

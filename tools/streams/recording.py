@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.server.agent_model import TEMPLATE, thought
-from tests.server.chat_model import write_chat_model, write_tokenizer
+from tests.daemon.server.agent_model import TEMPLATE, thought
+from tests.daemon.server.chat_model import write_chat_model, write_tokenizer
 from tools.measuring.answers import LiveServerError
 from tools.measuring.live_server import LiveServer
 

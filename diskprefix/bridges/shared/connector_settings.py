@@ -7,11 +7,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from diskprefix.cli.options import build_settings, policy_value
-from diskprefix.cli.policy_file import checked_value
+from diskprefix.daemon.cli.options import build_settings, policy_value
+from diskprefix.daemon.cli.policy_file import checked_value
+from diskprefix.daemon.settings import Settings
 from diskprefix.errors import SettingsError
 from diskprefix.nearest import meant
-from diskprefix.settings import Settings
 
 TIER_NAMES = ("kv_cache_dir", "kv_cache_budget", "kv_cache_ttl", "namespace_key_file")
 """The keys of the tier's configuration. vLLM chooses what a tier gets."""

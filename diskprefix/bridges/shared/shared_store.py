@@ -9,7 +9,7 @@ from pathlib import Path
 
 from diskprefix.bridges.shared.processors import unbound
 from diskprefix.cache.tiered_store import TieredStore, open_store
-from diskprefix.settings import Settings
+from diskprefix.daemon.settings import Settings
 
 _CLOSE_TIMEOUT_S = 20.0
 

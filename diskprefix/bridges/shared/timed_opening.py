@@ -7,8 +7,8 @@ import threading
 from concurrent.futures import Future, wait
 
 from diskprefix.bridges.shared.shared_store import SharedStore, open_shared
+from diskprefix.daemon.settings import Settings
 from diskprefix.errors import DiskPrefixError
-from diskprefix.settings import Settings
 
 log = logging.getLogger("diskprefix")
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from diskprefix.cache.policy.scope import parse_scope
+from diskprefix.daemon.settings import Settings
 from diskprefix.errors import DiskPrefixError
-from diskprefix.settings import Settings
 from diskprefix.units import parse_duration
 from diskprefix.values import MAX_MARKS, CacheOptions, Mark
 

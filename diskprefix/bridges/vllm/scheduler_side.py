@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import numpy as np
 from msgspec import Struct
 
-from diskprefix import hooks
 from diskprefix.bridges.shared.plans import (
     NO_PAGE,
     BlocksToSave,
@@ -30,6 +29,7 @@ from diskprefix.cache.namespaces import TenantNamespace, TenantNamespaces
 from diskprefix.cache.policy.select import Rules
 from diskprefix.cache.tiers.nodes import Node
 from diskprefix.cache.tiers.tier import View, open_views
+from diskprefix.daemon import hooks
 from diskprefix.errors import CacheError
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.save import Save

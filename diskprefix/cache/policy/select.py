@@ -31,7 +31,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from msgspec import Struct
 
 from diskprefix.cache.policy.seen import ENOUGH_TRIALS, Earlier, Sighting
-from diskprefix.settings import Settings
+from diskprefix.daemon.settings import Settings
 from diskprefix.tokens import LEAST_TOKENS, floor_to_grid
 from diskprefix.values import Prompt, Reason, Scope, Selection
 

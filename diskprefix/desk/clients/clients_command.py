@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 from msgspec import to_builtins
 
-from diskprefix.cli.options import api_key_option, nonempty
+from diskprefix.daemon.cli.options import api_key_option, nonempty
 from diskprefix.desk.clients.model_choice import ask_served
 from diskprefix.desk.clients.recipe import client_called, names, recipe, shown_names
 from diskprefix.desk.shared.daemon_call import running_daemon

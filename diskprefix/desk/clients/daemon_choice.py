@@ -8,14 +8,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from diskprefix.cli.options import policy_values, variable_of
+from diskprefix.daemon.cli.options import policy_values, variable_of
+from diskprefix.daemon.settings import config_home, default_kv_cache_dir, state_home
 from diskprefix.desk.clients.launched_daemon import STAYS, LaunchedDaemon
 from diskprefix.desk.clients.model_choice import Choice, NotServed, ask_served, flags_of_model
 from diskprefix.desk.shared.daemon_call import running_daemon
 from diskprefix.desk.shared.own_daemon import own_urls, usual_url
 from diskprefix.desk.shared.tooling import say
 from diskprefix.errors import NotReady, SettingsError
-from diskprefix.settings import config_home, default_kv_cache_dir, state_home
 from diskprefix.store.folder import DATA
 from diskprefix.units import format_size, parse_size
 

@@ -12,7 +12,8 @@ from urllib.parse import quote
 
 import click
 
-from diskprefix.cli.options import api_key_option, nonempty
+from diskprefix.daemon.cli.options import api_key_option, nonempty
+from diskprefix.daemon.server.process.token_file import own_daemons
 from diskprefix.desk.clients.daemon_choice import shared_daemon
 from diskprefix.desk.shared.daemon_call import process_of, running_daemon, state_of
 from diskprefix.desk.shared.own_daemon import none_runs, own_urls, url_option
@@ -21,7 +22,6 @@ from diskprefix.errors import DiskPrefixError, NotReady, SettingsError
 from diskprefix.model.load.proposals import names_meant
 from diskprefix.model.load.recommended_sampling import sampling_line
 from diskprefix.printable import printable_only, shown
-from diskprefix.server.process.token_file import own_daemons
 from diskprefix.units import ago, counted, format_duration, format_size
 
 PAUSED = {

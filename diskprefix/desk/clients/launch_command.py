@@ -17,7 +17,9 @@ from urllib.parse import urlsplit
 import click
 from msgspec.structs import replace
 
-from diskprefix.cli.options import api_key_option, nonempty
+from diskprefix.daemon.catalogue.adviser import LEAST_CONTEXT
+from diskprefix.daemon.cli.options import api_key_option, nonempty
+from diskprefix.daemon.server.process.token_file import shown_link, token_for
 from diskprefix.desk.clients.agent_profile import AgentProfile
 from diskprefix.desk.clients.daemon_choice import find_daemon, shared_daemon
 from diskprefix.desk.clients.first_prompt_size import counted_tokens
@@ -28,9 +30,7 @@ from diskprefix.desk.shared.daemon_call import running_daemon
 from diskprefix.desk.shared.own_daemon import own_urls, url_option, usual_url
 from diskprefix.desk.shared.tooling import confirmed, say, status
 from diskprefix.errors import SettingsError
-from diskprefix.extras.catalogue.adviser import LEAST_CONTEXT
 from diskprefix.model.load.embedded import EMBEDDED
-from diskprefix.server.process.token_file import shown_link, token_for
 from diskprefix.units import counted, format_size, rough_duration
 
 _SIGNAL_EXIT_CODE = 128

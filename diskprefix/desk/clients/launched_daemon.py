@@ -26,12 +26,12 @@ from typing import Any
 
 from msgspec import Struct
 
+from diskprefix.daemon.server.process.token_file import UNPUBLISHED, daemon_at
 from diskprefix.desk.shared.daemon_call import running_daemon
 from diskprefix.desk.shared.tooling import say, status
 from diskprefix.errors import NotReady
 from diskprefix.printable import shown
 from diskprefix.private_file import make_private_folder
-from diskprefix.server.process.token_file import UNPUBLISHED, daemon_at
 
 SERVE = (sys.executable, "-P", "-m", "diskprefix", "serve")
 """Without -P, Python would run a `diskprefix` of the current folder."""

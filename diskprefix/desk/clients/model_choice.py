@@ -10,14 +10,7 @@ from urllib.parse import quote
 
 from msgspec import Struct
 
-from diskprefix.cli.options import variable_of
-from diskprefix.desk.clients.recipe import Served
-from diskprefix.desk.models.list_command import row_of
-from diskprefix.desk.models.pull_command import fetch
-from diskprefix.desk.shared.daemon_call import Call, full_url, key_for, wait_ready
-from diskprefix.desk.shared.tooling import status
-from diskprefix.errors import NotReady, SettingsError
-from diskprefix.extras.catalogue.adviser import (
+from diskprefix.daemon.catalogue.adviser import (
     AGENT_TOKENS,
     LEAST_CONTEXT,
     attention_bytes,
@@ -26,13 +19,20 @@ from diskprefix.extras.catalogue.adviser import (
     prefill_s_per_token,
     proposed,
 )
-from diskprefix.extras.catalogue.catalogue import Catalogue, open_catalogue, template_of
+from diskprefix.daemon.catalogue.catalogue import Catalogue, open_catalogue, template_of
+from diskprefix.daemon.cli.options import variable_of
+from diskprefix.daemon.settings import Settings
+from diskprefix.desk.clients.recipe import Served
+from diskprefix.desk.models.list_command import row_of
+from diskprefix.desk.models.pull_command import fetch
+from diskprefix.desk.shared.daemon_call import Call, full_url, key_for, wait_ready
+from diskprefix.desk.shared.tooling import status
+from diskprefix.errors import NotReady, SettingsError
 from diskprefix.model.load.hub import cached_model
 from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.model.load.named_model import own_path, plain_name
 from diskprefix.model.load.proposals import meant_name, names_meant, require_repository, short_name
 from diskprefix.printable import shown
-from diskprefix.settings import Settings
 from diskprefix.units import format_size
 
 _SHOWN = 3

@@ -10,7 +10,8 @@ from typing import Any, TypeAlias
 
 import click
 
-from diskprefix.cli.options import PathType
+from diskprefix.daemon.cli.options import PathType
+from diskprefix.daemon.settings import Settings
 from diskprefix.desk.shared.tooling import (
     find_entry,
     opened_store,
@@ -32,7 +33,6 @@ from diskprefix.extras.exchange.exchange import (
 from diskprefix.extras.exchange.pack_file import PackReader, WrittenPack
 from diskprefix.extras.exchange.signatures import allowed_signers, sign_digest, signer_of
 from diskprefix.printable import printable_only, shown
-from diskprefix.settings import Settings
 from diskprefix.store.store import Store
 from diskprefix.store.tree import EntryInfo, list_entries
 from diskprefix.units import counted, format_size

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 from msgspec.structs import asdict
 
-from diskprefix.cli.options import PathType
+from diskprefix.daemon.cli.options import PathType
 from diskprefix.desk.shared.tooling import (
     advised,
     confirmed,

@@ -12,8 +12,8 @@ import click
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
-from diskprefix import hooks
-from diskprefix.cli.options import nonempty, setting_option
+from diskprefix.daemon import hooks
+from diskprefix.daemon.cli.options import nonempty, setting_option
 from diskprefix.desk.shared.tooling import (
     confirmed,
     find_entry,

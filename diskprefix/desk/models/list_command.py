@@ -11,12 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from diskprefix.cli.options import build_settings, nonempty, setting_options
-from diskprefix.desk.models.architectures import show_architectures, verified_of
-from diskprefix.desk.shared.tooling import json_option, packed_weights_option, plain, print_json, print_table, status
-from diskprefix.errors import DiskPrefixError, ModelError, ModelNotFound
-from diskprefix.extras.catalogue.adviser import AGENT_TOKENS, TOLD_CONTEXT, cost_text, needs_of, offers, proposed
-from diskprefix.extras.catalogue.catalogue import (
+from diskprefix.daemon.catalogue.adviser import AGENT_TOKENS, TOLD_CONTEXT, cost_text, needs_of, offers, proposed
+from diskprefix.daemon.catalogue.catalogue import (
     Catalogue,
     KnownModel,
     embedded,
@@ -26,6 +22,11 @@ from diskprefix.extras.catalogue.catalogue import (
     open_catalogue,
     template_of,
 )
+from diskprefix.daemon.cli.options import build_settings, nonempty, setting_options
+from diskprefix.daemon.settings import PER_MODEL, SETTINGS, Settings
+from diskprefix.desk.models.architectures import show_architectures, verified_of
+from diskprefix.desk.shared.tooling import json_option, packed_weights_option, plain, print_json, print_table, status
+from diskprefix.errors import DiskPrefixError, ModelError, ModelNotFound
 from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.model.load.fit import Fit, fitted
 from diskprefix.model.load.gguf_file import QUANT, model_stem, part_paths, read_tensors
@@ -35,11 +36,10 @@ from diskprefix.model.load.proposals import ShortName, meant_name, short_name
 from diskprefix.model.load.recommended_sampling import sampling_defaults, sampling_line
 from diskprefix.model.quants.quant_form import FILE_FORMS
 from diskprefix.printable import first_line, printable_only, shown
-from diskprefix.settings import PER_MODEL, SETTINGS, Settings
 from diskprefix.units import counted, format_size, rough_duration
 
 if TYPE_CHECKING:
-    from diskprefix.chat.template_cost import TemplateCost
+    from diskprefix.daemon.chat.template_cost import TemplateCost
 
 _TEMPLATE_S = 5.0
 """The time limit, in seconds, for the trial renderings of a template."""
@@ -258,9 +258,9 @@ def _print_lines(lines: Mapping[str, str], fit: Fit) -> None:
 
 def _template_cost(known: KnownModel) -> TemplateCost | None:
     """Returns what the chat template of a model costs; None without a template, or if its tokenizer cannot be read."""
-    from diskprefix.chat.renderer import PromptRenderer  # Here, as `list` needs none of it.
-    from diskprefix.chat.template_cost import template_cost
-    from diskprefix.chat.template_date import TemplateClock
+    from diskprefix.daemon.chat.renderer import PromptRenderer  # Here, as `list` needs none of it.
+    from diskprefix.daemon.chat.template_cost import template_cost
+    from diskprefix.daemon.chat.template_date import TemplateClock
     from diskprefix.model.load.chat_template import read_template
     from diskprefix.model.load.read_tokenizer import read_tokenizer
     from diskprefix.model.load.template_sandbox import renders_end_after

@@ -15,6 +15,7 @@ import click
 from msgspec import Struct
 from msgspec.structs import asdict
 
+from diskprefix.daemon.settings import Settings
 from diskprefix.errors import ModelError
 from diskprefix.kv.numbers import dtype_of
 from diskprefix.model.load.loader import unread_weights
@@ -26,7 +27,6 @@ from diskprefix.model.weights import Weights
 from diskprefix.native import address_of, calls
 from diskprefix.native.matrix import Matrix
 from diskprefix.printable import first_line
-from diskprefix.settings import Settings
 
 _LEFT_OUT = ("num_rows", "num_runs", "num_threads", "num_matrices", "table", "value_table")
 """Fields that each step sets, or that another column shows."""

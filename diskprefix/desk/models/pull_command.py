@@ -10,12 +10,13 @@ from pathlib import Path
 
 import click
 
-from diskprefix.cli.options import nonempty
+from diskprefix.daemon.catalogue.adviser import cost_text
+from diskprefix.daemon.catalogue.catalogue import KnownModel
+from diskprefix.daemon.cli.options import nonempty
+from diskprefix.daemon.settings import Settings
 from diskprefix.desk.models.list_command import row_of
 from diskprefix.desk.shared.tooling import confirmed, json_option, packed_weights_option, print_json, say
 from diskprefix.errors import ModelError, SettingsError
-from diskprefix.extras.catalogue.adviser import cost_text
-from diskprefix.extras.catalogue.catalogue import KnownModel
 from diskprefix.model.load.embedded import EMBEDDED, embedded_file
 from diskprefix.model.load.fit import fitted
 from diskprefix.model.load.found_models import found_model
@@ -27,7 +28,6 @@ from diskprefix.model.load.packed_weights import PackedFiles
 from diskprefix.model.load.proposals import meant_name, require_repository, short_name
 from diskprefix.nearest import nearest
 from diskprefix.printable import printable_only
-from diskprefix.settings import Settings
 from diskprefix.units import counted, format_size
 from diskprefix.values import require_model_name
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from diskprefix.daemon.settings import Settings
 from diskprefix.desk.setup.doctor_machine import Finding, Level
 from diskprefix.errors import DiskPrefixError
-from diskprefix.settings import Settings
 
 if TYPE_CHECKING:
     from diskprefix.llama.load_llama import Placement

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias
 
 from msgspec import Struct
 
+from diskprefix.daemon.settings import Settings
 from diskprefix.desk.shared.daemon_call import process_of, running_daemon
 from diskprefix.desk.shared.own_daemon import own_urls
 from diskprefix.desk.shared.tooling import existing_folder
@@ -23,7 +24,6 @@ from diskprefix.model.load.imports import INSTALL
 from diskprefix.model.load.packed_weights import PackedFiles
 from diskprefix.printable import shown
 from diskprefix.private_file import distrusted_by_root
-from diskprefix.settings import Settings
 from diskprefix.store.folder import DATA, check_folder, disk_full, require_on_disk
 from diskprefix.store.statistics.savings import total_savings
 from diskprefix.store.store import Store

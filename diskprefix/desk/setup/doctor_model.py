@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from diskprefix.daemon.catalogue.adviser import proposed
+from diskprefix.daemon.catalogue.catalogue import files_of, needs
+from diskprefix.daemon.settings import Settings
 from diskprefix.desk.setup.doctor_llama import placement_finding
 from diskprefix.desk.setup.doctor_machine import Finding
 from diskprefix.errors import DiskPrefixError
-from diskprefix.extras.catalogue.adviser import proposed
-from diskprefix.extras.catalogue.catalogue import files_of, needs
 from diskprefix.model.load.named_model import path_of
 from diskprefix.model.load.packed_weights import PackedFiles
-from diskprefix.settings import Settings
 from diskprefix.units import counted, format_size
 
 if TYPE_CHECKING:
-    from diskprefix.extras.catalogue.catalogue import KnownModel
+    from diskprefix.daemon.catalogue.catalogue import KnownModel
     from diskprefix.llama.load_llama import Placement
     from diskprefix.model.load.fit import ModelNeeds
 
@@ -31,7 +31,7 @@ _SHORT_CONTEXT = 16_384
 
 def together_finding(settings: Settings, models: Sequence[KnownModel]) -> Finding:
     """Returns whether the models of a daemon with several fit into memory together, as its router counts them."""
-    from diskprefix.extras.router.listing import fit_beside
+    from diskprefix.daemon.router.listing import fit_beside
     from diskprefix.model.load.memory import available_ram_bytes
 
     if not models:
@@ -144,10 +144,10 @@ def _fit_finding(settings: Settings, needs: ModelNeeds) -> Finding:
 
 
 def _tokenizer_findings(settings: Settings, path: Path) -> Iterator[Finding]:
-    from diskprefix.api.openai_chat import ChatRequest
-    from diskprefix.chat.renderer import PromptRenderer
-    from diskprefix.chat.template_cost import template_cost
-    from diskprefix.chat.template_date import TemplateClock
+    from diskprefix.daemon.api.openai_chat import ChatRequest
+    from diskprefix.daemon.chat.renderer import PromptRenderer
+    from diskprefix.daemon.chat.template_cost import template_cost
+    from diskprefix.daemon.chat.template_date import TemplateClock
     from diskprefix.model.load.loader import load_tokenizer
 
     try:

@@ -14,10 +14,10 @@ from urllib.parse import SplitResult, urlsplit
 
 from msgspec import Struct
 
+from diskprefix.daemon.server.process.peer_user import NAMES_USERS
+from diskprefix.daemon.server.process.token_file import agents_key, daemon_at, is_of_this_machine, token_of_peer
 from diskprefix.errors import NotReady, SettingsError
 from diskprefix.printable import shown
-from diskprefix.server.process.peer_user import NAMES_USERS
-from diskprefix.server.process.token_file import agents_key, daemon_at, is_of_this_machine, token_of_peer
 from diskprefix.units import format_size
 from diskprefix.user_key import user_key
 

@@ -1,7 +1,7 @@
 """The daemon that a command speaks with: the one of `--url`, or else this user's own, wherever it listens.
 
-A daemon of this user is known before anything is sent to it (`server/process/token_file.py`). What else listens on the
-usual port may be another user's, who would read the prompts: it is asked only by its address in `--url`.
+A daemon of this user is known before anything is sent to it (`daemon/server/process/token_file.py`). What else listens
+on the usual port may be another user's, who would read the prompts: it is asked only by its address in `--url`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from urllib.parse import urlsplit
 
-from diskprefix.cli.options import Decorated, nonempty, option, policy_value, variable_of
+from diskprefix.daemon.cli.options import Decorated, nonempty, option, policy_value, variable_of
+from diskprefix.daemon.server.process.token_file import own_daemons
+from diskprefix.daemon.settings import Settings
 from diskprefix.desk.shared.daemon_call import expect_own
 from diskprefix.desk.shared.tooling import say
 from diskprefix.errors import NotReady, SettingsError
-from diskprefix.server.process.token_file import own_daemons
-from diskprefix.settings import Settings
 
 _PORT = variable_of("--port")
 _CONNECT_S = 1.0

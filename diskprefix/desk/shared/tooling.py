@@ -13,11 +13,11 @@ from typing import Any
 
 import click
 
-from diskprefix.cli.options import Decorated, PathType, setting_option, variable_of
+from diskprefix.daemon.cli.options import Decorated, PathType, setting_option, variable_of
+from diskprefix.daemon.settings import DEFAULT_DIR, default_kv_cache_dir, expanded
 from diskprefix.errors import SettingsError, StoreCorrupt, StoreUnavailable
 from diskprefix.printable import printable_only
 from diskprefix.progress import progress_bar
-from diskprefix.settings import DEFAULT_DIR, default_kv_cache_dir, expanded
 from diskprefix.store.folder import DATA
 from diskprefix.store.store import Store
 from diskprefix.store.tree import EntryInfo

@@ -11,7 +11,8 @@ import click
 from msgspec.structs import replace
 
 from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.cli.options import build_settings, nonempty, option, policy_values, setting_option
+from diskprefix.daemon.cli.options import build_settings, nonempty, option, policy_values, setting_option
+from diskprefix.daemon.settings import MAX_BUDGET, MIN_BUDGET, Settings, expanded
 from diskprefix.desk.shared.tooling import print_json, progress, status
 from diskprefix.desk.simulate.table import show
 from diskprefix.errors import SettingsError
@@ -21,7 +22,6 @@ from diskprefix.extras.simulate.simulator import Policy
 from diskprefix.extras.simulate.trace import RecordedDaemon, Trace
 from diskprefix.extras.simulate.trace_formats import read_trace
 from diskprefix.printable import printable_only
-from diskprefix.settings import MAX_BUDGET, MIN_BUDGET, Settings, expanded
 from diskprefix.units import parse_size
 from diskprefix.values import Scope
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import click
 
+from diskprefix.daemon.settings import Settings
 from diskprefix.desk.shared.tooling import plain, print_table
 from diskprefix.extras.simulate.comparison import OPTIMUM, Row
 from diskprefix.extras.simulate.simulator import Totals
 from diskprefix.extras.simulate.trace import Trace
 from diskprefix.printable import printable_only
-from diskprefix.settings import Settings
 from diskprefix.units import counted, format_duration, format_size
 
 _BASELINE = "optimum: a store of this size that knows all requests to come"

@@ -15,7 +15,7 @@ import click
 from click.core import ParameterSource
 from msgspec import Struct, field
 
-from diskprefix.cli.options import api_key_option, option
+from diskprefix.daemon.cli.options import api_key_option, option
 from diskprefix.desk.shared.daemon_call import ConnectionBroken, running_daemon, state_of, streaming_daemon, wait_ready
 from diskprefix.desk.shared.open_page import open_page
 from diskprefix.desk.shared.own_daemon import daemon_url, url_option

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from diskprefix.cli.options import nonempty
+from diskprefix.daemon.cli.options import nonempty
 from diskprefix.desk.clients.daemon_choice import find_daemon, shared_daemon
 from diskprefix.desk.clients.launched_daemon import STAYS, LaunchedDaemon
 from diskprefix.desk.clients.model_choice import ask_served

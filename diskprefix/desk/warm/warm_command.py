@@ -12,7 +12,7 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.cli.options import api_key_option, option
+from diskprefix.daemon.cli.options import api_key_option, option
 from diskprefix.desk.clients.daemon_choice import shared_daemon
 from diskprefix.desk.clients.first_prompt import first_prompt
 from diskprefix.desk.clients.model_choice import ask_served

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from diskprefix.daemon.settings import config_home
 from diskprefix.errors import SettingsError
 from diskprefix.printable import shown
 from diskprefix.private_file import read_trusted
-from diskprefix.settings import config_home
 
 MAX_SIGNATURE_BYTES = 4096
 _MAX_SIGNERS_BYTES = 1 << 20

@@ -28,8 +28,9 @@ from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cache.tiered_store import open_store
-from diskprefix.chat.boundaries import text_boundaries
-from diskprefix.engine.forward import prefill
+from diskprefix.daemon.chat.boundaries import text_boundaries
+from diskprefix.daemon.engine.forward import prefill
+from diskprefix.daemon.settings import Settings, expanded
 from diskprefix.errors import CacheError, InvalidRequest, ModelError, StoreUnavailable
 from diskprefix.extras.library.library_cache import StateSpaceCache
 from diskprefix.extras.library.library_model import Ids, in_main_memory, memory_digest, stamp, unpacked, with_prefill
@@ -44,7 +45,6 @@ from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.load.fingerprint import fingerprint_of_modules
 from diskprefix.model.load.memory import kv_bytes
 from diskprefix.printable import printable_only
-from diskprefix.settings import Settings, expanded
 from diskprefix.store.pieces import LAYOUT_VERSION
 from diskprefix.tokens import Logits, TokenIds, floor_to_grid
 from diskprefix.units import parse_size

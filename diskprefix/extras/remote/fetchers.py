@@ -55,7 +55,7 @@ class Fetchers(Generic[_Result]):
 
     def close(self) -> None:
         """Begins no further call, cancels those that have not begun, and does not wait. A process that is to end before
-        running calls do must use `os._exit`, as the daemon does (`server/process/process.py`, `leave`)."""
+        running calls do must use `os._exit`, as the daemon does (`daemon/server/process/process.py`, `leave`)."""
         with self._lock:
             self._is_closed = True
             self._pool.shutdown(wait=False, cancel_futures=True)

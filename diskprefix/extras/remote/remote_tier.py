@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from diskprefix.cache.tiers.tier import Prefetched, PrefetchRequest, Upload, open_views
+from diskprefix.daemon.settings import Settings
 from diskprefix.errors import CacheError
 from diskprefix.extras.remote.breaker import Breaker
 from diskprefix.extras.remote.bundle import BundleSlot, decode_bundle, max_object_bytes, slot_path
@@ -25,7 +26,6 @@ from diskprefix.extras.remote.signing import ObjectRefused
 from diskprefix.extras.remote.upkeep import NamespaceObjects
 from diskprefix.extras.remote.upload import num_first_blocks, write_prompt
 from diskprefix.namespace_key import NamespaceKey
-from diskprefix.settings import Settings
 from diskprefix.store.changes import NewNode
 from diskprefix.store.following import GoneText
 from diskprefix.store.schema import NodeKind

@@ -9,11 +9,11 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from diskprefix.daemon.settings import expanded
 from diskprefix.extras.remote.bundle import ABOUT, ABOUT_MAX_BYTES, object_path
 from diskprefix.extras.remote.objects import ObjectStore
 from diskprefix.extras.remote.signing import ObjectRefused, verified
 from diskprefix.namespace_key import NamespaceKey
-from diskprefix.settings import expanded
 from diskprefix.store.following import GoneText
 from diskprefix.store.schema import NodeKind, RootRecord, node_name
 from diskprefix.tokens import ID_BYTES

@@ -16,11 +16,11 @@ import msgspec
 import numpy as np
 
 from diskprefix.cache.policy.scope import parse_scope
+from diskprefix.daemon.settings import Settings
 from diskprefix.extras.simulate.radix_tree import RadixTree
 from diskprefix.extras.simulate.recorded_request import VERSION, RecordedRequest
 from diskprefix.extras.simulate.recording_file import append
 from diskprefix.printable import first_line
-from diskprefix.settings import Settings
 from diskprefix.thread_pool import standing_thread
 from diskprefix.tokens import TokenIds
 from diskprefix.values import CacheOptions, CacheReport, Prompt

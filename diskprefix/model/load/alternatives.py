@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 
+from diskprefix.daemon.settings import Settings
 from diskprefix.errors import ModelError
 from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.model.load.fit import Fit, ModelNeeds, fitted, needs_of_gguf
 from diskprefix.model.load.hub import listing_of
 from diskprefix.model.load.named_model import own_path
-from diskprefix.settings import Settings
 
 _MOST_OTHERS = 8
 """Other files whose headers are read."""

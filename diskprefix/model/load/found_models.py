@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from diskprefix.daemon.settings import cache_home
 from diskprefix.model.load.gguf_file import model_stem
 from diskprefix.model.load.hub import cached_models, gguf_models_in, is_model_folder
 from diskprefix.model.load.manifests import FoundModel, llama_cpp_models, ollama_models, ollama_roots
-from diskprefix.settings import cache_home
 
 _TOOLS = "tools/bench"
 OWNERS = ("Ollama", "LM Studio", "llama.cpp", _TOOLS)

@@ -16,6 +16,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from diskprefix.daemon.settings import EMBEDDED_NAME
 from diskprefix.errors import ModelError
 from diskprefix.model.load.checkpoint import (
     SAFETENSORS,
@@ -32,7 +33,6 @@ from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.model.load.projector import preferred_projectors
 from diskprefix.printable import first_line, shown
 from diskprefix.progress import Report, progress_bar
-from diskprefix.settings import EMBEDDED_NAME
 from diskprefix.units import counted, format_size
 
 _FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from msgspec import Struct
 from msgspec.structs import replace
 
-from diskprefix import hooks
+from diskprefix.daemon import hooks
+from diskprefix.daemon.settings import Settings
 from diskprefix.errors import DiskPrefixError, ModelError, SettingsError
 from diskprefix.kv.numbers import item_bytes
 from diskprefix.model.load.alternatives import require_fit
@@ -52,7 +53,6 @@ from diskprefix.model.reply_tokens import ReplyTokens
 from diskprefix.native.library import choose, operators
 from diskprefix.printable import first_line
 from diskprefix.progress import Report
-from diskprefix.settings import Settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -11,11 +11,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from diskprefix.daemon.settings import cache_home
 from diskprefix.errors import ModelError
 from diskprefix.printable import first_line
 from diskprefix.private_file import distrusted_by_root, make_private_folder
 from diskprefix.progress import Report
-from diskprefix.settings import cache_home
 from diskprefix.store.folder import sync
 from diskprefix.units import format_size
 

@@ -1,6 +1,6 @@
 """The manifests of Ollama and llama.cpp: how these programs call the models in their folders, and which files make one.
 
-Nothing is written there. `cli/README.md` describes the folders.
+Nothing is written there. `daemon/cli/README.md` describes the folders.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from diskprefix.daemon.settings import cache_home
 from diskprefix.errors import ModelError
 from diskprefix.model.load.checkpoint import SAFETENSORS, weight_files_of
 from diskprefix.model.load.embedded import EMBEDDED
@@ -18,7 +19,6 @@ from diskprefix.model.load.proposals import short_names, short_names_hint
 from diskprefix.nearest import nearest
 from diskprefix.printable import escaped
 from diskprefix.progress import Report
-from diskprefix.settings import cache_home
 from diskprefix.units import format_size
 
 

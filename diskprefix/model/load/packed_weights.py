@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from msgspec import Struct
 
+from diskprefix.daemon.settings import cache_home, expanded
 from diskprefix.errors import SettingsError
 from diskprefix.model.load.packed_file import (
     DamagedFile,
@@ -33,7 +34,6 @@ from diskprefix.model.load.packed_file import (
     write_packed,
 )
 from diskprefix.private_file import distrusted_by_root, make_private_folder
-from diskprefix.settings import cache_home, expanded
 from diskprefix.store.folder import sync
 from diskprefix.units import counted, format_size
 

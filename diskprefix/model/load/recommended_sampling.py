@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 from msgspec import Struct
 
+from diskprefix.daemon.settings import SAMPLING_BOUNDS, Settings
 from diskprefix.errors import ModelError
 from diskprefix.model.load.checkpoint import read_config
 from diskprefix.model.load.embedded import EMBEDDED
@@ -23,7 +24,6 @@ from diskprefix.model.load.gguf_file import part_paths, read_tensors
 from diskprefix.model.load.manifests import parameters_of
 from diskprefix.model.load.named_model import is_embedded, is_embedded_file
 from diskprefix.printable import first_line, shown
-from diskprefix.settings import SAMPLING_BOUNDS, Settings
 from diskprefix.values import MAX_STOP_CHARS, MAX_STOPS
 
 Number: TypeAlias = int | float

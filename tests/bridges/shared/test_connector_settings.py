@@ -12,8 +12,8 @@ import torch
 from diskprefix.bridges.shared.connector_settings import connector_settings
 from diskprefix.bridges.vllm.engine_pages import EngineGroup, Pages, UnsupportedPages
 from diskprefix.bridges.vllm.request_options import BadParameters, options_of
+from diskprefix.daemon.settings import Settings
 from diskprefix.errors import DiskPrefixError
-from diskprefix.settings import Settings
 from diskprefix.values import Mark
 from tests.bridges.vllm.engine import DIM, FULL, HEADS, NUM_BLOCKS, PAGE, SLIDING, caches
 

@@ -14,8 +14,8 @@ import pytest
 from diskprefix.bridges.shared import timed_opening
 from diskprefix.bridges.shared.connector_settings import connector_settings
 from diskprefix.bridges.shared.timed_opening import open_in_time
+from diskprefix.daemon.settings import Settings
 from diskprefix.errors import SettingsError
-from diskprefix.settings import Settings
 from diskprefix.store import processes
 from diskprefix.store.store import Store
 from tests.bridges.vllm.engine import BLOCK, Engine, Request, prompt

@@ -14,16 +14,16 @@ from typing import Any, get_args, get_type_hints
 import click
 import pytest
 
-from diskprefix.cli import cli
-from diskprefix.cli.options import variable_of
-from diskprefix.cli.policy_file import toml_value
+from diskprefix.daemon.cli import cli
+from diskprefix.daemon.cli.options import variable_of
+from diskprefix.daemon.cli.policy_file import toml_value
+from diskprefix.daemon.server.process.listener import listen
+from diskprefix.daemon.settings import SETTINGS, Settings, flag_of
 from diskprefix.desk.setup import service_command
-from diskprefix.server.process.listener import listen
-from diskprefix.settings import SETTINGS, Settings, flag_of
+from tests.daemon.server.daemon_process import DaemonProcess, clean_environment, reply_to, wait_until
 from tests.desk.conftest import Run
 from tests.desk.terminal import Terminal
 from tests.native.variants import of_this_cpu
-from tests.server.daemon_process import DaemonProcess, clean_environment, reply_to, wait_until
 
 TESTS = Path(__file__).parents[2]
 KINDS: Mapping[type, tuple[str, ...]] = {

@@ -12,12 +12,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.daemon.server.daemon_process import START_TIMEOUT_S, clean_environment, serve_flags, wait_until
 from tests.desk.setup.test_service import free_port
-from tests.server.daemon_process import START_TIMEOUT_S, clean_environment, serve_flags, wait_until
 
 OPENS = """
 import os, signal, socket, sys
-from diskprefix.cli.process_start import begin
+from diskprefix.daemon.cli.process_start import begin
 begin()
 print("out", flush=True)
 print("err", file=sys.stderr, flush=True)

@@ -11,13 +11,13 @@ from typing import get_args, get_type_hints
 import pytest
 from click.testing import CliRunner
 
-import diskprefix.app
-import diskprefix.cli.serve_command
+import diskprefix.daemon.app
+import diskprefix.daemon.cli.serve_command
 from diskprefix import __version__
-from diskprefix.cli import COMMANDS, cli, main
-from diskprefix.cli.options import variable_of
+from diskprefix.daemon.cli import COMMANDS, cli, main
+from diskprefix.daemon.cli.options import variable_of
+from diskprefix.daemon.settings import SETTINGS, Settings, flag_of
 from diskprefix.errors import ModelError
-from diskprefix.settings import SETTINGS, Settings, flag_of
 from tests.desk.conftest import Run
 
 SettingsOf = Callable[..., Settings]
@@ -34,8 +34,8 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 def settings_of(monkeypatch: pytest.MonkeyPatch) -> SettingsOf:
     """The settings that `diskprefix serve` with these arguments would run with."""
     seen: list[Settings] = []
-    monkeypatch.setattr(diskprefix.app, "serve", seen.append)
-    monkeypatch.setattr(diskprefix.cli.serve_command, "configure_logging", lambda *_: None)
+    monkeypatch.setattr(diskprefix.daemon.app, "serve", seen.append)
+    monkeypatch.setattr(diskprefix.daemon.cli.serve_command, "configure_logging", lambda *_: None)
 
     def run(*args: str) -> Settings:
         with pytest.raises(SystemExit) as end:
@@ -253,8 +253,8 @@ def test_an_error_of_the_daemon_is_one_line_and_its_exit_code(
     def fail(_settings: Settings) -> None:
         raise error
 
-    monkeypatch.setattr(diskprefix.app, "serve", fail)
-    monkeypatch.setattr(diskprefix.cli.serve_command, "configure_logging", lambda *_: None)
+    monkeypatch.setattr(diskprefix.daemon.app, "serve", fail)
+    monkeypatch.setattr(diskprefix.daemon.cli.serve_command, "configure_logging", lambda *_: None)
     run("serve").assert_refused(code)
 
 

@@ -24,8 +24,8 @@ from diskprefix.desk.clients.recipe import Served, agent_called
 from diskprefix.desk.clients.stand_in import StandIn
 from diskprefix.desk.warm import warm_command
 from diskprefix.errors import SettingsError
+from tests.daemon.server.daemon_process import DaemonProcess
 from tests.desk.conftest import Run
-from tests.server.daemon_process import DaemonProcess
 
 SERVED = Served(url="http://127.0.0.1:1", model="mine", key="secret", context=32_768)
 AGENT = """\

@@ -21,6 +21,8 @@ import pytest
 from huggingface_hub import constants
 from msgspec.structs import replace
 
+from diskprefix.daemon.server.process.token_file import agents_key, published_token, token_for
+from diskprefix.daemon.settings import cache_home
 from diskprefix.desk.clients import daemon_choice, launch_command, launched_daemon, model_choice
 from diskprefix.desk.clients.first_prompt_size import counted_tokens
 from diskprefix.desk.clients.model_choice import NoAgentModel
@@ -30,12 +32,10 @@ from diskprefix.desk.shared.daemon_call import Answer
 from diskprefix.desk.shared.own_daemon import own_urls
 from diskprefix.desk.talk import run_command
 from diskprefix.errors import SettingsError
-from diskprefix.server.process.token_file import agents_key, published_token, token_for
-from diskprefix.settings import cache_home
 from diskprefix.user_key import user_key
+from tests.daemon.server.daemon_process import DaemonProcess, running_daemon
 from tests.desk.conftest import Ended, Run
 from tests.desk.small_daemon import health, models, small_daemon
-from tests.server.daemon_process import DaemonProcess, running_daemon
 from tests.waiting import wait_for
 
 MINE = Served(url="https://example.com", model="mine", key="k", context=4096)
@@ -103,7 +103,8 @@ class Place:
             folder.mkdir()
         (self.bin / "serve.py").write_text(SERVE, encoding="utf-8")
         # Starts the command with the small daemon, in a process of its own.
-        code = f"import sys\nfrom diskprefix.cli import main\n{PATCH.format(self.bin / 'serve.py')}\nmain(sys.argv[1:])"
+        code = "import sys\nfrom diskprefix.daemon.cli import main\n"
+        code += f"{PATCH.format(self.bin / 'serve.py')}\nmain(sys.argv[1:])"
         (self.bin / "again.py").write_text(code, encoding="utf-8")
         for agent in agents():
             program = self.bin / agent.program
@@ -255,7 +256,7 @@ def test_the_largest_fetched_model_that_fits_and_calls_tools_is_served(
         "unread": {"file_bytes": None, "fits": None, "context": None, "template": "{{ tools }}"},
     }
     monkeypatch.setattr(
-        "diskprefix.extras.catalogue.catalogue.cached_models", lambda: [(name, place.home / name) for name in fetched]
+        "diskprefix.daemon.catalogue.catalogue.cached_models", lambda: [(name, place.home / name) for name in fetched]
     )
     for name in fetched:
         (place.home / name).mkdir()
@@ -699,7 +700,7 @@ def template_without_tools(folder: Path) -> Path:
 
 
 def test_the_guess_for_a_small_model_counts_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diskprefix.extras.catalogue.adviser.num_cores", lambda: 2)
+    monkeypatch.setattr("diskprefix.daemon.catalogue.adviser.num_cores", lambda: 2)
     needs = {"weights in Q4_1": 92 << 20, "KV memory for 8,192 tokens": 180 << 20, "room to compute": 640 << 20}
     speed, _ = model_choice._noted_speed({"id": "m", "context_length": 8192, "needs": needs})
     # Measured with AVX-512 on two cores: 6,170 tokens in 7.95 s. With AVX2 it is twice as slow.
@@ -711,7 +712,7 @@ def test_the_guess_for_a_small_model_counts_attention(monkeypatch: pytest.Monkey
 @pytest.mark.usefixtures("place")
 def test_the_guess_for_a_mixture_counts_what_is_read_for_a_token(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     card = CARDS[1] | {"id": "ggml-org/gpt-oss-20b-GGUF:MXFP4", "needs": {"weights in MXFP4": 12 << 30}}
-    monkeypatch.setattr("diskprefix.extras.catalogue.adviser.num_cores", lambda: 2)
+    monkeypatch.setattr("diskprefix.daemon.catalogue.adviser.num_cores", lambda: 2)
     counted = [(200, {"input_tokens": 19_000})]
     with small_daemon(models=[models(card)], props=[(403, {})], count_tokens=counted) as daemon:
         said = lines(run("launch", "claude", "--url", daemon.url))

@@ -28,13 +28,13 @@ from diskprefix.store.store import Publication, Store
 from diskprefix.tokens import root_hash
 from diskprefix.user_key import user_tenant
 from diskprefix.values import SHARED
+from tests.daemon.server.daemon_process import DaemonProcess, ask, running_daemon, text_of
 from tests.desk.conftest import Run, holds, opened_elsewhere, saved
 from tests.desk.terminal import Terminal
 from tests.examples import examples
 from tests.extras.remote.made import machine, share_of_each
 from tests.faults.damage import damaged
 from tests.faults.file_damage import PAGE, DataFile
-from tests.server.daemon_process import DaemonProcess, ask, running_daemon, text_of
 from tests.store.building import BLOCK, Clock, is_whole, layout_of, of_root, open_store, prompt, publication
 from tests.waiting import wait_for
 
@@ -419,7 +419,7 @@ def test_ctrl_c_leaves_the_old_file_and_nothing_else(folder: Path, kept: Publica
     """Pressed when the copy is written."""
     code = f"""
 import os, signal
-from diskprefix.cli import main
+from diskprefix.daemon.cli import main
 from diskprefix.store import compact
 def interrupted(*_):
     os.kill(os.getpid(), signal.SIGINT)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from diskprefix.daemon.settings import Settings
 from diskprefix.desk.models.plan_table import parts_of, step_of
 from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.model.load.loader import load_model
 from diskprefix.model.planned import PlanRuntime, plan_layout
-from diskprefix.settings import Settings
 from tests.cache_folder import USERS
 from tests.desk.conftest import Run
 from tests.desk.conftest import run as run

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 from huggingface_hub import constants, snapshot_download
 
+from diskprefix.daemon.catalogue.catalogue import open_catalogue
+from diskprefix.daemon.settings import Settings
 from diskprefix.desk.models import pull_command
 from diskprefix.errors import ModelError
-from diskprefix.extras.catalogue.catalogue import open_catalogue
 from diskprefix.model.load import hub as hub_module
 from diskprefix.model.load import packed_weights
 from diskprefix.model.load.fit import ROOM_BYTES
@@ -24,7 +25,6 @@ from diskprefix.model.load.loader import load_model
 from diskprefix.model.load.named_model import is_embedded
 from diskprefix.model.load.packed_weights import PackedFiles
 from diskprefix.native.library import operators
-from diskprefix.settings import Settings
 from tests.desk.conftest import Run
 from tests.model import tiny
 from tests.model.hub import MOST_BYTES, FakeHub, fake_hub

@@ -19,6 +19,9 @@ import pytest
 import torch
 
 from diskprefix import file_system
+from diskprefix.daemon.catalogue import catalogue
+from diskprefix.daemon.catalogue.adviser import AGENT_TOKENS
+from diskprefix.daemon.settings import Settings
 from diskprefix.desk.setup import doctor_machine, doctor_model, doctor_rows
 from diskprefix.desk.setup.doctor_machine import (
     Finding,
@@ -32,18 +35,15 @@ from diskprefix.desk.setup.doctor_machine import (
 from diskprefix.desk.setup.doctor_model import model_findings
 from diskprefix.desk.shared import daemon_call
 from diskprefix.errors import StoreCorrupt
-from diskprefix.extras.catalogue import catalogue
-from diskprefix.extras.catalogue.adviser import AGENT_TOKENS
 from diskprefix.model.load import fit, memory
 from diskprefix.model.load.fit import ModelNeeds, TokenState, fitted, needs_of_gguf
 from diskprefix.model.load.named_model import path_of
 from diskprefix.model.load.tokenizer import Tokenizer
 from diskprefix.native import library
-from diskprefix.settings import Settings
+from tests.daemon.server.chat_model import CHAT_TEMPLATE, write_tokenizer
+from tests.daemon.server.daemon_process import DaemonProcess
 from tests.desk.conftest import Run
 from tests.model import tiny
-from tests.server.chat_model import CHAT_TEMPLATE, write_tokenizer
-from tests.server.daemon_process import DaemonProcess
 from tests.store.building import open_store
 
 CHECKS = {
@@ -335,7 +335,7 @@ def test_each_model_that_is_known_by_name_is_checked_and_none_is_a_problem(
         names = ("model", "models")
         return {name: [(one["level"], one["text"]) for one in report if one["check"] == name] for name in names}
 
-    monkeypatch.setattr("diskprefix.extras.catalogue.catalogue.cached_models", lambda: iter(()))
+    monkeypatch.setattr("diskprefix.daemon.catalogue.catalogue.cached_models", lambda: iter(()))
     assert found()["models"] == [("problem", "no model is known")]
     for name in ("one", "two"):
         (tmp_path / f"{name}.gguf").write_bytes(b"GGUF")

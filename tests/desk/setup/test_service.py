@@ -15,10 +15,10 @@ from typing import Any
 import httpx
 import pytest
 
-from diskprefix.server.process.listener import listen
+from diskprefix.daemon.server.process.listener import listen
 from tests.closing import needs
+from tests.daemon.server.daemon_process import clean_environment, wait_until
 from tests.desk.conftest import Run
-from tests.server.daemon_process import clean_environment, wait_until
 
 _BOOT = """
 mount -t tmpfs tmpfs /run && mkdir -p /run/systemd/system &&

@@ -14,13 +14,13 @@ from pathlib import Path
 import click
 import pytest
 
-from diskprefix.cli import COMMANDS
+from diskprefix.daemon.cli import COMMANDS
+from diskprefix.daemon.server.process import token_file
+from diskprefix.daemon.server.process.token_file import own_daemons, published_token
 from diskprefix.desk.clients import launched_daemon
 from diskprefix.desk.shared import daemon_call, own_daemon
 from diskprefix.desk.shared.own_daemon import own_urls
 from diskprefix.errors import NotReady
-from diskprefix.server.process import token_file
-from diskprefix.server.process.token_file import own_daemons, published_token
 from tests.desk.conftest import Run
 from tests.desk.small_daemon import SmallDaemon, models, small_daemon
 

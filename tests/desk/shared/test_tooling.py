@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from diskprefix.cli import COMMANDS
-from diskprefix.cli.logs import TextFormatter
+from diskprefix.daemon.cli import COMMANDS
+from diskprefix.daemon.cli.logs import TextFormatter
 from diskprefix.desk.shared import tooling
 from diskprefix.desk.shared.tooling import status
 from diskprefix.errors import SettingsError
@@ -99,7 +99,7 @@ def test_what_the_scripts_ask_is_answered() -> None:
 
     def completed(line: str) -> list[str]:
         words = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1), "_DISKPREFIX_COMPLETE": "bash_complete"}
-        command = [sys.executable, "-c", "from diskprefix.cli import main; main()"]
+        command = [sys.executable, "-c", "from diskprefix.daemon.cli import main; main()"]
         ended = subprocess.run(command, env=os.environ | words, capture_output=True, text=True, check=False)
         return [answer.partition(",")[2] for answer in ended.stdout.split()]
 

@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 from diskprefix.cache import cached_request as request_module
 from diskprefix.cache import saving as saving_module
 from diskprefix.cache.policy.scope import parse_scope
+from diskprefix.daemon.settings import Settings
 from diskprefix.extras.simulate.geometry import Geometry
 from diskprefix.extras.simulate.recording import RequestRecorder
 from diskprefix.extras.simulate.simulated_memory import SimulatedMemory
@@ -37,7 +38,6 @@ from diskprefix.extras.simulate.trace_formats import read_trace
 from diskprefix.kv import kept_blocks
 from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.sequence import KVSequence, Owner
-from diskprefix.settings import Settings
 from diskprefix.store.codec.codec import Codec
 from diskprefix.store.store import Store
 from diskprefix.tenant_ids import group_of

@@ -12,13 +12,13 @@ from typing import Any, TypeAlias
 import pytest
 from msgspec.structs import replace
 
-from diskprefix.cli.policy_file import find_policy
+from diskprefix.daemon.cli.policy_file import find_policy
+from diskprefix.daemon.settings import Settings
 from diskprefix.extras.simulate.comparison import REGIMES
 from diskprefix.extras.simulate.geometry import CHECKPOINTS, SLICEABLE, Geometry
 from diskprefix.extras.simulate.recording import RequestRecorder
 from diskprefix.extras.simulate.simulator import Policy, simulate
 from diskprefix.extras.simulate.trace_formats import read_trace
-from diskprefix.settings import Settings
 from diskprefix.tokens import as_token_ids
 from diskprefix.units import parse_size
 from diskprefix.values import CacheOptions, CacheReport, Scope, Selection

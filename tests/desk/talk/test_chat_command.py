@@ -14,14 +14,14 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from diskprefix.cli import cli, main
+from diskprefix.daemon.cli import cli, main
 from diskprefix.desk.shared import daemon_call
 from diskprefix.desk.shared.daemon_call import ConnectionBroken, state_of
 from diskprefix.desk.talk import chat_command
 from diskprefix.desk.talk.chat_command import chat
 from diskprefix.errors import InvalidRequest, NotReady
-from tests.server.agent_model import saying, thought
-from tests.server.scripted import AppServer, ScriptedEngine
+from tests.daemon.server.agent_model import saying, thought
+from tests.daemon.server.scripted import AppServer, ScriptedEngine
 
 
 class Terminal(io.StringIO):

@@ -13,13 +13,13 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from diskprefix.extras.web_page import CHAT_PAGE
+from diskprefix.daemon.web_page import CHAT_PAGE
 from diskprefix.model.load.embedded import EMBEDDED
 from tests.cache_folder import USERS
 from tests.closing import needs
+from tests.daemon.server.daemon_process import DaemonProcess, cache_states, serve_flags
+from tests.daemon.server.test_auth import ALICE, write_keys
 from tests.desk.browsing import PHONE, WIDE, violations
-from tests.server.daemon_process import DaemonProcess, cache_states, serve_flags
-from tests.server.test_auth import ALICE, write_keys
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page, Route

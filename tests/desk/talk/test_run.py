@@ -15,12 +15,12 @@ from typing import Any, NoReturn
 
 import pytest
 
+from diskprefix.daemon.settings import config_home
 from diskprefix.desk.clients import daemon_choice, daemons_command, model_choice
 from diskprefix.desk.models import pull_command
 from diskprefix.desk.talk import run_command
 from diskprefix.errors import NotReady
 from diskprefix.model.load.proposals import full_name, meant_name
-from diskprefix.settings import config_home
 from tests.desk.conftest import Run
 from tests.desk.small_daemon import models, small_daemon
 from tests.desk.terminal import Terminal
@@ -275,7 +275,7 @@ def test_a_daemon_that_cannot_unload_or_is_not_this_users_is_not_ended(run: Run)
 # A signal between the handler's check and a sleep would be seen when the sleep ends: it is waited for instead.
 LISTENS = """\
 import signal, socket, time
-from diskprefix.server.process.token_file import published_token
+from diskprefix.daemon.server.process.token_file import published_token
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 with socket.create_server(("127.0.0.1", 0)) as listener, published_token("abc", [listener]):
     print(listener.getsockname()[1], flush=True)

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 import diskprefix.desk.warm.warm_command
-from diskprefix.api.openai import CompletionRequest
-from diskprefix.api.openai_chat import ChatRequest
+from diskprefix.daemon.api.openai import CompletionRequest
+from diskprefix.daemon.api.openai_chat import ChatRequest
 from diskprefix.desk.warm.warm_prompts import CHAT, COMPLETION, NOT_OF_PROMPTS, WarmItem, read_items
 from diskprefix.errors import InvalidRequest
+from tests.daemon.server.daemon_process import DaemonProcess
+from tests.daemon.server.scripted import ScriptedEngine, scripted_app
 from tests.desk.conftest import Ended, Run
 from tests.desk.small_daemon import Reply, health, models, small_daemon
-from tests.server.daemon_process import DaemonProcess
-from tests.server.scripted import ScriptedEngine, scripted_app
 
 WORDS = "Name three rivers and tell me where each of them begins and where it ends. "
 KEY, ADMIN_KEY = "key-of-somebody-else", "key-of-the-administrator"

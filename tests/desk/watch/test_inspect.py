@@ -25,11 +25,11 @@ from diskprefix.store.statistics.savings import SavingsLog, Tally
 from diskprefix.tenant_ids import matches
 from diskprefix.tokens import as_token_ids, picture_ids, root_hash
 from diskprefix.values import Tenant
+from tests.daemon.server.daemon_process import DaemonProcess, serve_flags
+from tests.daemon.server.test_auth import write_keys
 from tests.desk.conftest import Ended, Run
 from tests.desk.watch.browse.saved_chats import ALICE, LAYOUT, SavedChats, chat
 from tests.faults.damage import damaged
-from tests.server.daemon_process import DaemonProcess, serve_flags
-from tests.server.test_auth import write_keys
 from tests.store.building import BLOCK, layout_of, of_root, open_store, prompt, publication
 
 BLOCK_BYTES = 19_968

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diskprefix.chat.canonicalisers import shape_of
+from diskprefix.daemon.chat.canonicalisers import shape_of
 from diskprefix.desk.watch.inspect.stored_text import line_at
 from diskprefix.store.ghosts import newest_first
 from diskprefix.store.store import Store
 from diskprefix.values import SourceText
 from tests.agent_bodies import words
-from tests.server.chat_model import weights_of, write_chat_model
-from tests.server.daemon_process import DaemonProcess, command, reply_to, running_daemon
+from tests.daemon.server.chat_model import weights_of, write_chat_model
+from tests.daemon.server.daemon_process import DaemonProcess, command, reply_to, running_daemon
 
 SYSTEM = words(1, 300)
 SECRETS = "The password of Marmot 4711 is Kumquat.", "The password of Beaver 8052 is Quinces."

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.daemon.server.daemon_process import DaemonProcess, command, reply_to, running_as, running_daemon
 from tests.desk.conftest import Run
-from tests.server.daemon_process import DaemonProcess, command, reply_to, running_as, running_daemon
 
 PROMPT = "The water of the river is high in spring, and the bridge is closed then. " * 12
 OTHERS = {"--kv-type": ("auto", "q8"), "--block-size": ("16", "128"), "--engine": ("auto", "grid")}

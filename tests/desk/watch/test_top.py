@@ -12,10 +12,10 @@ from diskprefix.desk.shared.daemon_call import Answer
 from diskprefix.desk.watch.top import live
 from diskprefix.errors import DiskPrefixError, NotReady, SettingsError
 from diskprefix.units import format_part
+from tests.daemon.server.daemon_process import DaemonProcess
 from tests.desk.conftest import Run
 from tests.desk.conftest import run as run
 from tests.desk.terminal import Terminal
-from tests.server.daemon_process import DaemonProcess
 
 NOW = 1_800_000_000.0
 STATE: dict[str, Any] = {

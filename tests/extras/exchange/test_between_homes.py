@@ -14,10 +14,10 @@ import pytest
 from diskprefix.store.store import Store
 from diskprefix.tenant_ids import short_tenant
 from diskprefix.values import Tenant
+from tests.daemon.server.daemon_process import DaemonProcess, clean_environment, serve_flags, wait_until
+from tests.daemon.server.test_auth import ALICE, write_keys
 from tests.extras.exchange.test_signatures import make_key, public
 from tests.native.variants import of_this_cpu
-from tests.server.daemon_process import DaemonProcess, clean_environment, serve_flags, wait_until
-from tests.server.test_auth import ALICE, write_keys
 
 SYSTEM = "You help in the workshop of a bicycle shop. Name the tool, the size and the torque. " * 12
 

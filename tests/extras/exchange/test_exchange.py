@@ -19,18 +19,19 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from diskprefix.daemon.settings import Settings
 from diskprefix.errors import DiskPrefixError, PrefixGone, SettingsError, StoreCorrupt, StoreUnavailable
 from diskprefix.extras.exchange import exchange
 from diskprefix.extras.exchange.exchange import require_known_model
 from diskprefix.extras.exchange.pack_file import PackReader
 from diskprefix.model.load.fingerprint import fingerprint_of_modules
-from diskprefix.settings import Settings
 from diskprefix.store.codec.codec import Codec
 from diskprefix.store.pieces import LAYOUT_VERSION
 from diskprefix.store.schema import ModelRecord
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.verify import verify_index
 from diskprefix.tokens import PromptDigest, TokenIds
+from tests.daemon.server.daemon_process import reply_to, running_daemon, wait_until
 from tests.desk.conftest import Run, overwrite, saved
 from tests.desk.conftest import run as run
 from tests.devices import DEVICES
@@ -46,7 +47,6 @@ from tests.extras.exchange.exported import (
     large_layout,
 )
 from tests.runner import Runner, random_prompt, tiny_llama, tiny_settings
-from tests.server.daemon_process import reply_to, running_daemon, wait_until
 from tests.store.building import BLOCK, Clock, damage, is_whole, open_store, prompt
 from tests.traced_memory import traced_peak
 

@@ -28,12 +28,12 @@ from diskprefix.extras.library.library_model import memory_digest, stamp
 from diskprefix.grid.cache_argument import CACHE_ARGUMENTS
 from diskprefix.kv.sequence import KVSequence
 from tests import forked
+from tests.daemon.server import picture_models
 from tests.devices import DEVICES
 from tests.exactness.architectures import tiny_model
 from tests.extras.library import session_worker
 from tests.extras.library.session_worker import LENGTH, SEED
 from tests.runner import BLOCK, random_prompt, tiny_llama, tiny_settings
-from tests.server import picture_models
 
 KINDS = ["llama", "gemma3", "qwen3_next", "falcon_h1", "mamba2"]
 """Dense, sliding, hybrid, both in one layer, and state-space."""

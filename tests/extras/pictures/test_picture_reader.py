@@ -19,20 +19,15 @@ import torch
 from PIL import Image, ImageOps
 from transformers import DynamicCache
 
+from diskprefix.daemon.settings import Settings
 from diskprefix.errors import InvalidRequest, ModelError
 from diskprefix.extras.pictures import picture_reader
 from diskprefix.extras.pictures.picture_reader import PictureReader
 from diskprefix.grid.cache_argument import cache_argument
 from diskprefix.model.load import loader
 from diskprefix.model.load.loader import LoadedModel, load_model
-from diskprefix.settings import Settings
 from diskprefix.values import Picture
-from tests.server.picture_models import (
-    PARTS_ONLY,
-    VISION_MODELS,
-    image_bytes,
-    write_llava,
-)
+from tests.daemon.server.picture_models import PARTS_ONLY, VISION_MODELS, image_bytes, write_llava
 
 ORIENTATION = 0x0112
 

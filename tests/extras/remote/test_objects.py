@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from diskprefix.daemon.settings import Settings
 from diskprefix.desk.watch.dashboard.problems import problems as problems_of
 from diskprefix.errors import SettingsError
 from diskprefix.extras.remote.objects import ObjectStore, RemoteUnavailable
 from diskprefix.extras.remote.remote_tier import open_tier
 from diskprefix.extras.remote.signing import ObjectRefused, signed, verified
-from diskprefix.settings import Settings
 from tests.extras.remote.made import KEY
 from tests.object_server import SECRET_KEY, object_server
 from tests.waiting import wait_for

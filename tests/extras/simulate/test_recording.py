@@ -18,11 +18,11 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from diskprefix.daemon.settings import Settings
 from diskprefix.errors import SettingsError
 from diskprefix.extras.simulate import recording
 from diskprefix.extras.simulate.recorded_request import RecordedRequest, joined
 from diskprefix.extras.simulate.recording import RequestRecorder
-from diskprefix.settings import Settings
 from diskprefix.tokens import as_token_ids
 from diskprefix.values import SHARED, CacheOptions, CacheReport, Mark, Prompt, Scope, Selection
 from tests.runner import BLOCK, random_prompt

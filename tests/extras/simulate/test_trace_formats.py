@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diskprefix.daemon.settings import Settings
 from diskprefix.errors import SettingsError
 from diskprefix.extras.simulate.geometry import Geometry
 from diskprefix.extras.simulate.recording import RequestRecorder
 from diskprefix.extras.simulate.trace import RecordedDaemon, Trace, TraceRequest
 from diskprefix.extras.simulate.trace_formats import JsonObject, read_trace
-from diskprefix.settings import Settings
 from diskprefix.tokens import as_token_ids, common_prefix_length
 from diskprefix.values import CacheOptions, CacheReport, Mark, Prompt, Scope, Selection
 

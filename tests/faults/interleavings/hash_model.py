@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from diskprefix.engine.running_request import Reply
-from diskprefix.engine.scheduler import Chunk
+from diskprefix.daemon.engine.running_request import Reply
+from diskprefix.daemon.engine.scheduler import Chunk
 from diskprefix.kv.layout import Group, LayerSpec, Layout, StateGroup, StateSpec, TensorSpec
 from diskprefix.kv.page_table import PageTable
 from diskprefix.kv.sequence import KVSequence

@@ -19,13 +19,13 @@ import xxhash
 from msgspec.structs import replace
 
 from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.engine.idle.ahead_jobs import AheadJob
-from diskprefix.engine.inbox import Ticket
-from diskprefix.engine.request import DoneEvent, ErrorEvent, Event, GenerateRequest, SamplingParams, TextEvent
+from diskprefix.daemon.engine.idle.ahead_jobs import AheadJob
+from diskprefix.daemon.engine.inbox import Ticket
+from diskprefix.daemon.engine.request import DoneEvent, ErrorEvent, Event, GenerateRequest, SamplingParams, TextEvent
+from diskprefix.daemon.settings import Settings
 from diskprefix.errors import CacheError, NotReady, QueueFull
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.page_cache import MemoryWait
-from diskprefix.settings import Settings
 from diskprefix.store.compact import compact_folder, rewrite_folder
 from diskprefix.store.epochs import Purges, purges_of
 from diskprefix.store.eviction import limits_s

@@ -16,11 +16,11 @@ from diskprefix.cache.build_bits import BuildBits, build_digest
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.matching import Matcher
 from diskprefix.cache.tiers.nodes import Node
-from diskprefix.engine.active_requests import ActiveRequests
-from diskprefix.engine.fetches import Fetches, ReadJob
-from diskprefix.engine.idle.recheck import Recheck
-from diskprefix.engine.inbox import Ticket
-from diskprefix.engine.loop import Loop
+from diskprefix.daemon.engine.active_requests import ActiveRequests
+from diskprefix.daemon.engine.fetches import Fetches, ReadJob
+from diskprefix.daemon.engine.idle.recheck import Recheck
+from diskprefix.daemon.engine.inbox import Ticket
+from diskprefix.daemon.engine.loop import Loop
 from diskprefix.errors import ContextTooLong, NotReady
 from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.page_table import PageTable

@@ -21,16 +21,19 @@ import lmdb
 from msgspec.structs import replace
 
 from diskprefix import printable, thread_pool
-from diskprefix import settings as settings_module
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.tiered_store import open_store
 from diskprefix.cache.tiers.local import DiskView
-from diskprefix.chat.replay import RecordsUnread
-from diskprefix.engine import device, forward, served_model
-from diskprefix.engine.idle import ahead, ahead_jobs, idle_work
-from diskprefix.engine.idle.idle_work import IdleWork
-from diskprefix.engine.inbox import Inbox, Ticket
-from diskprefix.engine.loop import Engine
+from diskprefix.daemon import settings as settings_module
+from diskprefix.daemon.chat.replay import RecordsUnread
+from diskprefix.daemon.engine import device, forward, served_model
+from diskprefix.daemon.engine.idle import ahead, ahead_jobs, idle_work
+from diskprefix.daemon.engine.idle.idle_work import IdleWork
+from diskprefix.daemon.engine.inbox import Inbox, Ticket
+from diskprefix.daemon.engine.loop import Engine
+from diskprefix.daemon.server.remembering import StoredTurns
+from diskprefix.daemon.server.threads import _NUM_THREADS
+from diskprefix.daemon.settings import Settings
 from diskprefix.errors import DeviceLost, NotReady, StoreCorrupt
 from diskprefix.extras.remote import objects, remote_tier  # noqa: F401 (imported before its names are replaced)
 from diskprefix.identity import identity_text
@@ -38,9 +41,6 @@ from diskprefix.kv import page_cache, pages, sequence, sizes
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import Captured, PagePool
 from diskprefix.memo import Memo
-from diskprefix.server.remembering import StoredTurns
-from diskprefix.server.threads import _NUM_THREADS
-from diskprefix.settings import Settings
 from diskprefix.store import compact, environment, evictor, folder, opening, written
 from diskprefix.store.environment import Environment
 from diskprefix.store.evictor import Evictor

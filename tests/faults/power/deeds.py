@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from diskprefix.cli import cli
+from diskprefix.daemon.cli import cli
 from diskprefix.errors import CacheError
 from diskprefix.model.load.packed_file import PackedMatrix
 from diskprefix.native.library import operators

@@ -17,6 +17,7 @@ import torch
 import transformers
 from transformers import AutoModelForMultimodalLM
 
+from diskprefix.daemon.settings import Settings
 from diskprefix.errors import ModelError
 from diskprefix.model.gguf.encoders import make_composite
 from diskprefix.model.gguf.metadata import Metadata
@@ -26,10 +27,9 @@ from diskprefix.model.load.gguf_header import GgufHeader
 from diskprefix.model.load.loader import LoadedModel, load_model
 from diskprefix.model.load.projector import preferred_projectors, projector_beside
 from diskprefix.model.model_config import ModelConfig
-from diskprefix.settings import Settings
+from tests.daemon.server.picture_models import VISION_MODELS, TinyPictured, image_bytes
 from tests.model import tiny
 from tests.model.gguf_files import BASE, EPSILON, RMS, filled, names_of, paired, rope, stored, written
-from tests.server.picture_models import VISION_MODELS, TinyPictured, image_bytes
 
 pytestmark = pytest.mark.usefixtures("cache")
 Values = dict[str, Any]

@@ -14,9 +14,9 @@ import pytest
 from gguf import GGUFReader, GGUFWriter
 from transformers import AutoTokenizer
 
-from diskprefix.engine.constraints.constrained_reply import ConstraintCompiler
-from diskprefix.engine.request import Constraint
-from diskprefix.engine.token_bytes import TokenBytes
+from diskprefix.daemon.engine.constraints.constrained_reply import ConstraintCompiler
+from diskprefix.daemon.engine.request import Constraint
+from diskprefix.daemon.engine.token_bytes import TokenBytes
 from diskprefix.errors import ModelError
 from diskprefix.model.gguf.file_tokenizer import _merges_by_score, make_tokenizer
 from diskprefix.model.gguf.metadata import Metadata

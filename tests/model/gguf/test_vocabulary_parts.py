@@ -16,15 +16,15 @@ import tokenizers
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
-from diskprefix.engine.detokenize import TextStream
+from diskprefix.daemon.engine.detokenize import TextStream
 from diskprefix.model.gguf.file_tokenizer import make_tokenizer, parts_are_exact
 from diskprefix.model.gguf.vocabulary_parts import VocabularyParts
 from diskprefix.model.load import read_tokenizer, string_hashes
 from diskprefix.model.load.gguf_strings import StringPiece
 from diskprefix.model.load.string_hashes import LONGEST, among, hashes_of, hashes_of_pairs, hashes_of_parts
 from diskprefix.model.load.tokenizer import Tokenizer
-from tests.chat.families.families import folder
-from tests.chat.families.sources import PARTED_BY
+from tests.daemon.chat.families.families import folder
+from tests.daemon.chat.families.sources import PARTED_BY
 from tests.model.gguf.test_tokenizer import BYTES, SENTENCES, header
 
 REAL = ("command-r", "deepseek-coder", "deepseek-v3", "gpt-2", "llama-bpe", "mistral-nemo", "qwen2", "qwen35", "refact")

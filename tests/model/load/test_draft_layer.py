@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3_5ForConditionalGeneration
 from transformers.modeling_layers import MtpModel
 
+from diskprefix.daemon.settings import Settings
 from diskprefix.errors import ModelError
 from diskprefix.kv.pages import PagePool
 from diskprefix.model.load.gguf_weights import GgufWeights
@@ -23,7 +24,6 @@ from diskprefix.model.part_options import ExpertsForm
 from diskprefix.model.planned import plan_layout
 from diskprefix.model.weights import Weights
 from diskprefix.native.library import operators
-from diskprefix.settings import Settings
 from tests.arrays import tensor_of
 from tests.model import tiny
 from tests.model.gguf_files import stored, written

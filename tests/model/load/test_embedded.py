@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from diskprefix.daemon.settings import Settings
 from diskprefix.errors import ModelError
 from diskprefix.model.load import embedded
 from diskprefix.model.load.chat_template import render_template
 from diskprefix.model.load.embedded import EMBEDDED, WheelModel, embedded_file
 from diskprefix.model.load.loader import load_model
-from diskprefix.settings import Settings
 from tests.model import tiny
 
 REPOSITORY = Path(__file__).parents[3]

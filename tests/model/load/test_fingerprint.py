@@ -22,12 +22,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from diskprefix import PrefixCacheSession
+from diskprefix.daemon.settings import Settings
 from diskprefix.model.load import fingerprint, kernel_settings
 from diskprefix.model.load.fingerprint import fingerprint_of_modules, remembered_digest, weights_digest
 from diskprefix.model.load.kernel_settings import cpu_kind
-from diskprefix.settings import Settings
 from diskprefix.tokens import file_digest, root_hash
-from tests.engine.driving import done, load, run, tokens
+from tests.daemon.engine.driving import done, load, run, tokens
 from tests.model.test_plan_fingerprint import literal
 from tests.model.tiny import llama as tiny
 from tests.model.tiny import write_folder

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from diskprefix.daemon.settings import Settings
 from diskprefix.errors import ModelError
 from diskprefix.grid.rehearsal import rehearse
 from diskprefix.kv.pages import PagePool
@@ -27,7 +28,6 @@ from diskprefix.model.load.fit import (
     state_of,
 )
 from diskprefix.model.load.hub import listing_of
-from diskprefix.settings import Settings
 from tests.exactness.architectures import tiny_model
 from tests.model import tiny
 from tests.model.hub import fake_hub

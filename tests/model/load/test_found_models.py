@@ -13,19 +13,19 @@ from typing import Any
 import httpx
 import pytest
 
+from diskprefix.daemon.catalogue.catalogue import Catalogue, known_names, needs
+from diskprefix.daemon.settings import Settings
 from diskprefix.errors import ModelError
-from diskprefix.extras.catalogue.catalogue import Catalogue, known_names, needs
 from diskprefix.model.load.found_models import found_models
 from diskprefix.model.load.gguf_file import part_paths
 from diskprefix.model.load.manifests import manifest_of
 from diskprefix.model.load.named_model import path_of, plain_name, require_named
 from diskprefix.model.load.proposals import full_name, meant_name
-from diskprefix.settings import Settings
+from tests.daemon.server.daemon_process import CHAT, DaemonProcess, clean_environment, serve_flags
 from tests.desk.conftest import Run
 from tests.desk.conftest import run as run
 from tests.model import tiny
 from tests.model.load.ollama_folder import LIST, MANIFEST, OllamaFolder
-from tests.server.daemon_process import CHAT, DaemonProcess, clean_environment, serve_flags
 
 pytestmark = pytest.mark.usefixtures("own_places")
 

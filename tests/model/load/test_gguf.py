@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
+from diskprefix.daemon.settings import Settings
 from diskprefix.errors import ModelError
 from diskprefix.model.load import gguf_file, loader
 from diskprefix.model.load.chat_template import render_template
 from diskprefix.model.load.gguf_header import GgufHeader, read_header
 from diskprefix.model.load.gguf_weights import GgufWeights
 from diskprefix.model.load.loader import LoadedModel, load_model
-from diskprefix.settings import Settings
 from tests.arrays import tensor_of
 from tests.model import tiny
 from tests.model.tiny import read_file

@@ -14,6 +14,7 @@ import torch
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from diskprefix.daemon.settings import Settings
 from diskprefix.errors import ModelError
 from diskprefix.model.families.slot_names import SlotNames
 from diskprefix.model.gguf.metadata import Metadata
@@ -28,7 +29,6 @@ from diskprefix.model.quants.file_matrix import MatrixPacking
 from diskprefix.model.quants.forms import compiled
 from diskprefix.model.self_check import check
 from diskprefix.native.library import operators
-from diskprefix.settings import Settings
 from tests.arrays import array_of
 from tests.model import plans, tiny
 from tests.model.gguf_files import (

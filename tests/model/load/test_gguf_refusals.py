@@ -14,11 +14,11 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 from gguf.quants import quantize
 
+from diskprefix.daemon.settings import Settings
 from diskprefix.errors import ModelError
 from diskprefix.model.load.gguf_file import read_tensors
 from diskprefix.model.load.gguf_header import read_header
 from diskprefix.model.load.loader import load_model
-from diskprefix.settings import Settings
 from tests.model import tiny
 
 

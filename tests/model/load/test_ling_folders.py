@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
+from diskprefix.daemon.settings import Settings
 from diskprefix.errors import ModelError
 from diskprefix.model.load.loader import load_model
 from diskprefix.model.planned import plan_layout
 from diskprefix.model.self_check import check
 from diskprefix.native.library import operators
-from diskprefix.settings import Settings
 from tests.model import plans, tiny
 from tests.model.gguf_files import made
 from tests.model.load.test_gguf_models import FAMILIES, TOKENS, logits_of, require_equal

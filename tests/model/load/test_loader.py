@@ -16,6 +16,7 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
+from diskprefix.daemon.settings import Settings
 from diskprefix.errors import ModelError, SettingsError
 from diskprefix.model.load import loader, read_tokenizer
 from diskprefix.model.load.chat_template import render_template
@@ -25,12 +26,11 @@ from diskprefix.model.load.fingerprint import weights_digest
 from diskprefix.model.load.folder_weights import FolderWeights
 from diskprefix.model.load.loader import LoadedModel, load_model, load_tokenizer
 from diskprefix.model.load.named_model import name_faster, require_named
-from diskprefix.settings import Settings
+from tests.daemon.server.picture_models import write_llava
 from tests.model import tiny
 from tests.model.hub import fake_hub
 from tests.model.plans import logits_of
 from tests.model.tensor_weights import weights_of
-from tests.server.picture_models import write_llava
 
 REPOSITORY = Path(__file__).parents[3]
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -140,7 +140,7 @@ def test_loading_prints_nothing(folder: Path, capfd: pytest.CaptureFixture[str])
 def test_a_missing_path_is_refused_and_digests_are_computed_without_torch() -> None:
     code = (
         "import sys, diskprefix.model.load.fingerprint\n"
-        "from diskprefix.model.load.loader import load_model\nfrom diskprefix.settings import Settings\n"
+        "from diskprefix.model.load.loader import load_model\nfrom diskprefix.daemon.settings import Settings\n"
         "try: load_model(Settings(model='/nope'), print)\n"
         "except Exception as error: print(type(error).__name__, 'torch' in sys.modules)"
     )
@@ -618,7 +618,7 @@ LOADS = """
 import sys
 from diskprefix.errors import ModelError
 from diskprefix.model.load.loader import load_model
-from diskprefix.settings import Settings
+from diskprefix.daemon.settings import Settings
 for model, dtype in zip(sys.argv[1::2], sys.argv[2::2]):
     try:
         loaded = load_model(Settings(model=model, dtype=dtype), lambda _: None)

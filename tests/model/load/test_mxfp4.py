@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GptOssForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from diskprefix.daemon.settings import Settings
 from diskprefix.errors import ModelError
 from diskprefix.model.load import mxfp4, packed_weights
 from diskprefix.model.load.checkpoint import StoredTensor, stored_tensors
@@ -26,9 +27,8 @@ from diskprefix.model.load.mxfp4 import FORM, Mxfp4Experts
 from diskprefix.model.part_options import ExpertsForm
 from diskprefix.model.quants.file_matrix import MatrixPacking
 from diskprefix.model.quants.forms import compiled, weights_of
-from diskprefix.settings import Settings
 from tests import forked
-from tests.engine.driving import done, load, run, tokens, tokens_of
+from tests.daemon.engine.driving import done, load, run, tokens, tokens_of
 from tests.exactness.architectures import tiny_model
 from tests.model import plans, tiny
 from tests.model.load.test_memory import MIB, note_growth

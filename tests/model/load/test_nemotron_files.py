@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from diskprefix.daemon.settings import Settings
 from diskprefix.errors import ModelError
 from diskprefix.model.load.gguf import GgufModel
 from diskprefix.model.load.loader import load_model
-from diskprefix.settings import Settings
 from tests.model import plans
 from tests.model.gguf_files import HEADS, KV_HEADS, Tensors, made, written
 from tests.model.recurrent_reference import in_float64

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from diskprefix.daemon.settings import Settings
 from diskprefix.file_system import REMOTE
 from diskprefix.model.load import packed_file, packed_weights
 from diskprefix.model.load.loader import LoadedModel, load_model
@@ -27,7 +28,6 @@ from diskprefix.model.quants import file_matrix
 from diskprefix.native import packing
 from diskprefix.native.library import Operators, operators
 from diskprefix.native.packing import TYPES
-from diskprefix.settings import Settings
 from diskprefix.tokens import content_digest
 from tests.model import tiny
 
@@ -474,7 +474,7 @@ def test_a_writer_that_was_killed_leaves_nothing_that_stays(model: Path, folder:
         packed_weights.LEAST_BYTES = 0
         packed_file._READ_BYTES = 2048
         from diskprefix.model.load.loader import load_model
-        from diskprefix.settings import Settings
+        from diskprefix.daemon.settings import Settings
         loaded = load_model(Settings(model={str(model)!r}, packed_weights={str(folder)!r}), lambda _line: None)
         for number, _ in enumerate(loaded.keep_weights()):
             if number == int(sys.argv[1]):
@@ -507,7 +507,7 @@ def test_what_the_disk_cannot_read_is_packed_anew_and_ends_no_process(
             return made
         packed_file._mapped = mapped
         from diskprefix.model.load.loader import load_model
-        from diskprefix.settings import Settings
+        from diskprefix.daemon.settings import Settings
         loaded = load_model(Settings(model={str(model)!r}, packed_weights={str(folder)!r}), lambda _line: None)
         from tests.model.load.test_packed_weights import keep, packed_weights, weights_of
         packed_weights.LEAST_BYTES = 0

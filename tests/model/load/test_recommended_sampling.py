@@ -12,12 +12,12 @@ import gguf
 import pytest
 from msgspec.structs import replace
 
-from diskprefix.extras.catalogue.catalogue import Catalogue
+from diskprefix.daemon.catalogue.catalogue import Catalogue
+from diskprefix.daemon.settings import Settings
 from diskprefix.model.load import recommended_sampling
 from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.model.load.named_model import path_of
 from diskprefix.model.load.recommended_sampling import DEFAULT_SAMPLING, SamplingDefaults, sampling_defaults
-from diskprefix.settings import Settings
 from diskprefix.values import MAX_STOPS
 from tests.model import tiny
 from tests.model.load.ollama_folder import OllamaFolder

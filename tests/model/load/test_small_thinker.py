@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from diskprefix.daemon.settings import Settings
 from diskprefix.errors import ModelError
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
@@ -24,7 +25,6 @@ from diskprefix.model.quants.forms import compiled
 from diskprefix.model.runtime import Rows
 from diskprefix.model.self_check import check
 from diskprefix.native.library import operators
-from diskprefix.settings import Settings
 from tests.model import plans, small_thinker
 from tests.model.gguf_files import written
 from tests.model.load.test_gguf_models import TOKENS, require_equal

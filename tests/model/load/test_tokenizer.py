@@ -24,8 +24,8 @@ from diskprefix.model.load.read_tokenizer import read_tokenizer
 from diskprefix.model.load.template_sandbox import BoundedSandbox
 from diskprefix.model.load.tokenizer import Tokenizer
 from diskprefix.thread_work import NobodyWaits, ThreadWork, doing
-from tests.chat.families.families import folder as sources
-from tests.server.chat_model import write_tokenizer
+from tests.daemon.chat.families.families import folder as sources
+from tests.daemon.server.chat_model import write_tokenizer
 
 TEXTS = [
     "",

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from diskprefix.daemon.settings import Settings
 from diskprefix.errors import ModelError
 from diskprefix.model.load.gguf import GgufModel
 from diskprefix.model.load.loader import load_model
-from diskprefix.settings import Settings
 from tests.model import plans
 from tests.model.gguf_files import made, tensors_of, written
 from tests.model.load.test_gguf_models import FAMILIES, TOKENS, logits_of, require_equal

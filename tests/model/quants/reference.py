@@ -14,8 +14,8 @@ from typing import Any
 import gguf
 import numpy as np
 
+from diskprefix.daemon.settings import cache_home
 from diskprefix.model.tiny_models import below
-from diskprefix.settings import cache_home
 
 Array = np.ndarray[Any, Any]
 SIZES: dict[str, tuple[int, int]] = {

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from diskprefix.daemon.settings import Settings
 from diskprefix.errors import ModelError
 from diskprefix.model.load import loader
 from diskprefix.model.load.gguf import GgufModel
@@ -25,7 +26,6 @@ from diskprefix.model.quants.file_matrix import FileMatrix, MatrixPacking, in_or
 from diskprefix.model.quants.forms import weights_of as weights_of_packed
 from diskprefix.model.quants.quant_form import FILE_FORMS
 from diskprefix.native.library import Operators, operators
-from diskprefix.settings import Settings
 from tests.arrays import tensor_of
 from tests.model import plans, tiny
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diskprefix.engine.measured_model import measured
+from diskprefix.daemon.settings import Settings
 from diskprefix.model.families.slot_names import SlotNames
 from diskprefix.model.load.loader import LoadedModel, load_model
 from diskprefix.model.quants.forms import weights_of as numbers_of
-from diskprefix.settings import Settings
+from diskprefix.runtime.choose_runtime import measured
 from tests.arrays import array_of, tensor_of
 from tests.exactness.architectures import quantised_tiny_model
 from tests.model import tiny

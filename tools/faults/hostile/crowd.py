@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 
 import httpx
 
-from tests.server.hostile_requests import CHAT
+from tests.daemon.server.hostile_requests import CHAT
 from tools.faults.hostile.bad_clients import CLOSED, Caller, End
 from tools.faults.hostile.requests import KINDS
 from tools.measuring.prompts import AGENT_PROMPT

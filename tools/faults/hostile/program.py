@@ -27,7 +27,7 @@ import httpx
 import numpy as np
 from rich.console import Console
 
-from tests.server.hostile_requests import CHAT, chat
+from tests.daemon.server.hostile_requests import CHAT, chat
 from tools.faults.hostile.bad_clients import CUT_OFF, Caller
 from tools.faults.hostile.crowd import Attacked, Health, Seen, Turn, bad_key, good_key, run_bad, run_good, run_health
 from tools.faults.hostile.requests import KINDS, SLOW_READER

@@ -6,7 +6,7 @@ from asyncio import gather
 from collections.abc import Callable
 from functools import partial
 
-from tests.server.hostile_requests import CHAT, MIB, REQUESTS, RESPONSES, Hostile, chat, respond, text_of
+from tests.daemon.server.hostile_requests import CHAT, MIB, REQUESTS, RESPONSES, Hostile, chat, respond, text_of
 from tools.faults.hostile.bad_clients import BadManners, Behaviour, Caller, End
 
 _STREAM_TOKENS = 24

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from diskprefix.cli.options import api_key_option
+from diskprefix.daemon.cli.options import api_key_option
 from diskprefix.desk.shared.open_page import open_page
 from diskprefix.desk.shared.own_daemon import daemon_url, url_option
 

@@ -10,14 +10,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 from starlette.types import Scope
 
-from diskprefix.api.error_forms import HttpError
+from diskprefix.daemon.api.error_forms import HttpError
+from diskprefix.daemon.server.body import read_parameters
+from diskprefix.daemon.server.daemon import Daemon
+from diskprefix.daemon.server.log_context import log_context
+from diskprefix.daemon.server.routes import AppRoute, Routes
+from diskprefix.daemon.web_page import CHAT_PAGE, DASHBOARD_PAGE, wants_page
 from diskprefix.desk.watch.dashboard.entries import SavedPrompts
 from diskprefix.desk.watch.dashboard.watch import Watch
-from diskprefix.extras.web_page import CHAT_PAGE, DASHBOARD_PAGE, wants_page
-from diskprefix.server.body import read_parameters
-from diskprefix.server.daemon import Daemon
-from diskprefix.server.log_context import log_context
-from diskprefix.server.routes import AppRoute, Routes
 
 routes = Routes("dashboard")
 

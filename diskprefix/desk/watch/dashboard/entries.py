@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any
 
 from diskprefix.cache.other_settings import options_text
+from diskprefix.daemon.server.tenant_names import TenantNames
+from diskprefix.daemon.server.threads import Threads
 from diskprefix.desk.watch.browse.outline import Outline, outline
-from diskprefix.server.tenant_names import TenantNames
-from diskprefix.server.threads import Threads
 from diskprefix.store.purge import Purged
 from diskprefix.store.reads import Patience
 from diskprefix.store.store import Store

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 
 from msgspec import Struct
 
-from diskprefix.server.recent import EndedRequest
+from diskprefix.daemon.server.recent import EndedRequest
 
 Level: TypeAlias = Literal["error", "warning", "hint"]
 

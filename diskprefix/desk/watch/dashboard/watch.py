@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import asdict
 
+from diskprefix.daemon.engine.gauges import Activity
+from diskprefix.daemon.server.daemon import Daemon
+from diskprefix.daemon.server.guards import is_loopback
+from diskprefix.daemon.server.serving import Serving
 from diskprefix.desk.watch.dashboard.problems import problems
 from diskprefix.desk.watch.lost_advice import advised, settings_in_effect
-from diskprefix.engine.gauges import Activity
 from diskprefix.model.load.memory import resident_bytes
-from diskprefix.server.daemon import Daemon
-from diskprefix.server.guards import is_loopback
-from diskprefix.server.serving import Serving
 from diskprefix.version import __version__
 
 if TYPE_CHECKING:
-    from diskprefix.engine.loop import Engine
+    from diskprefix.daemon.engine.loop import Engine
 
 
 class Watch:

@@ -9,7 +9,7 @@ import click
 from msgspec.structs import asdict
 
 from diskprefix.cache.other_settings import options_text
-from diskprefix.cli.options import setting_option
+from diskprefix.daemon.cli.options import setting_option
 from diskprefix.desk.shared.tooling import (
     find_entry,
     opened_store,

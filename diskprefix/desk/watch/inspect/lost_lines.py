@@ -12,7 +12,7 @@ from itertools import islice
 
 from diskprefix.cache.policy.breaks import costly_differences
 from diskprefix.cache.policy.seen import MAX_PROMPT_BYTES
-from diskprefix.chat.canonicalisers import shape_of
+from diskprefix.daemon.chat.canonicalisers import shape_of
 from diskprefix.desk.watch.inspect.stored_text import decoder_of, line_at
 from diskprefix.store.ghosts import newest_first
 from diskprefix.store.snapshot import Snapshot

@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from diskprefix.cli.options import api_key_option, option
+from diskprefix.daemon.cli.options import api_key_option, option
 from diskprefix.desk.shared.daemon_call import running_daemon
 from diskprefix.desk.shared.own_daemon import daemon_url, url_option
 from diskprefix.errors import SettingsError

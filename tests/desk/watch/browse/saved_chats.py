@@ -7,15 +7,15 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from diskprefix.api.openai_chat import ChatRequest
-from diskprefix.chat.renderer import PromptRenderer
+from diskprefix.daemon.api.openai_chat import ChatRequest
+from diskprefix.daemon.chat.renderer import PromptRenderer
 from diskprefix.model.load.read_tokenizer import read_tokenizer
 from diskprefix.store.schema import RootRecord
 from diskprefix.store.statistics.savings import SavingsLog, Tally
 from diskprefix.store.store import Publication, Store
 from diskprefix.tokens import TokenPath, root_hash
 from diskprefix.values import SHARED, Tenant
-from tests.server.chat_model import VOCAB_SIZE, write_tokenizer
+from tests.daemon.server.chat_model import VOCAB_SIZE, write_tokenizer
 from tests.store.building import BLOCK, Clock, layout_of, open_store, publication
 
 LAYOUT = layout_of(4_000)

@@ -16,13 +16,13 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from diskprefix.extras.web_page import DASHBOARD_PAGE
-from diskprefix.server.process.token_file import page_link
-from diskprefix.settings import cache_home
+from diskprefix.daemon.server.process.token_file import page_link
+from diskprefix.daemon.settings import cache_home
+from diskprefix.daemon.web_page import DASHBOARD_PAGE
 from tests.closing import needs
+from tests.daemon.server.daemon_process import DaemonProcess, serve_flags, wait_until
+from tests.daemon.server.test_auth import ADMIN, write_keys
 from tests.desk.browsing import PHONE, WIDE, violations
-from tests.server.daemon_process import DaemonProcess, serve_flags, wait_until
-from tests.server.test_auth import ADMIN, write_keys
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page, Route

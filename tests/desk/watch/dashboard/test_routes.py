@@ -13,14 +13,14 @@ import httpx
 import pytest
 from starlette.datastructures import Headers
 
+from diskprefix.daemon.server.daemon import Daemon
+from diskprefix.daemon.server.status import WELCOME
+from diskprefix.daemon.settings import Settings
+from diskprefix.daemon.web_page import DASHBOARD_PAGE, wants_page
 from diskprefix.desk.watch.dashboard import watch
-from diskprefix.extras.web_page import DASHBOARD_PAGE, wants_page
-from diskprefix.server.daemon import Daemon
-from diskprefix.server.status import WELCOME
-from diskprefix.settings import Settings
-from tests.server.daemon_process import DaemonProcess, wait_until
-from tests.server.scripted import AppServer, ScriptedEngine, scripted_app, until_cancelled
-from tests.server.test_auth import ADMIN, ALICE, bearer, write_keys
+from tests.daemon.server.daemon_process import DaemonProcess, wait_until
+from tests.daemon.server.scripted import AppServer, ScriptedEngine, scripted_app, until_cancelled
+from tests.daemon.server.test_auth import ADMIN, ALICE, bearer, write_keys
 
 CHAT = "/v1/chat/completions"
 BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}

@@ -14,6 +14,10 @@ from typing import Any
 
 import pytest
 
+from diskprefix.daemon.server.recent import EndedRequest
+from diskprefix.daemon.server.tenant_names import TenantNames
+from diskprefix.daemon.server.threads import Threads
+from diskprefix.daemon.settings import SETTINGS, Settings, flag_of
 from diskprefix.desk.watch.dashboard import entries
 from diskprefix.desk.watch.dashboard.entries import SavedPrompts
 from diskprefix.desk.watch.dashboard.problems import Problem, problems
@@ -21,15 +25,11 @@ from diskprefix.desk.watch.dashboard.watch import Watch
 from diskprefix.desk.watch.lost_advice import InEffect, advised
 from diskprefix.errors import EntryNotFound
 from diskprefix.extras.remote.counts import Counts
-from diskprefix.server.recent import EndedRequest
-from diskprefix.server.tenant_names import TenantNames
-from diskprefix.server.threads import Threads
-from diskprefix.settings import SETTINGS, Settings, flag_of
 from diskprefix.store.purge import Purged, delete_entry, purge
 from diskprefix.store.statistics.lost_tokens import hour_of
 from diskprefix.store.store import Store
 from diskprefix.values import MISS_REASONS, words_of
-from tests.server.scripted import STATS
+from tests.daemon.server.scripted import STATS
 from tests.store.building import BLOCK, open_store, prompt, publication
 
 

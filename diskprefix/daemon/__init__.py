@@ -1,0 +1,1 @@
+"""The daemon: from HTTP to tokens and back."""

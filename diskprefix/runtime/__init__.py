@@ -1,0 +1,1 @@
+"""Runtimes: they compute a model, and find, read and load its files."""
