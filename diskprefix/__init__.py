@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from diskprefix.version import __version__
 
 if TYPE_CHECKING:
-    from diskprefix.extras.library.session import PrefixCacheSession
+    from diskprefix.runtime.library.session import PrefixCacheSession
 
 __all__ = ["PrefixCacheSession", "__version__"]
 
@@ -15,7 +15,7 @@ __all__ = ["PrefixCacheSession", "__version__"]
 def __getattr__(name: str) -> Any:
     """Imports the library, and torch with it, on the first use of `PrefixCacheSession`."""
     if name == "PrefixCacheSession":
-        from diskprefix.extras.library.session import PrefixCacheSession
+        from diskprefix.runtime.library.session import PrefixCacheSession
 
         return PrefixCacheSession
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

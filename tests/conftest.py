@@ -150,7 +150,7 @@ def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Folders of configuration, of the hub and of other programs of this test alone."""
     from huggingface_hub import constants
 
-    from diskprefix.model.load import manifests
+    from diskprefix.runtime.files import manifests
 
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for name in ("OLLAMA_MODELS", "LLAMA_CACHE"):

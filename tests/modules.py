@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from diskprefix.grid.grid_runtime import GridRuntime
-from diskprefix.grid.rehearsal import rehearse
 from diskprefix.kv.layout import Layout
-from diskprefix.model.planned import NotExact, PlanRuntime, plan_layout
-from diskprefix.model.runtime import Runtime
-from diskprefix.model.self_check import check, known_reason
-from tests.model.tensor_weights import weights_of
+from diskprefix.runtime.contract import Runtime
+from diskprefix.runtime.grid.grid_runtime import GridRuntime
+from diskprefix.runtime.grid.rehearsal import rehearse
+from diskprefix.runtime.load.self_check import check, known_reason
+from diskprefix.runtime.plan.planned import NotExact, PlanRuntime, plan_layout
+from tests.runtime.plan.tensor_weights import weights_of
 
 
 def layout_of(model: PreTrainedModel, identity: str = "", kv_type: str = "auto") -> tuple[Layout, str]:

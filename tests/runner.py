@@ -19,12 +19,12 @@ from diskprefix.cache.tiered_store import open_store
 from diskprefix.daemon.engine.forward import prefill
 from diskprefix.daemon.engine.pictures.prompt_pictures import PromptPictures
 from diskprefix.daemon.settings import Settings
-from diskprefix.grid.rehearsal import rehearse
 from diskprefix.kv.layout import ExactAt, Layout
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.runtime import Rows
-from diskprefix.model.vision_encoder import VisionEncoder
+from diskprefix.runtime.contract import Rows
+from diskprefix.runtime.grid.rehearsal import rehearse
+from diskprefix.runtime.pictures.vision_encoder import VisionEncoder
 from diskprefix.tokens import Logits, TokenIds, as_token_ids
 from diskprefix.values import CacheOptions, CacheReport, Picture, Prompt
 from tests.modules import layout_of, runtime_of

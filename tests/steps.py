@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.runtime import Rows, Runtime
 from diskprefix.native.library import operators
+from diskprefix.runtime.contract import Rows, Runtime
 from tests.modules import runtime_of
 
 _made: dict[int, tuple[tuple[object, ...], Runtime]] = {}

@@ -93,6 +93,8 @@ CHECKED = (
     "extras",
     "desk",
     "bridges",
+    "runtime/library",
+    "runtime/pictures",
     "daemon/web_page.py",
 )
 OF_OTHERS = {

@@ -14,14 +14,14 @@ from diskprefix.daemon.catalogue import catalogue
 from diskprefix.daemon.compression import compression
 from diskprefix.daemon.settings import Settings
 from diskprefix.errors import SettingsError
-from diskprefix.extras import pictures
 from diskprefix.extras.remote import remote_tier, upkeep
 from diskprefix.extras.simulate import recording
+from diskprefix.runtime import pictures
 
 if TYPE_CHECKING:
     from diskprefix.cache.tiers.tier import Bucket, SharedTier
     from diskprefix.daemon.chat.draft import Compress
-    from diskprefix.model.load.picture_processor import PictureProcessor, PicturesModel
+    from diskprefix.runtime.pictures.picture_processor import PictureProcessor, PicturesModel
 
     # `hooks` names the types of what extras provide without importing them. Here mypy compares these types.
     open_tier: Callable[[Settings], SharedTier] = remote_tier.open_tier

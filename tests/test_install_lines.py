@@ -10,7 +10,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from diskprefix.model.load.imports import INSTALL
+from diskprefix.runtime.imports import INSTALL
 
 ROOT = Path(__file__).parent.parent
 _INSTALLED = re.compile(r"pip install[^\n`]*?(diskprefix|\.)\[([\w,]+)\]")

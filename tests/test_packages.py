@@ -30,10 +30,10 @@ for _row in (
     "store",
     "kv",
     "daemon.hooks",
-    "model cache",
-    "grid llama",
+    "runtime cache",
+    "runtime.grid runtime.llama",
     "daemon.engine daemon.chat",
-    "runtime.choose_runtime daemon.api",
+    "runtime.choose_runtime runtime.library daemon.api",
     "daemon.server",
     "daemon.app",
     "daemon.cli",
@@ -49,11 +49,11 @@ for _row in (
 BELOW["daemon.hooks"] |= {
     "cache",
     "daemon.chat",
-    "model",
+    "runtime",
     "daemon.server",
 }  # Only for the types of what extras provide.
 BELOW["__main__"] = frozenset({"daemon.cli"})
-BELOW["__init__"] = frozenset({"extras", "version"})  # The library, on its first use.
+BELOW["__init__"] = frozenset({"runtime.library", "version"})  # The library, on its first use.
 for _house in ("daemon", "prefixstore", "runtime"):
     BELOW.setdefault(_house, frozenset())  # Of what stands in no room.
 BELOW_LAYERS = {"cache.policy": BELOW["store"], "cache.tiers": BELOW["daemon.hooks"]}
@@ -106,9 +106,14 @@ WITHOUT_TORCH |= {"native", "store", "kv", "daemon.hooks", "cache", "daemon.chat
 TORCH_LIBRARIES = {"torch", "transformers", "accelerate", "safetensors"}
 
 WITH_FOREIGN_NAMES = {
-    *("extras.library.library_model", "grid.state_layout", "grid.uncached", "model.gguf.file_processor"),
-    *("bridges.vllm.connector", "bridges.vllm.offload_tier", "model.load.hub", "model.load.kinds"),
-    *("bridges.lmcache.l2_adapter", "bridges.sglang.hicache_backend", "model.load.hub_library"),
+    *(
+        "runtime.library.library_model",
+        "runtime.grid.state_layout",
+        "runtime.grid.uncached",
+        "runtime.files.gguf.file_processor",
+    ),
+    *("bridges.vllm.connector", "bridges.vllm.offload_tier", "runtime.fetch.hub", "runtime.files.kinds"),
+    *("bridges.lmcache.l2_adapter", "bridges.sglang.hicache_backend", "runtime.fetch.hub_library"),
 }
 """The modules of the grid, of pictures, of libraries and of the hub: they alone use what other packages keep to
 themselves. The way of a plan imports no transformers."""
@@ -271,13 +276,13 @@ OF_COMMANDS = (
     "cache.tiers.loading",
     "cache.cost_model",
 )
-OF_MODULES = ("model.vision_encoder", "model.load.parameters")
+OF_MODULES = ("runtime.pictures.vision_encoder", "runtime.files.parameters")
 """These compute and load models that are modules of transformers."""
 OF_SERVING = tuple(
     name
     for name in SOURCES
     if package_of(name)
-    in {"native", "store", "kv", "model", "cache", "daemon.engine", "daemon.chat", "daemon.api", "daemon.server"}
+    in {"native", "store", "kv", "runtime", "cache", "daemon.engine", "daemon.chat", "daemon.api", "daemon.server"}
     and name not in OF_MODULES
 )
 OF_FEW_REQUESTS = {
@@ -301,7 +306,7 @@ OF_THE_ROUTER = "daemon.app", "daemon.cli.serve_command", "daemon.router.router_
             ("daemon.cli.serve_command", "daemon.server.process.process"),
             {"torch", "transformers", "pydantic", "starlette"},
         ),
-        (("daemon.server.http_app", "daemon.engine.loop", "model.load.gguf"), OF_FEW_REQUESTS),
+        (("daemon.server.http_app", "daemon.engine.loop", "runtime.files.gguf.gguf"), OF_FEW_REQUESTS),
     ],
     ids=["commands and what simulates", "the router", "what serves", "what listens", "a start"],
 )

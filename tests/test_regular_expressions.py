@@ -40,9 +40,9 @@ MADE: dict[str, list[tuple[str, tuple[str, ...]]]] = {
         (r"\\u(db[89a-f][0-9a-f])\\u(d[c-f][0-9a-f]{2})", ("sub",)),
     ],
     "daemon/chat/content.py": [(r"(<\|image_pad\|>)", ("split",))],
-    "model/gguf/encoders.py": [(r"model\.visual\.blocks\.(\d+)\.(.+)", ("fullmatch",))],
-    "model/families/optional_weights.py": [(r"(?!)|self_attn\.(qkv|q|k|v)_proj|mamba\.conv1d", ("fullmatch",))],
-    "model/load/folder_weights.py": [(r"self_attn\.(f_a_proj\.|f_b_proj\.|dt_bias|A_log)", ("sub",))],
+    "runtime/files/gguf/encoders.py": [(r"model\.visual\.blocks\.(\d+)\.(.+)", ("fullmatch",))],
+    "runtime/plan/families/optional_weights.py": [(r"(?!)|self_attn\.(qkv|q|k|v)_proj|mamba\.conv1d", ("fullmatch",))],
+    "runtime/files/folder_weights.py": [(r"self_attn\.(f_a_proj\.|f_b_proj\.|dt_bias|A_log)", ("sub",))],
     "daemon/chat/canonicaliser_rules.py": [
         (f"(?m){pattern.pattern}", uses)
         for one in CANONICALISERS

@@ -66,7 +66,7 @@ def sentences(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def translated_words(path: Path) -> list[str]:
-    of_numbers = re.match(r"diskprefix/(model|native)/", str(path.relative_to(ROOT)))
+    of_numbers = re.match(r"diskprefix/(runtime/(plan|files|fetch|load)|native)/", str(path.relative_to(ROOT)))
     pattern = TRANSLATED_OF_NUMBERS if of_numbers else TRANSLATED
     return [f"{line}: {match[0]}" for line, text in sentences(path) for match in pattern.finditer(text)]
 

@@ -26,7 +26,7 @@ from diskprefix.daemon.server.process.token_file import page_link
 from diskprefix.daemon.web_page import DASHBOARD_PAGE
 from diskprefix.desk.shared.daemon_call import key_for
 from diskprefix.errors import DiskPrefixError
-from diskprefix.model.load.embedded import embedded_file
+from diskprefix.runtime.fetch.embedded import embedded_file
 from tools.measuring.live_server import POLL_S, LiveServer
 from tools.measuring.options import run_tool
 from tools.pictures import session_drawing, words_drawing

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 def serve(settings: Settings) -> None:
     """Serves until SIGTERM or SIGINT, then returns. Raises the `DiskPrefixError` that kept the daemon from serving."""
-    from diskprefix.model.load.named_model import require_named
+    from diskprefix.runtime.fetch.named_model import require_named
     from diskprefix.store.folder import FolderUnavailable, make_folder, require_on_disk
 
     limit_libraries()
@@ -74,8 +74,8 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
     parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache")
     from diskprefix.cache.tiered_store import open_store
     from diskprefix.daemon.engine.loop import Engine
-    from diskprefix.model.load.memory import explain_out_of_memory
     from diskprefix.runtime.choose_runtime import load_draft, load_measured
+    from diskprefix.runtime.memory import explain_out_of_memory
 
     imported = time.perf_counter()
     with ExitStack() as opened, explain_out_of_memory(_NO_MEMORY_LEFT):

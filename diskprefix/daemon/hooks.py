@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from diskprefix.cache.tiers.tier import Bucket, SharedTier
     from diskprefix.daemon.chat.draft import Compress
     from diskprefix.daemon.settings import Settings
-    from diskprefix.model.load.picture_processor import PictureProcessor, PicturesModel
+    from diskprefix.runtime.pictures.picture_processor import PictureProcessor, PicturesModel
     from diskprefix.tokens import TokenIds
     from diskprefix.values import CacheOptions, CacheReport, Prompt
 
@@ -100,7 +100,7 @@ def open_compression(settings: Settings, max_positions: int, served: int) -> Com
 
 def open_pictures(model: PicturesModel) -> PictureProcessor:
     """Returns the processor of images for a multimodal model. Raises `SettingsError`."""
-    return cast("PictureProcessor", _extra("extras.pictures").open_pictures(model))
+    return cast("PictureProcessor", _extra("runtime.pictures").open_pictures(model))
 
 
 def open_router(settings: Settings) -> Callable[[Settings], None] | None:

@@ -20,18 +20,18 @@ from diskprefix.daemon.settings import PARTING, Settings
 from diskprefix.errors import ModelError, SettingsError
 from diskprefix.identity import Fingerprint
 from diskprefix.kv.layout import Layout
-from diskprefix.llama.devices import is_chosen
-from diskprefix.model.bits import build_of
-from diskprefix.model.families.rotary import factors_in_use
-from diskprefix.model.load.fingerprint import fingerprint_of_modules
-from diskprefix.model.load.kernel_settings import computed_by
-from diskprefix.model.load.loader import LoadedModel, begin_load, load_model, require_own_type
-from diskprefix.model.plan_fingerprint import fingerprint_of_plan
-from diskprefix.model.planned import NotExact, PlanRuntime
-from diskprefix.model.runtime import Runtime
-from diskprefix.model.self_check import check
 from diskprefix.native.library import REMEDY, are_missing, described, of_another_cpu, operators
 from diskprefix.progress import Report
+from diskprefix.runtime.contract import Runtime
+from diskprefix.runtime.llama.devices import is_chosen
+from diskprefix.runtime.load.bits import build_of
+from diskprefix.runtime.load.fingerprint import fingerprint_of_modules
+from diskprefix.runtime.load.kernel_settings import computed_by
+from diskprefix.runtime.load.loader import LoadedModel, begin_load, load_model, require_own_type
+from diskprefix.runtime.load.plan_fingerprint import fingerprint_of_plan
+from diskprefix.runtime.load.self_check import check
+from diskprefix.runtime.plan.families.rotary import factors_in_use
+from diskprefix.runtime.plan.planned import NotExact, PlanRuntime
 from diskprefix.store.pieces import LAYOUT_VERSION
 from diskprefix.store.schema import OptionValue
 from diskprefix.store.store import Store
@@ -100,7 +100,7 @@ def load_measured(settings: Settings, progress: Report) -> MeasuredModel:
     """Loads the model of `settings` for the engine that they name or that fits, and measures where it is exact. Raises
     the errors of `measured` and `begin_load`."""
     if is_chosen(settings, progress):
-        from diskprefix.llama.load_llama import load_llama
+        from diskprefix.runtime.llama.load_llama import load_llama
 
         llama = load_llama(settings, progress)
         reason = llama.loaded.reason or "llama.cpp's library computes it in steps of one grid"
@@ -157,8 +157,8 @@ def _runs_encoder(read: Callable[[], PreTrainedModel], versions: str) -> str:
 
 
 def _by_modules(loaded: LoadedModel, settings: Settings) -> MeasuredModel:
-    from diskprefix.grid.grid_runtime import GridRuntime
-    from diskprefix.grid.rehearsal import rehearse
+    from diskprefix.runtime.grid.grid_runtime import GridRuntime
+    from diskprefix.runtime.grid.rehearsal import rehearse
 
     assert loaded.model is not None, "the model has no plan"
     fingerprint = fingerprint_of_modules(loaded.model, loaded.weights_digest, settings.fingerprint)

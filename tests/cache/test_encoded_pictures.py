@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from diskprefix.cache.encoded_pictures import EncodedPictures
 from diskprefix.errors import CacheError, StoreFull, StoreUnavailable
 from diskprefix.kv.numbers import Array, converted
-from diskprefix.model.plan_runner import PlanRunner
+from diskprefix.runtime.plan.plan_runner import PlanRunner
 from diskprefix.store.note_record import NoteKind, StoredNote
 from diskprefix.store.purge import PurgeFilter
 from diskprefix.store.verify import verify_index, verify_payloads

@@ -26,7 +26,7 @@ where, time to the first token, tokens/s, and too short for what."""
 OF_MODELS = {
     *(f"grid/{name}.py" for name in ("grid_cache", "rehearsal", "state_layout")),
     *(f"model/{name}.py" for name in ("plan", "plan_memory", "gguf/dense_families", "load/gguf_rope")),
-    *("model/families/rotary_options.py", "native/calls.py"),
+    *("runtime/plan/families/rotary_options.py", "native/calls.py"),
 }
 """Files whose messages name parts of a model's file or code."""
 PATH, MOST_CHARS = re.compile(r"/[\w./+=-]{8,}"), 170

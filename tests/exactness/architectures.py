@@ -22,8 +22,8 @@ from transformers import (
 )
 from transformers.modeling_layers import MtpLayer
 
-from diskprefix.model.load.draft_layer import with_one_more
-from tests.model.tensor_weights import QUANTS
+from diskprefix.runtime.plan.draft_layer import with_one_more
+from tests.runtime.plan.tensor_weights import QUANTS
 
 VOCAB = 400
 POSITIONS = 4096

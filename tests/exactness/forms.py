@@ -28,7 +28,7 @@ from tests.engines import ENGINE
 from tests.exactness.architectures import VOCAB, tiny_model
 from tests.exactness.jobs import Case, Lengths, cases_of
 from tests.exactness.rows import UNSUPPORTED
-from tests.model import tiny
+from tests.runtime.plan import tiny
 
 ONE_AT_A_TIME = "1GiB"
 """Room to compute is most of what a tiny model needs."""

@@ -10,13 +10,13 @@ import torch
 from transformers import PreTrainedModel
 
 from diskprefix.daemon.settings import Settings
-from diskprefix.model.load.loader import load_model
+from diskprefix.runtime.load.loader import load_model
 from diskprefix.tokens import TokenIds, as_token_ids, picture_ids
 from diskprefix.values import Picture
 from tests.daemon.server.picture_models import VISION_MODELS, image_bytes, write_lfm2_vl
 from tests.exactness.jobs import Job, Lengths, MakeTokens
-from tests.model.tensor_weights import modules_of
 from tests.runner import Pictures
+from tests.runtime.plan.tensor_weights import modules_of
 
 PICTURED: dict[str, Callable[[Path], Path]] = {f"{name} with pictures": one for name, one in VISION_MODELS.items()}
 PICTURED["lfm2_vl with pictures"] = write_lfm2_vl

@@ -22,11 +22,11 @@ from diskprefix.cache.matching import Matcher
 from diskprefix.cache.tiers.nodes import Node
 from diskprefix.cache.tiers.tier import View
 from diskprefix.desk.models.architectures import TABLE, installed_versions
-from diskprefix.grid.rehearsal import rehearse
 from diskprefix.kv.numbers import Array
 from diskprefix.kv.pages import Captured, Page, PagePool
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.runtime import Rows, Runtime
+from diskprefix.runtime.contract import Rows, Runtime
+from diskprefix.runtime.grid.rehearsal import rehearse
 from diskprefix.store.schema import NodeKind as NodeKind
 from diskprefix.store.schema import node_name
 from diskprefix.store.snapshot import Snapshot

@@ -25,15 +25,15 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from diskprefix.daemon.settings import Settings
 from diskprefix.kv.layout import LayerSpec, Layout
-from diskprefix.model.drafts import DraftRow
-from diskprefix.model.load.loader import load_model
-from diskprefix.model.quants.quant_form import FILE_FORMS
+from diskprefix.runtime.load.loader import load_model
+from diskprefix.runtime.plan.drafts import DraftRow
+from diskprefix.runtime.plan.quants.quant_form import FILE_FORMS
 from diskprefix.tokens import TokenIds, as_token_ids
 from tests.exactness.architectures import quantised_tiny_model, tiny_model
 from tests.exactness.jobs import Answer, Answers, Case, Job, Kind, MakeTokens, cases_of, read_jobs
 from tests.exactness.pictures import PICTURED, load_pictured
-from tests.model.tensor_weights import modules_of
 from tests.runner import Pictures, Runner, tiny_settings
+from tests.runtime.plan.tensor_weights import modules_of
 
 LIMIT_S = 1800
 """A fork that takes longer hangs, and is killed."""

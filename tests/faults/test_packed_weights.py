@@ -18,13 +18,13 @@ from typing import Any
 import httpx
 import pytest
 
-from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.native.library import operators
+from diskprefix.runtime.fetch.embedded import EMBEDDED
 from tests.cache_folder import USERS
 from tests.daemon.server.daemon_process import DaemonProcess, clean_environment, reply_to, serve_flags
 from tests.daemon.server.other_user import OTHER_USER
 from tests.engines import ENGINE
-from tests.model import tiny
+from tests.runtime.plan import tiny
 from tests.small_disk import remount, small_disk
 
 pytestmark = pytest.mark.skipif(

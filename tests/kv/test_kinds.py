@@ -22,11 +22,11 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from diskprefix.grid.cache_argument import CACHE_ARGUMENTS, cache_argument
-from diskprefix.grid.rehearsal import rehearse
 from diskprefix.kv.layout import Group, LayerSpec, Layout, StateGroup, StateSpec, TensorSpec
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
+from diskprefix.runtime.grid.cache_argument import CACHE_ARGUMENTS, cache_argument
+from diskprefix.runtime.grid.rehearsal import rehearse
 from tests.exactness.architectures import tiny_model
 from tests.runner import BLOCK, SIZES, VOCAB, Runner, random_prompt, tiny_llama, tiny_settings
 from tests.steps import forward

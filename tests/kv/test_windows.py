@@ -13,13 +13,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from diskprefix.grid.state_layout import made_up_tokens
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.numbers import Array
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.sizes import MAX_TAKEN_BACK, num_pages
-from diskprefix.model.planned import NotExact
+from diskprefix.runtime.grid.state_layout import made_up_tokens
+from diskprefix.runtime.plan.planned import NotExact
 from tests.exactness.architectures import tiny_model
 from tests.modules import layout_of
 from tests.steps import forward

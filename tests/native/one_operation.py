@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from diskprefix.model.quants import forms
-from diskprefix.model.quants.quant_form import QuantForm
 from diskprefix.native import calls, packing
 from diskprefix.native.compute_threads import num_threads
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix
+from diskprefix.runtime.plan.quants import forms
+from diskprefix.runtime.plan.quants.quant_form import QuantForm
 from tests.arrays import array_of
 
 DTYPES = {torch.float32: calls.FLOAT32, torch.bfloat16: calls.BFLOAT16}

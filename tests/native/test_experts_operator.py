@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.nn import functional
 
-from diskprefix.model.curves import curve
-from diskprefix.model.quants.quant_form import FILE_FORMS
 from diskprefix.native.compute_threads import use_threads
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix
+from diskprefix.runtime.plan.curves import curve
+from diskprefix.runtime.plan.quants.quant_form import FILE_FORMS
 from tests.native.one_operation import Experts, matrix_of, pack, product
 from tests.native.one_operation import matrix as plain
 from tests.native.test_products import KINDS, ONE_OF_EACH_FORM, content_of, packed

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from diskprefix.model import plan
 from diskprefix.native import build, calls, library, matrix, packing
+from diskprefix.runtime.plan import plan
 
 HEADERS = {path.name: re.sub(r"//.*", "", path.read_text(encoding="utf-8")) for path in build.SOURCES.glob("*.h")}
 NUMBERS = dict(re.findall(r"\b([A-Z][A-Z_0-9]+) = (\d+)\b", " ".join(HEADERS.values())))

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from diskprefix.model.quants.quant_form import FILE_FORMS
 from diskprefix.native import packing as native_packing
 from diskprefix.native.compute_threads import use_threads
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix, fills_blocks
 from diskprefix.native.packing import TYPES
+from diskprefix.runtime.plan.quants.quant_form import FILE_FORMS
 from tests.arrays import array_of
-from tests.model.quants import reference
 from tests.native.one_operation import (
     head_products,
     matrix_of,
@@ -28,6 +27,7 @@ from tests.native.one_operation import (
 )
 from tests.native.one_operation import matrix as plain_matrix
 from tests.native.variants import chosen, in_depth
+from tests.runtime.plan.quants import reference
 
 ROWS, COLUMNS = 48, 352
 """An odd number of strips, and more blocks than are taken at once."""

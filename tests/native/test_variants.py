@@ -1,7 +1,7 @@
 """Every variant of this CPU computes the bits of the best one.
 
-Each has its own code for vectors of 4, 8 or 16 numbers, and for integers. `model/test_bits.py` compares all operators
-with the bits that are kept.
+Each has its own code for vectors of 4, 8 or 16 numbers, and for integers. `runtime/load/test_bits.py` compares all
+operators with the bits that are kept.
 """
 
 from __future__ import annotations

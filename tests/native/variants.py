@@ -1,8 +1,8 @@
 """The variants of the compiled operators that the tests run.
 
 All variants compute the same bits, so one of them stands for all: its operators are tested in depth, and each other
-variant is compared with it (`test_variants.py`, `model/test_bits.py`). Rows of bfloat16 have code and bits of their
-own.
+variant is compared with it (`test_variants.py`, `runtime/load/test_bits.py`). Rows of bfloat16 have code and bits of
+their own.
 """
 
 from __future__ import annotations

@@ -12,12 +12,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from diskprefix.model.gguf.known_families import NAMES
-from diskprefix.model.gguf.recurrent_families import RECURRENT
+from diskprefix.runtime.files.gguf.known_families import NAMES
+from diskprefix.runtime.files.gguf.recurrent_families import RECURRENT
 from tests import forked
 from tests.closing import needs
-from tests.model import small_thinker, tiny
-from tests.model.load.test_gguf_models import TOKENS, require_equal
+from tests.runtime.files.gguf.test_gguf_models import TOKENS, require_equal
+from tests.runtime.plan import small_thinker, tiny
 from tools.__main__ import TOOLS, main
 from tools.benchmarks import llama_cpp_worker, pictures
 from tools.benchmarks.file_models import CASES
@@ -95,8 +95,9 @@ def test_the_cost_of_pictures_is_measured(tmp_path: Path) -> None:
 
 
 def test_each_architecture_of_files_has_a_model() -> None:
-    """But Ling 2.0 and SmallThinker, of which transformers has no class to make one: `tests/model/gguf_files.py` and
-    `tests/model/small_thinker.py` write their files."""
+    """But Ling 2.0 and SmallThinker, of which transformers has no class to make one: `tests/runtime/plan/gguf_files.py`
+    and
+    `tests/runtime/plan/small_thinker.py` write their files."""
     assert {name.partition("/")[0] for name in CASES} == NAMES - {"bailingmoe2", "smallthinker"}
 
 

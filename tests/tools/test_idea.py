@@ -13,10 +13,10 @@ import torch
 import xxhash
 
 from diskprefix.daemon.engine.loop import Engine
-from diskprefix.grid.grid_runtime import GridRuntime
+from diskprefix.runtime.grid.grid_runtime import GridRuntime
 from diskprefix.values import SHARED
 from tests.daemon.engine.driving import load, request, run_together, tokens
-from tests.model import tiny
+from tests.runtime.plan import tiny
 from tools import idea
 
 BLOCK = idea.BLOCK

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from diskprefix.errors import ModelError
-from tests.model import tiny
+from tests.runtime.plan import tiny
 from tools.models.real import SplitModel, split_file
 
 PARTS = (b"GGUF" * 50_000, b"tail" * 30_000)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from tests.model import tiny
+from tests.runtime.plan import tiny
 from tools.__main__ import main
 from tools.benchmarks import engines, whole_steps
 from tools.benchmarks.engines import Model, SlotServer, made

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from diskprefix.daemon.chat.messages import Conversation, Message, TextPart, ToolCall
 from diskprefix.daemon.chat.renderer import PromptRenderer
-from diskprefix.model.load.read_tokenizer import read_tokenizer
+from diskprefix.runtime.files.read_tokenizer import read_tokenizer
 from tests.daemon.chat.families.families import folder as sources_folder
 from tests.daemon.chat.output.replies import read, tool
 from tools.measuring.environments import NotInstalled

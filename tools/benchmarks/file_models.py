@@ -403,7 +403,7 @@ CASES: dict[str, Case] = {
         "rope_parameters": rope(10000.0, partial_rotary_factor=0.25)}),
     "starcoder2": Case("starcoder2", TIED | {"norm_epsilon": 3e-6, "sliding_window": None, "use_bias": True}),
 }  # fmt: skip
-"""The cases by name: an architecture of `diskprefix.model.gguf.known_families`, or architecture/variant."""
+"""The cases by name: an architecture of `diskprefix.runtime.files.gguf.known_families`, or architecture/variant."""
 RECURRENT = """
     falcon-h1 granitehybrid granitehybrid/dense kimi-linear lfm2 lfm2moe mamba2 nemotron_h nemotron_h_moe
     nemotron_h_moe/super qwen35 qwen35moe qwen3next

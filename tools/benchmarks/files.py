@@ -35,11 +35,11 @@ from diskprefix.kv.layout import Layout
 from diskprefix.kv.numbers import converted
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.load.loader import LoadedModel, load_model
-from diskprefix.model.runtime import Rows, Runtime
 from diskprefix.progress import Report
 from diskprefix.runtime import choose_runtime as measured_model
 from diskprefix.runtime.choose_runtime import MeasuredModel
+from diskprefix.runtime.contract import Rows, Runtime
+from diskprefix.runtime.load.loader import LoadedModel, load_model
 from tests.daemon.chat.families.sources import LLAMA_CPP, SourcesMissing, download
 from tests.daemon.server.chat_model import write_tokenizer
 from tests.faults.isolated import run_isolated

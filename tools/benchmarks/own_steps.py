@@ -15,8 +15,8 @@ from diskprefix.daemon.engine.forward import prefill
 from diskprefix.daemon.settings import SETTINGS, Settings
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.load.loader import load_model
-from diskprefix.model.runtime import Rows
+from diskprefix.runtime.contract import Rows
+from diskprefix.runtime.load.loader import load_model
 from tools.models.real import print_report
 
 

@@ -19,8 +19,8 @@ from rich.console import Console
 from diskprefix.daemon.settings import Settings
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.load.loader import LoadedModel, load_model
-from diskprefix.model.runtime import Rows
+from diskprefix.runtime.contract import Rows
+from diskprefix.runtime.load.loader import LoadedModel, load_model
 from tools.benchmarks import rounded_rows
 from tools.benchmarks.llama_cpp_worker import BATCH, Q8_0, Worker, loaded
 from tools.measuring.environments import llama_cpp_libraries

@@ -15,7 +15,7 @@ from torch.nn.functional import linear, pad
 from torch.overrides import TorchFunctionMode
 
 from diskprefix.daemon.settings import Settings
-from diskprefix.model.load.loader import load_model
+from diskprefix.runtime.load.loader import load_model
 from tools.models import real
 
 BLOCK, UNIT = 32, 256

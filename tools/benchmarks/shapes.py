@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 
 from diskprefix.daemon.settings import cache_home
-from diskprefix.model.load.folder_tokenizer import copy_for_transformers
-from diskprefix.model.load.gguf_header import read_header
-from diskprefix.model.load.made_once import require_disk
 from diskprefix.progress import Report
+from diskprefix.runtime.fetch.made_once import require_disk
+from diskprefix.runtime.files.folder_tokenizer import copy_for_transformers
+from diskprefix.runtime.files.gguf.gguf_header import read_header
 from tests.daemon.server.picture_models import TEXT_OR_PARTS
 from tools.measuring.environments import llama_cpp_libraries
 
@@ -113,7 +113,7 @@ def _write_zeros(shape: Shape, tokenizer: Path, folder: Path, file: Path) -> Non
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.core_model_loading import revert_weight_conversion
 
-    from diskprefix.model.gguf.file_tokenizer import make_tokenizer
+    from diskprefix.runtime.files.gguf.file_tokenizer import make_tokenizer
 
     kind, sizes = AutoModelForCausalLM, shape.sizes
     if shape.vision is not None:

@@ -24,9 +24,9 @@ from rich.console import Console
 from diskprefix.daemon.settings import Settings
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.load.loader import load_model
-from diskprefix.model.runtime import Rows
 from diskprefix.native import calls
+from diskprefix.runtime.contract import Rows
+from diskprefix.runtime.load.loader import load_model
 from tools.benchmarks import whole_steps
 from tools.benchmarks.engines import Model
 from tools.measuring.options import JSON, known_engines

@@ -15,8 +15,8 @@ from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
 from diskprefix.daemon.settings import cache_home
-from diskprefix.model.load.chat_template import render_template
 from diskprefix.progress import Report
+from diskprefix.runtime.files.chat_template import render_template
 from tools.measuring.environments import install_once, npm_install, python_of
 
 JINJA_JS = "@huggingface/jinja@0.5.11"

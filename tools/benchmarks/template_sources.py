@@ -21,8 +21,8 @@ import msgspec
 from jinja2 import TemplateSyntaxError, meta
 
 from diskprefix.daemon.settings import cache_home
-from diskprefix.model.load.template_sandbox import BoundedSandbox
 from diskprefix.progress import Report
+from diskprefix.runtime.files.template_sandbox import BoundedSandbox
 from tests.daemon.chat.families.sources import LLAMA_CPP, Package, SourcesMissing, download, sources
 from tools.measuring.environments import NotInstalled, npm_install
 

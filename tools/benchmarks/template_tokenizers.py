@@ -15,7 +15,7 @@ from diskprefix.daemon.chat.messages import Conversation
 from diskprefix.daemon.chat.renderer import PromptRenderer
 from diskprefix.daemon.chat.template import ChatTemplate, place
 from diskprefix.errors import InvalidRequest
-from diskprefix.model.load.tokenizer import Tokenizer
+from diskprefix.runtime.files.tokenizer import Tokenizer
 from tests.daemon.chat.families.families import FAMILIES, POSITIONS, Family
 from tests.daemon.chat.families.sources import sources
 from tools.benchmarks.template_engines import Written

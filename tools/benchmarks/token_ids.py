@@ -26,10 +26,10 @@ from tokenizers import Tokenizer as Backend
 from diskprefix.daemon.chat.encoder import Encoder
 from diskprefix.daemon.settings import cache_home
 from diskprefix.errors import ModelError
-from diskprefix.model.gguf.file_tokenizer import make_tokenizer, parts_are_exact
-from diskprefix.model.load.gguf_header import read_header
-from diskprefix.model.load.read_tokenizer import read_tokenizer
 from diskprefix.progress import Report
+from diskprefix.runtime.files.gguf.file_tokenizer import make_tokenizer, parts_are_exact
+from diskprefix.runtime.files.gguf.gguf_header import read_header
+from diskprefix.runtime.files.read_tokenizer import read_tokenizer
 from tests.daemon.chat.families.sources import LLAMA_CPP, SourcesMissing, download
 from tools.benchmarks import llama_cpp_worker
 from tools.measuring.environments import NotInstalled, llama_cpp_libraries, npm_install

@@ -23,10 +23,11 @@ import numpy as np
 from rich.console import Console
 
 from diskprefix.daemon.settings import Settings
-from diskprefix.model.load import packed_file, packed_weights
-from diskprefix.model.load.embedded import embedded_file
-from diskprefix.model.load.loader import LoadedModel, load_model
-from diskprefix.model.load.packed_weights import PackedFiles
+from diskprefix.runtime.fetch.embedded import embedded_file
+from diskprefix.runtime.files import packed_file
+from diskprefix.runtime.load import packed_weights
+from diskprefix.runtime.load.loader import LoadedModel, load_model
+from diskprefix.runtime.load.packed_weights import PackedFiles
 from diskprefix.tokens import content_digest
 from tools.measuring.options import FOLDER, JSON
 from tools.measuring.report import machine, median, new_table, show_machine

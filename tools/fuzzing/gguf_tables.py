@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 from transformers.utils import logging
 
-from diskprefix.model.gguf.configuration import make_configuration
-from diskprefix.model.gguf.known_families import MODEL_TYPES, architecture_of
-from diskprefix.model.gguf.metadata import Metadata
-from diskprefix.model.gguf.names import NAMES
-from diskprefix.model.load.gguf_header import FileTensor, GgufHeader
-from diskprefix.model.load.gguf_rope import scale_positions
+from diskprefix.runtime.files.gguf.configuration import make_configuration
+from diskprefix.runtime.files.gguf.gguf_header import FileTensor, GgufHeader
+from diskprefix.runtime.files.gguf.gguf_rope import scale_positions
+from diskprefix.runtime.files.gguf.known_families import MODEL_TYPES, architecture_of
+from diskprefix.runtime.files.gguf.metadata import Metadata
+from diskprefix.runtime.files.gguf.names import NAMES
 
 SOUND: dict[str, Any] = {
     "block_count": 2,

@@ -27,9 +27,9 @@ from diskprefix.errors import DiskPrefixError
 from diskprefix.extras.exchange.pack_file import PackReader
 from diskprefix.extras.remote.bundle import BundleSlot, decode_bundle, encode_bundle, slot_nodes, slot_path
 from diskprefix.extras.remote.signing import signed, verified
-from diskprefix.model.load.gguf_file import read_tensors
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.native import library
+from diskprefix.runtime.files.gguf.gguf_file import read_tensors
 from diskprefix.store.codec.codec import Codec, Element, Piece, decode_piece, encode_piece
 from diskprefix.store.codec.planes import BF16, FP16, FP32, join_with, join_with_numpy
 from diskprefix.store.note_record import NoteKind, NoteTimes, StoredNote, decode_note, encode_note, note_key
@@ -51,7 +51,7 @@ from diskprefix.tokens import NO_PROMPT, TokenPath, checksum
 from tests.daemon.chat.output.replies import NAMES, REPLIES, format_named, read, tool
 from tests.extras.exchange import exported
 from tests.extras.exchange.exported import HYBRID, LAYOUT, entry_of, export
-from tests.model.load.test_gguf_refusals import write_sample
+from tests.runtime.files.gguf.test_gguf_refusals import write_sample
 from tests.store.building import BLOCK, layout_of, open_store, payload_of, prompt
 from tools.fuzzing import gguf_tables
 

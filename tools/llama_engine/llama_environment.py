@@ -19,8 +19,8 @@ from typing import Any
 import click
 
 from diskprefix.daemon.settings import cache_home
-from diskprefix.llama.llama_library import VERSION
 from diskprefix.progress import Report
+from diskprefix.runtime.llama.llama_library import VERSION
 from tools.measuring.environments import NotInstalled, install_once, run_compiler, run_installer
 
 _NO_AMX = "-mno-amx-int8 -mno-amx-bf16 -mno-amx-tile"

@@ -25,11 +25,11 @@ import numpy as np
 from rich.console import Console
 
 from diskprefix.errors import DiskPrefixError
-from diskprefix.llama.llama_context import KV_KINDS, LlamaOptions
-from diskprefix.llama.llama_rehearsal import Rehearsed
-from diskprefix.llama.load_llama import cells_of
-from diskprefix.model.gguf.metadata import Metadata
-from diskprefix.model.load.gguf_file import read_tensors
+from diskprefix.runtime.files.gguf.gguf_file import read_tensors
+from diskprefix.runtime.files.gguf.metadata import Metadata
+from diskprefix.runtime.llama.llama_context import KV_KINDS, LlamaOptions
+from diskprefix.runtime.llama.llama_rehearsal import Rehearsed
+from diskprefix.runtime.llama.load_llama import cells_of
 from tools.benchmarks.file_models import Case
 from tools.benchmarks.files import LIMIT_S, converter, isolated, load_converter, make
 from tools.llama_engine.llama_environment import BACKEND, environment_of, variables_of
@@ -40,8 +40,8 @@ from tools.measuring.report import new_table, print_report
 from tools.models.real import print_report as tell
 
 _DEVICE = """
-from diskprefix.llama.devices import device_named
-from diskprefix.llama.llama_library import open_library
+from diskprefix.runtime.llama.devices import device_named
+from diskprefix.runtime.llama.llama_library import open_library
 device = device_named(open_library(), "auto")
 print("CPU" if device is None else device.name)
 """
@@ -103,7 +103,7 @@ def row_of(name: str, file: Path, options: LlamaOptions, python: Path, variables
 
     try:
         task = msgspec.json.encode({"path": str(file), "options": options}).decode()
-        answer = run_child(python, variables, "-m", "diskprefix.llama.llama_rehearsal", task)
+        answer = run_child(python, variables, "-m", "diskprefix.runtime.llama.llama_rehearsal", task)
         rehearsal = msgspec.json.decode(answer, type=Rehearsed | str)
     except ChildFailedError as error:
         return row(*_parts(error, "in the rehearsal"))

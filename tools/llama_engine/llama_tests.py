@@ -12,7 +12,7 @@ import click
 from tools.llama_engine.llama_environment import BACKEND, environment_of, installed, variables_of
 from tools.models.real import print_report
 
-ENGINE_TESTS = ("tests/llama",)
+ENGINE_TESTS = ("tests/runtime/llama",)
 SUITES = (
     "tests/exactness/test_restart.py",
     "tests/exactness/test_exactness.py::test_models_that_are_swapped_unloaded_and_killed_answer_and_save_what_they_do_alone",

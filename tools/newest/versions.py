@@ -28,16 +28,16 @@ from tools.measuring.report import new_table, print_report, say
 
 ROOT = Path(__file__).parents[2]
 CONSTRAINTS = ROOT / "tools/constraints.txt"
-_GRID = ("tests/grid", "tests/kv/test_kinds.py", "tests/extras/library")
+_GRID = ("tests/runtime/grid", "tests/kv/test_kinds.py", "tests/runtime/library")
 
 PACKAGES: dict[str, tuple[str, ...]] = {
     # Hooks of generate, classes of caches, names of arguments, `_from_config`; modules of processors are replaced.
-    "transformers": (*_GRID, "tests/model/load/test_loader.py", "tests/extras/pictures"),
+    "transformers": (*_GRID, "tests/runtime/load/test_loader.py", "tests/runtime/pictures"),
     # `Tensor._version`, switches of kernels; modules that it imports are replaced.
     "torch": (
         *_GRID,
-        "tests/model/load/test_loader.py",
-        "tests/model/load/test_fingerprint.py",
+        "tests/runtime/load/test_loader.py",
+        "tests/runtime/load/test_fingerprint.py",
         "tests/test_packages.py",
     ),
     # Functions of downloads are replaced.
@@ -64,13 +64,17 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "llguidance": ("tests/daemon/engine/constraints", "tests/daemon/chat/output"),
     # Its JSON and the order of its steps are written.
     "tokenizers": (
-        "tests/model/load/test_tokenizer.py",
+        "tests/runtime/files/test_tokenizer.py",
         "tests/daemon/chat/test_encoder.py",
-        "tests/model/load/test_gguf.py",
+        "tests/runtime/files/gguf/test_gguf.py",
     ),
     # Its tables of types.
-    "gguf": ("tests/model/load/test_gguf.py", "tests/model/load/test_gguf_refusals.py", "tests/model/quants"),
-    "safetensors": ("tests/model/load/test_folder_weights.py", "tests/model/load/test_loader.py"),
+    "gguf": (
+        "tests/runtime/files/gguf/test_gguf.py",
+        "tests/runtime/files/gguf/test_gguf_refusals.py",
+        "tests/runtime/plan/quants",
+    ),
+    "safetensors": ("tests/runtime/files/test_folder_weights.py", "tests/runtime/load/test_loader.py"),
     # Its texts of errors are shown.
     "pydantic": ("tests/daemon/api", "tests/daemon/server/test_bad_requests.py"),
     "msgspec": ("tests/store/test_note_record.py", "tests/store/test_schema.py", "tests/test_foundations.py"),

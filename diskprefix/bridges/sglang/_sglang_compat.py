@@ -10,8 +10,8 @@ import torch
 
 from diskprefix.bridges.shared.versions import check_interface
 from diskprefix.identity import canonical
-from diskprefix.model.load.fingerprint import weights_digest
-from diskprefix.model.load.kernel_settings import device_kind
+from diskprefix.runtime.load.fingerprint import weights_digest
+from diskprefix.runtime.load.kernel_settings import device_kind
 
 TRIED = ("0.5.23",)
 

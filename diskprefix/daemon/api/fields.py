@@ -40,7 +40,7 @@ from diskprefix.units import parse_duration
 from diskprefix.values import MAX_STOP_CHARS, MAX_VALUE, CacheOptions, Scope, Tenant
 
 if TYPE_CHECKING:
-    from diskprefix.model.load.picture_processor import Detail
+    from diskprefix.runtime.pictures.picture_processor import Detail
 
 T = TypeVar("T")
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from diskprefix.memo import PREFILL_SPEEDS
-from diskprefix.model.load.fit import ModelNeeds, TokenState, fitted
-from diskprefix.model.load.memory import available_ram_bytes
-from diskprefix.model.load.proposals import Q4_K_M_BITS, ShortName, short_name, short_names
 from diskprefix.native.compute_threads import num_cores
+from diskprefix.runtime.fetch.proposals import Q4_K_M_BITS, ShortName, short_name, short_names
+from diskprefix.runtime.files.fit import ModelNeeds, TokenState, fitted
+from diskprefix.runtime.memory import available_ram_bytes
 from diskprefix.units import format_size, rough_duration
 
 AGENT_TOKENS, LEAST_CONTEXT, TOLD_CONTEXT = 19_000, 16_384, 32_000

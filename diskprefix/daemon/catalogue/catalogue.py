@@ -21,17 +21,17 @@ from diskprefix.daemon.cli.policy_file import toml_value
 from diskprefix.daemon.server.built_in_names import BUILT_IN, without_latest
 from diskprefix.daemon.settings import OF_ONE_MODEL, Settings, config_home, flag_of
 from diskprefix.errors import ModelError, ModelNotFound, SettingsError
-from diskprefix.model.load.checkpoint import checkpoint_files, require_weights, weight_files
-from diskprefix.model.load.embedded import EMBEDDED
-from diskprefix.model.load.fit import ModelNeeds, needs_of_folder, needs_of_gguf
-from diskprefix.model.load.found_models import OWNERS, found_models, models_below
-from diskprefix.model.load.gguf_file import model_stem, part_paths, read_tensors
-from diskprefix.model.load.hub import cached_models
-from diskprefix.model.load.named_model import path_of, plain_name
-from diskprefix.model.load.proposals import names_meant
 from diskprefix.native import build
 from diskprefix.nearest import nearest
 from diskprefix.printable import first_line, shown
+from diskprefix.runtime.fetch.embedded import EMBEDDED
+from diskprefix.runtime.fetch.found_models import OWNERS, found_models, models_below
+from diskprefix.runtime.fetch.hub import cached_models
+from diskprefix.runtime.fetch.named_model import path_of, plain_name
+from diskprefix.runtime.fetch.proposals import names_meant
+from diskprefix.runtime.files.checkpoint import checkpoint_files, require_weights, weight_files
+from diskprefix.runtime.files.fit import ModelNeeds, needs_of_folder, needs_of_gguf
+from diskprefix.runtime.files.gguf.gguf_file import model_stem, part_paths, read_tensors
 from diskprefix.values import MOST_NAME_CHARS, require_model_name
 
 log = logging.getLogger("diskprefix")

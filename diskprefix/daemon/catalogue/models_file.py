@@ -13,8 +13,8 @@ from diskprefix.daemon.cli.options import build_settings, policy_value
 from diskprefix.daemon.cli.policy_file import checked_value, read_toml
 from diskprefix.daemon.settings import PER_MODEL, Settings, flag_of
 from diskprefix.errors import SettingsError
-from diskprefix.model.load.proposals import meant_name
 from diskprefix.nearest import meant
+from diskprefix.runtime.fetch.proposals import meant_name
 from diskprefix.units import parse_duration
 
 _FLAG = "--models-file"

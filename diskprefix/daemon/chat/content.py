@@ -28,7 +28,7 @@ from diskprefix.values import Picture, left_out_of
 
 if TYPE_CHECKING:
     from diskprefix.daemon.chat.template import ChatTemplate
-    from diskprefix.model.load.picture_processor import PictureProcessor
+    from diskprefix.runtime.pictures.picture_processor import PictureProcessor
 
 UNSUPPORTED = "unsupported_content"
 _MAX_IMAGES = 256

@@ -20,7 +20,7 @@ from diskprefix.daemon.chat.splice import recall
 from diskprefix.daemon.chat.tool_order import digests_of
 
 if TYPE_CHECKING:
-    from diskprefix.model.load.picture_processor import PictureProcessor
+    from diskprefix.runtime.pictures.picture_processor import PictureProcessor
 
 
 def heed_records(processor: PictureProcessor | None, arrange: Sequence[DraftStep], draft: PromptDraft) -> PromptDraft:

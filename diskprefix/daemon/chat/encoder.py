@@ -23,8 +23,8 @@ from diskprefix.errors import ContextTooLong, InvalidRequest
 from diskprefix.tokens import TokenIds
 
 if TYPE_CHECKING:
-    from diskprefix.model.load.picture_processor import PictureProcessor
-    from diskprefix.model.load.tokenizer import Tokenizer
+    from diskprefix.runtime.files.tokenizer import Tokenizer
+    from diskprefix.runtime.pictures.picture_processor import PictureProcessor
 
 PART_CHARS = 4096
 """The least length of a part, except the last. A shorter part is encoded as fast as it is looked up."""

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from diskprefix.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from diskprefix.model.load.picture_processor import Detail
+    from diskprefix.runtime.pictures.picture_processor import Detail
 
 Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool", "function"]
 JsonObject: TypeAlias = dict[str, Any]

@@ -38,8 +38,8 @@ from diskprefix.tokens import as_token_ids, common_prefix_length, raw_boundaries
 from diskprefix.values import NO_ASKER, Asker, Picture, Prompt, SourceText
 
 if TYPE_CHECKING:
-    from diskprefix.model.load.picture_processor import PictureProcessor
-    from diskprefix.model.load.tokenizer import Tokenizer
+    from diskprefix.runtime.files.tokenizer import Tokenizer
+    from diskprefix.runtime.pictures.picture_processor import PictureProcessor
 
 _END_TOKENS = 32
 """Enough to see whether the template opened or closed a thought."""

@@ -35,12 +35,12 @@ from diskprefix.daemon.chat.template_input import (
     visit_texts,
 )
 from diskprefix.errors import InvalidRequest, SettingsError
-from diskprefix.model.load.chat_template import SET_BY_THE_DAEMON, render_template
 from diskprefix.printable import shown
+from diskprefix.runtime.files.chat_template import SET_BY_THE_DAEMON, render_template
 from diskprefix.thread_work import CHAT_TEMPLATE, in_step
 
 if TYPE_CHECKING:
-    from diskprefix.model.load.tokenizer import Tokenizer
+    from diskprefix.runtime.files.tokenizer import Tokenizer
 
 T = TypeVar("T")
 

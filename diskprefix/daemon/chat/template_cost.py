@@ -97,7 +97,7 @@ class TemplateCost(Struct, frozen=True):
 
 def template_cost(renderer: PromptRenderer) -> TemplateCost:
     """Renders the conversations. Takes 10 to 80 ms, and seconds if the template is slow."""
-    from diskprefix.model.load.template_sandbox import renders_end_after  # Here, as it imports Jinja2.
+    from diskprefix.runtime.files.template_sandbox import renders_end_after  # Here, as it imports Jinja2.
 
     with renders_end_after(_LIMIT_S):
         return _Trial(renderer.for_trial()).cost()

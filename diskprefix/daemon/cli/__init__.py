@@ -148,7 +148,7 @@ def _run(args: list[str] | None) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "diskprefix":
             raise
-        from diskprefix.model.load.imports import INSTALL, PACKAGES
+        from diskprefix.runtime.imports import INSTALL, PACKAGES
 
         package = error.name.partition(".")[0]
         if package in ("cffi", "lmdb_cffi") and os.environ.get(_CFFI):

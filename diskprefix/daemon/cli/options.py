@@ -15,9 +15,9 @@ from diskprefix.daemon.chat.canonicalisers import Canonicalisers
 from diskprefix.daemon.cli.policy_file import find_policy, read_policy
 from diskprefix.daemon.settings import SETTINGS, Settings, expanded, flag_of
 from diskprefix.errors import SettingsError
-from diskprefix.model.load.proposals import meant_name
 from diskprefix.native.library import require_kernels
 from diskprefix.nearest import meant, nearest
+from diskprefix.runtime.fetch.proposals import meant_name
 from diskprefix.units import parse_duration, parse_size, whole_size
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])

@@ -10,9 +10,9 @@ from typing import Literal, TypeAlias
 from msgspec import Struct
 
 from diskprefix.errors import InvalidRequest, ModelError
-from diskprefix.model.gguf.metadata import Metadata
-from diskprefix.model.load.gguf_header import read_header
 from diskprefix.printable import first_line
+from diskprefix.runtime.files.gguf.gguf_header import read_header
+from diskprefix.runtime.files.gguf.metadata import Metadata
 
 Pooling: TypeAlias = Literal["last", "mean"]
 

@@ -29,7 +29,7 @@ from diskprefix.daemon.engine.thought_limit import ThoughtLimit
 from diskprefix.errors import DeviceLost
 from diskprefix.kv.page_cache import MemoryWait, PrefixWait, memory_held
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.runtime import State
+from diskprefix.runtime.contract import State
 from diskprefix.values import CacheReport
 
 log = logging.getLogger("diskprefix")

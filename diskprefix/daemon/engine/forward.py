@@ -12,8 +12,8 @@ from diskprefix.daemon.engine.pictures.prompt_pictures import PromptPictures
 from diskprefix.daemon.engine.running_request import Reply
 from diskprefix.daemon.engine.scheduler import Chunk
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.runtime import Hidden, Rows, Runtime
 from diskprefix.printable import first_line
+from diskprefix.runtime.contract import Hidden, Rows, Runtime
 from diskprefix.tokens import Logits, TokenIds, floor_to_grid
 
 log = logging.getLogger("diskprefix")

@@ -23,7 +23,7 @@ from diskprefix.daemon.engine.served_model import ServedModel
 from diskprefix.daemon.engine.stay import Stay
 from diskprefix.kv.page_cache import MemoryWait
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.load.memory import trim_heap
+from diskprefix.runtime.memory import trim_heap
 from diskprefix.tokens import Logits, TokenIds, floor_to_grid
 
 log = logging.getLogger("diskprefix")

@@ -42,7 +42,7 @@ from diskprefix.daemon.engine.thought_limit import ThoughtLimit
 from diskprefix.errors import NonFiniteLogits
 from diskprefix.kv.page_cache import MemoryWait, PageCache, PrefixWait
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.runtime import Hidden, State
+from diskprefix.runtime.contract import Hidden, State
 from diskprefix.tokens import Logits, TokenIds, as_token_ids
 from diskprefix.values import CacheReport
 

@@ -42,19 +42,19 @@ from diskprefix.kv.kept_blocks import KeptBlock
 from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.families.decoder_options import pictures_problem
-from diskprefix.model.load.loader import LoadedModel
-from diskprefix.model.load.memory import kv_bytes, trim_heap
-from diskprefix.model.load.recommended_sampling import recommended_stop
-from diskprefix.model.runtime import Rows, Runtime
 from diskprefix.printable import first_line
+from diskprefix.runtime.contract import Rows, Runtime
+from diskprefix.runtime.fetch.recommended_sampling import recommended_stop
+from diskprefix.runtime.load.loader import LoadedModel
+from diskprefix.runtime.memory import kv_bytes, trim_heap
+from diskprefix.runtime.plan.families.decoder_options import pictures_problem
 from diskprefix.units import counted, format_size
 from diskprefix.values import CacheReport
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from diskprefix.model.vision_encoder import VisionEncoder
+    from diskprefix.runtime.pictures.vision_encoder import VisionEncoder
 
 log = logging.getLogger("diskprefix")
 
@@ -354,7 +354,7 @@ class ServedModel:
     @cached_property
     def encoder(self) -> VisionEncoder:
         """The encoder of a model that takes pictures."""
-        from diskprefix.model.vision_encoder import VisionEncoder
+        from diskprefix.runtime.pictures.vision_encoder import VisionEncoder
 
         processor, read = self.processor, self._read_encoder
         assert processor is not None, "a model of text gets no pictures"

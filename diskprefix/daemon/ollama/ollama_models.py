@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from diskprefix.daemon.catalogue.catalogue import file_bytes
 from diskprefix.errors import DiskPrefixError, InvalidRequest
-from diskprefix.model.load.gguf_file import QUANT, model_stem, read_tensors
+from diskprefix.runtime.files.gguf.gguf_file import QUANT, model_stem, read_tensors
 from diskprefix.units import parse_duration
 from diskprefix.version import __version__
 

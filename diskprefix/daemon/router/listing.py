@@ -26,11 +26,11 @@ from diskprefix.daemon.ollama.ollama_models import facts_of
 from diskprefix.daemon.server.built_in_names import BuiltInNames
 from diskprefix.daemon.settings import Settings
 from diskprefix.errors import DiskPrefixError, ModelError, ModelNotFound
-from diskprefix.model.load.fit import Fit, ModelNeeds, fitted
-from diskprefix.model.load.found_models import models_below
-from diskprefix.model.load.gguf_file import forget_headers
-from diskprefix.model.load.recommended_sampling import sampling_defaults
 from diskprefix.printable import first_line, shown
+from diskprefix.runtime.fetch.found_models import models_below
+from diskprefix.runtime.fetch.recommended_sampling import sampling_defaults
+from diskprefix.runtime.files.fit import Fit, ModelNeeds, fitted
+from diskprefix.runtime.files.gguf.gguf_file import forget_headers
 from diskprefix.thread_pool import ThreadPool
 from diskprefix.units import format_size
 from diskprefix.values import require_model_name

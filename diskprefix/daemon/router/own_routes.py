@@ -23,8 +23,8 @@ from diskprefix.daemon.server.keys import Caller
 from diskprefix.daemon.server.share import Share
 from diskprefix.daemon.web_page import CHAT_PAGE, DASHBOARD_PAGE, wants_page
 from diskprefix.errors import NotReady
-from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.printable import shown
+from diskprefix.runtime.memory import available_ram_bytes
 
 if TYPE_CHECKING:
     from starlette.types import Message, Scope

@@ -42,8 +42,8 @@ from diskprefix.daemon.server.process.systemd import notify, watchdog_s
 from diskprefix.daemon.server.share import Share, conversation_of
 from diskprefix.daemon.settings import Settings
 from diskprefix.errors import DeviceLost, DiskPrefixError, InvalidRequest, ModelNotFound, NotReady, SettingsError
-from diskprefix.model.load.memory import available_ram_bytes, trim_heap
 from diskprefix.printable import shown
+from diskprefix.runtime.memory import available_ram_bytes, trim_heap
 from diskprefix.units import counted, format_size
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from diskprefix.model.load.proposals import short_name
 from diskprefix.printable import shown
+from diskprefix.runtime.fetch.proposals import short_name
 
 log = logging.getLogger("diskprefix")
 

@@ -34,9 +34,9 @@ from diskprefix.daemon.server.threads import Threads
 from diskprefix.daemon.settings import Settings
 from diskprefix.errors import DiskPrefixError, NotReady, SettingsError
 from diskprefix.memo import PREFILL_SPEEDS
-from diskprefix.model.load.gguf_file import forget_headers
-from diskprefix.model.load.named_model import path_of
-from diskprefix.model.load.recommended_sampling import sampling_defaults, sampling_line
+from diskprefix.runtime.fetch.named_model import path_of
+from diskprefix.runtime.fetch.recommended_sampling import sampling_defaults, sampling_line
+from diskprefix.runtime.files.gguf.gguf_file import forget_headers
 
 if TYPE_CHECKING:
     from diskprefix.daemon.engine.loop import Engine

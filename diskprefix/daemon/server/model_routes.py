@@ -20,7 +20,7 @@ from diskprefix.daemon.server.daemon import Daemon
 from diskprefix.daemon.server.routes import Routes
 from diskprefix.daemon.server.serving import Serving
 from diskprefix.errors import InvalidRequest
-from diskprefix.model.load.recommended_sampling import SamplingDefaults
+from diskprefix.runtime.fetch.recommended_sampling import SamplingDefaults
 from diskprefix.units import format_size
 
 routes, token_routes = Routes("daemon"), Routes("tokens")

@@ -13,9 +13,9 @@ from diskprefix.daemon.chat.renderer import PromptRenderer
 from diskprefix.daemon.server.built_in_names import BuiltInNames, without_latest
 from diskprefix.daemon.server.threads import Threads
 from diskprefix.errors import ModelNotFound
-from diskprefix.model.load.gguf_file import model_stem
-from diskprefix.model.load.proposals import names_meant, short_name
 from diskprefix.printable import shown
+from diskprefix.runtime.fetch.proposals import names_meant, short_name
+from diskprefix.runtime.files.gguf.gguf_file import model_stem
 from diskprefix.values import Scope, require_model_name
 
 if TYPE_CHECKING:

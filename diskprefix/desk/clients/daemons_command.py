@@ -19,9 +19,9 @@ from diskprefix.desk.shared.daemon_call import process_of, running_daemon, state
 from diskprefix.desk.shared.own_daemon import none_runs, own_urls, url_option
 from diskprefix.desk.shared.tooling import json_option, plain, print_json, print_table, say, status
 from diskprefix.errors import DiskPrefixError, NotReady, SettingsError
-from diskprefix.model.load.proposals import names_meant
-from diskprefix.model.load.recommended_sampling import sampling_line
 from diskprefix.printable import printable_only, shown
+from diskprefix.runtime.fetch.proposals import names_meant
+from diskprefix.runtime.fetch.recommended_sampling import sampling_line
 from diskprefix.units import ago, counted, format_duration, format_size
 
 PAUSED = {

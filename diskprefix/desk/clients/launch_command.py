@@ -30,7 +30,7 @@ from diskprefix.desk.shared.daemon_call import running_daemon
 from diskprefix.desk.shared.own_daemon import own_urls, url_option, usual_url
 from diskprefix.desk.shared.tooling import confirmed, say, status
 from diskprefix.errors import SettingsError
-from diskprefix.model.load.embedded import EMBEDDED
+from diskprefix.runtime.fetch.embedded import EMBEDDED
 from diskprefix.units import counted, format_size, rough_duration
 
 _SIGNAL_EXIT_CODE = 128

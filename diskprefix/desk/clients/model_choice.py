@@ -28,11 +28,11 @@ from diskprefix.desk.models.pull_command import fetch
 from diskprefix.desk.shared.daemon_call import Call, full_url, key_for, wait_ready
 from diskprefix.desk.shared.tooling import status
 from diskprefix.errors import NotReady, SettingsError
-from diskprefix.model.load.hub import cached_model
-from diskprefix.model.load.memory import available_ram_bytes
-from diskprefix.model.load.named_model import own_path, plain_name
-from diskprefix.model.load.proposals import meant_name, names_meant, require_repository, short_name
 from diskprefix.printable import shown
+from diskprefix.runtime.fetch.hub import cached_model
+from diskprefix.runtime.fetch.named_model import own_path, plain_name
+from diskprefix.runtime.fetch.proposals import meant_name, names_meant, require_repository, short_name
+from diskprefix.runtime.memory import available_ram_bytes
 from diskprefix.units import format_size
 
 _SHOWN = 3

@@ -20,9 +20,9 @@ from diskprefix.desk.shared.tooling import (
     show_first,
     store_options,
 )
-from diskprefix.model.load.packed_weights import PackedFiles, PackedProblem
 from diskprefix.native.library import operators
 from diskprefix.printable import printable_only
+from diskprefix.runtime.load.packed_weights import PackedFiles, PackedProblem
 from diskprefix.store.verify import (
     IndexReport,
     PayloadReport,

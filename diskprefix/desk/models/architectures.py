@@ -11,10 +11,10 @@ from typing import Any
 import click
 
 from diskprefix.desk.shared.tooling import plain, print_json, print_table
-from diskprefix.model.families.type_table import class_of, has_trait
-from diskprefix.model.families.types.known_types import TYPES
-from diskprefix.model.gguf.known_families import MODEL_TYPES
-from diskprefix.model.load.gguf_header import read_header
+from diskprefix.runtime.files.gguf.gguf_header import read_header
+from diskprefix.runtime.files.gguf.known_families import MODEL_TYPES
+from diskprefix.runtime.plan.families.type_table import class_of, has_trait
+from diskprefix.runtime.plan.families.types.known_types import TYPES
 from diskprefix.units import counted
 
 TABLE = Path(__file__).with_name("verified_models.json")

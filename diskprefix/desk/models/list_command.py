@@ -27,15 +27,15 @@ from diskprefix.daemon.settings import PER_MODEL, SETTINGS, Settings
 from diskprefix.desk.models.architectures import show_architectures, verified_of
 from diskprefix.desk.shared.tooling import json_option, packed_weights_option, plain, print_json, print_table, status
 from diskprefix.errors import DiskPrefixError, ModelError, ModelNotFound
-from diskprefix.model.load.embedded import EMBEDDED
-from diskprefix.model.load.fit import Fit, fitted
-from diskprefix.model.load.gguf_file import QUANT, model_stem, part_paths, read_tensors
-from diskprefix.model.load.memory import available_ram_bytes
-from diskprefix.model.load.packed_weights import PackedFiles
-from diskprefix.model.load.proposals import ShortName, meant_name, short_name
-from diskprefix.model.load.recommended_sampling import sampling_defaults, sampling_line
-from diskprefix.model.quants.quant_form import FILE_FORMS
 from diskprefix.printable import first_line, printable_only, shown
+from diskprefix.runtime.fetch.embedded import EMBEDDED
+from diskprefix.runtime.fetch.proposals import ShortName, meant_name, short_name
+from diskprefix.runtime.fetch.recommended_sampling import sampling_defaults, sampling_line
+from diskprefix.runtime.files.fit import Fit, fitted
+from diskprefix.runtime.files.gguf.gguf_file import QUANT, model_stem, part_paths, read_tensors
+from diskprefix.runtime.load.packed_weights import PackedFiles
+from diskprefix.runtime.memory import available_ram_bytes
+from diskprefix.runtime.plan.quants.quant_form import FILE_FORMS
 from diskprefix.units import counted, format_size, rough_duration
 
 if TYPE_CHECKING:
@@ -261,9 +261,9 @@ def _template_cost(known: KnownModel) -> TemplateCost | None:
     from diskprefix.daemon.chat.renderer import PromptRenderer  # Here, as `list` needs none of it.
     from diskprefix.daemon.chat.template_cost import template_cost
     from diskprefix.daemon.chat.template_date import TemplateClock
-    from diskprefix.model.load.chat_template import read_template
-    from diskprefix.model.load.read_tokenizer import read_tokenizer
-    from diskprefix.model.load.template_sandbox import renders_end_after
+    from diskprefix.runtime.files.chat_template import read_template
+    from diskprefix.runtime.files.read_tokenizer import read_tokenizer
+    from diskprefix.runtime.files.template_sandbox import renders_end_after
 
     try:
         assert known.path is not None

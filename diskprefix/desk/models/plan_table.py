@@ -18,15 +18,15 @@ from msgspec.structs import asdict
 from diskprefix.daemon.settings import Settings
 from diskprefix.errors import ModelError
 from diskprefix.kv.numbers import dtype_of
-from diskprefix.model.load.loader import unread_weights
-from diskprefix.model.operands import HeadMatrices, Weight
-from diskprefix.model.plan import ComputePlan
-from diskprefix.model.planned import PlanRuntime, plan_layout
-from diskprefix.model.quants.quant_form import FILE_FORMS
-from diskprefix.model.weights import Weights
 from diskprefix.native import address_of, calls
 from diskprefix.native.matrix import Matrix
 from diskprefix.printable import first_line
+from diskprefix.runtime.load.loader import unread_weights
+from diskprefix.runtime.plan.operands import HeadMatrices, Weight
+from diskprefix.runtime.plan.plan import ComputePlan
+from diskprefix.runtime.plan.planned import PlanRuntime, plan_layout
+from diskprefix.runtime.plan.quants.quant_form import FILE_FORMS
+from diskprefix.runtime.plan.weights import Weights
 
 _LEFT_OUT = ("num_rows", "num_runs", "num_threads", "num_matrices", "table", "value_table")
 """Fields that each step sets, or that another column shows."""

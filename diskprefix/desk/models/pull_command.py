@@ -17,17 +17,17 @@ from diskprefix.daemon.settings import Settings
 from diskprefix.desk.models.list_command import row_of
 from diskprefix.desk.shared.tooling import confirmed, json_option, packed_weights_option, print_json, say
 from diskprefix.errors import ModelError, SettingsError
-from diskprefix.model.load.embedded import EMBEDDED, embedded_file
-from diskprefix.model.load.fit import fitted
-from diskprefix.model.load.found_models import found_model
-from diskprefix.model.load.gguf_file import offer_packs
-from diskprefix.model.load.hub import HubListing, cached_models, fetched_model, files_to_remove
-from diskprefix.model.load.memory import available_ram_bytes
-from diskprefix.model.load.named_model import is_embedded
-from diskprefix.model.load.packed_weights import PackedFiles
-from diskprefix.model.load.proposals import meant_name, require_repository, short_name
 from diskprefix.nearest import nearest
 from diskprefix.printable import printable_only
+from diskprefix.runtime.fetch.embedded import EMBEDDED, embedded_file
+from diskprefix.runtime.fetch.found_models import found_model
+from diskprefix.runtime.fetch.hub import HubListing, cached_models, fetched_model, files_to_remove
+from diskprefix.runtime.fetch.named_model import is_embedded
+from diskprefix.runtime.fetch.proposals import meant_name, require_repository, short_name
+from diskprefix.runtime.files.fit import fitted
+from diskprefix.runtime.files.gguf.gguf_file import offer_packs
+from diskprefix.runtime.load.packed_weights import PackedFiles
+from diskprefix.runtime.memory import available_ram_bytes
 from diskprefix.units import counted, format_size
 from diskprefix.values import require_model_name
 

@@ -11,12 +11,12 @@ from diskprefix.desk.setup.doctor_machine import Finding, Level
 from diskprefix.errors import DiskPrefixError
 
 if TYPE_CHECKING:
-    from diskprefix.llama.load_llama import Placement
+    from diskprefix.runtime.llama.load_llama import Placement
 
 
 def placement_finding(placed: Placement) -> Finding:
     """Returns the finding about the layers that have room on a device."""
-    from diskprefix.llama.load_llama import MAKE_ROOM
+    from diskprefix.runtime.llama.load_llama import MAKE_ROOM
 
     level: Level = "ok" if placed.is_whole else "note"
     return Finding("layers", level, placed.line, "" if placed.is_whole else MAKE_ROOM)
@@ -24,7 +24,7 @@ def placement_finding(placed: Placement) -> Finding:
 
 def llama_findings(settings: Settings) -> Iterator[Finding]:
     """Yields the finding about the library, and one about each of its GPUs."""
-    from diskprefix.llama.llama_library import INSTALL, VERSION, open_library
+    from diskprefix.runtime.llama.llama_library import INSTALL, VERSION, open_library
 
     if find_spec("llama_cpp") is None:
         is_wanted = settings.engine == "llama"
@@ -38,7 +38,7 @@ def llama_findings(settings: Settings) -> Iterator[Finding]:
         return
     gpus = [device for device in devices if device.kind != "cpu"]
     names = ", ".join(f"{device.name} ({device.description})" for device in devices)
-    advice = "" if gpus else "compile it with CMAKE_ARGS for a GPU, if there is one: diskprefix/llama/README.md"
+    advice = "" if gpus else "compile it with CMAKE_ARGS for a GPU, if there is one: diskprefix/runtime/llama/README.md"
     yield Finding("llama.cpp", "ok", f"llama-cpp-python {VERSION}, devices: {names}", advice)
     for device in gpus:
         table = (("free", device.free_bytes), ("of", device.total_bytes))

@@ -20,10 +20,10 @@ from diskprefix.desk.shared.own_daemon import own_urls
 from diskprefix.desk.shared.tooling import existing_folder
 from diskprefix.errors import CacheError, NotReady, SettingsError, StoreCorrupt, StoreFormatError
 from diskprefix.file_system import REMOTE, VOLATILE, file_system, lost_with_container
-from diskprefix.model.load.imports import INSTALL
-from diskprefix.model.load.packed_weights import PackedFiles
 from diskprefix.printable import shown
 from diskprefix.private_file import distrusted_by_root
+from diskprefix.runtime.imports import INSTALL
+from diskprefix.runtime.load.packed_weights import PackedFiles
 from diskprefix.store.folder import DATA, check_folder, disk_full, require_on_disk
 from diskprefix.store.statistics.savings import total_savings
 from diskprefix.store.store import Store
@@ -55,7 +55,7 @@ def torch_findings(settings: Settings) -> Iterator[Finding]:
 def _installed_torch_findings(settings: Settings) -> Iterator[Finding]:
     import torch
 
-    from diskprefix.model.load.loader import pick_device
+    from diskprefix.runtime.load.loader import pick_device
 
     builds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": getattr(torch.version, "xpu", None)}
     kind = next((name for name, version in builds.items() if version), "CPU")

@@ -15,14 +15,14 @@ from diskprefix.daemon.settings import Settings
 from diskprefix.desk.setup.doctor_llama import placement_finding
 from diskprefix.desk.setup.doctor_machine import Finding
 from diskprefix.errors import DiskPrefixError
-from diskprefix.model.load.named_model import path_of
-from diskprefix.model.load.packed_weights import PackedFiles
+from diskprefix.runtime.fetch.named_model import path_of
+from diskprefix.runtime.load.packed_weights import PackedFiles
 from diskprefix.units import counted, format_size
 
 if TYPE_CHECKING:
     from diskprefix.daemon.catalogue.catalogue import KnownModel
-    from diskprefix.llama.load_llama import Placement
-    from diskprefix.model.load.fit import ModelNeeds
+    from diskprefix.runtime.files.fit import ModelNeeds
+    from diskprefix.runtime.llama.load_llama import Placement
 
 _SYSTEM = "Be brief."
 _SHORT_CONTEXT = 16_384
@@ -32,7 +32,7 @@ _SHORT_CONTEXT = 16_384
 def together_finding(settings: Settings, models: Sequence[KnownModel]) -> Finding:
     """Returns whether the models of a daemon with several fit into memory together, as its router counts them."""
     from diskprefix.daemon.router.listing import fit_beside
-    from diskprefix.model.load.memory import available_ram_bytes
+    from diskprefix.runtime.memory import available_ram_bytes
 
     if not models:
         return Finding("models", "problem", "no model is known", f"fetch one with {proposed()}")
@@ -99,19 +99,19 @@ def _unkept_finding(settings: Settings, path: Path) -> Finding | None:
 def _placed_by_llama(settings: Settings) -> Placement | None:
     """Returns where llama.cpp's library would compute a model, None if another engine does. Raises `ModelError` and
     `SettingsError`."""
-    from diskprefix.llama.devices import is_chosen
+    from diskprefix.runtime.llama.devices import is_chosen
 
     if not is_chosen(settings, lambda _line: None):
         return None
-    from diskprefix.llama.load_llama import placement_of
+    from diskprefix.runtime.llama.load_llama import placement_of
 
     return placement_of(settings)
 
 
 def _listing_finding(settings: Settings) -> Finding:
     """Returns the finding about a model that is not on this machine, from the hub's listing if there is one."""
-    from diskprefix.model.load.embedded import EMBEDDED
-    from diskprefix.model.load.hub import listing_of
+    from diskprefix.runtime.fetch.embedded import EMBEDDED
+    from diskprefix.runtime.fetch.hub import listing_of
 
     model = settings.model
     listing = None if model is None or model == EMBEDDED.name else listing_of(model)
@@ -126,9 +126,9 @@ def _listing_finding(settings: Settings) -> Finding:
 
 def _fit_finding(settings: Settings, needs: ModelNeeds) -> Finding:
     """Returns whether a model fits into the free memory, with a table by part and alternatives that fit."""
-    from diskprefix.model.load.alternatives import other_forms
-    from diskprefix.model.load.fit import fitted
-    from diskprefix.model.load.memory import available_ram_bytes
+    from diskprefix.runtime.fetch.alternatives import other_forms
+    from diskprefix.runtime.files.fit import fitted
+    from diskprefix.runtime.memory import available_ram_bytes
 
     fit = fitted(needs, available_ram_bytes(), settings.kv_memory)
     text = f"{needs.name}: about {format_size(fit.needed_bytes)} of memory, {format_size(fit.free_bytes)} are free"
@@ -148,7 +148,7 @@ def _tokenizer_findings(settings: Settings, path: Path) -> Iterator[Finding]:
     from diskprefix.daemon.chat.renderer import PromptRenderer
     from diskprefix.daemon.chat.template_cost import template_cost
     from diskprefix.daemon.chat.template_date import TemplateClock
-    from diskprefix.model.load.loader import load_tokenizer
+    from diskprefix.runtime.load.loader import load_tokenizer
 
     try:
         tokenizer = load_tokenizer(str(path), settings.chat_template, lambda _line: None)

@@ -14,12 +14,12 @@ from diskprefix.daemon.catalogue.adviser import AGENT_TOKENS
 from diskprefix.daemon.settings import Settings
 from diskprefix.desk.setup.doctor_machine import Finding
 from diskprefix.errors import DiskPrefixError
-from diskprefix.model.quants.forms import matrix_of
-from diskprefix.model.quants.quant_form import FILE_FORMS
 from diskprefix.native import address_of, calls
 from diskprefix.native.compute_threads import num_threads
 from diskprefix.native.library import ROWS, Operators, choose, operators
 from diskprefix.native.matrix import Matrix
+from diskprefix.runtime.plan.quants.forms import matrix_of
+from diskprefix.runtime.plan.quants.quant_form import FILE_FORMS
 
 _SIZE = 2048, 4096
 _NUM_MATRICES = 16

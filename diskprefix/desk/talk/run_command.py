@@ -17,7 +17,7 @@ from diskprefix.desk.shared.own_daemon import own_urls
 from diskprefix.desk.shared.tooling import say
 from diskprefix.desk.talk.chat_command import Restart, chat, converse
 from diskprefix.errors import NotReady, SettingsError
-from diskprefix.model.load.embedded import EMBEDDED
+from diskprefix.runtime.fetch.embedded import EMBEDDED
 
 _EPILOG = """\b
 Examples:

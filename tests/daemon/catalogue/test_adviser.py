@@ -15,9 +15,9 @@ from diskprefix.daemon.settings import Settings, cache_home
 from diskprefix.desk.models import list_command, pull_command
 from diskprefix.errors import SettingsError
 from diskprefix.memo import PREFILL_SPEEDS
-from diskprefix.model.load.embedded import EMBEDDED
-from diskprefix.model.load.hub import HubListing, split_name
-from diskprefix.model.load.proposals import full_name, meant_name, require_repository, short_name, short_names
+from diskprefix.runtime.fetch.embedded import EMBEDDED
+from diskprefix.runtime.fetch.hub import HubListing, split_name
+from diskprefix.runtime.fetch.proposals import full_name, meant_name, require_repository, short_name, short_names
 from diskprefix.units import format_size, rough_duration
 from tests.desk.conftest import Run
 from tests.desk.conftest import run as run

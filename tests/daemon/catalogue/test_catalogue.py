@@ -18,17 +18,17 @@ from diskprefix.daemon.settings import Settings
 from diskprefix.desk.models import architectures
 from diskprefix.desk.models.architectures import installed_versions, verified_of
 from diskprefix.errors import ModelError, ModelNotFound, SettingsError
-from diskprefix.model.families.types.known_types import TYPES
-from diskprefix.model.gguf.known_families import NAMES, architecture_of
-from diskprefix.model.gguf.metadata import Metadata
-from diskprefix.model.load.embedded import EMBEDDED
-from diskprefix.model.load.fit import fitted, needs_of_folder, needs_of_gguf
-from diskprefix.model.load.gguf_header import GgufHeader
-from diskprefix.model.load.named_model import plain_name
+from diskprefix.runtime.fetch.embedded import EMBEDDED
+from diskprefix.runtime.fetch.named_model import plain_name
+from diskprefix.runtime.files.fit import fitted, needs_of_folder, needs_of_gguf
+from diskprefix.runtime.files.gguf.gguf_header import GgufHeader
+from diskprefix.runtime.files.gguf.known_families import NAMES, architecture_of
+from diskprefix.runtime.files.gguf.metadata import Metadata
+from diskprefix.runtime.plan.families.types.known_types import TYPES
 from tests.desk.conftest import Run
 from tests.desk.conftest import run as run
-from tests.model import tiny
-from tests.model.option_table import WITHOUT_CLASS
+from tests.runtime.plan import tiny
+from tests.runtime.plan.option_table import WITHOUT_CLASS
 
 pytestmark = pytest.mark.usefixtures("own_places")
 
@@ -511,7 +511,7 @@ def test_the_columns_of_folders_and_files_are_those_of_the_tables_and_the_pages_
 
     each: tuple[dict[str, int], ...] = ({}, {"expert_count": 8}, {"attention.sliding_window": 9})
     assert types == {name: {served_as(name, **values) for values in each} for name in NAMES}
-    for page in ("README.md", "diskprefix/model/README.md", "CHANGELOG.md"):
+    for page in ("README.md", "diskprefix/runtime/plan/README.md", "CHANGELOG.md"):
         numbers = re.findall(r"(\d+) architectures", (ROOT / page).read_text(encoding="utf-8"))
         assert numbers == [str(sum(bool(row["verified"]) for row in rows)), str(len(NAMES))], page
 

@@ -9,7 +9,7 @@ from typing import Any
 from diskprefix.daemon.chat.encoder import Encoder
 from diskprefix.daemon.chat.messages import Conversation
 from diskprefix.daemon.chat.renderer import PromptRenderer
-from diskprefix.model.load.read_tokenizer import read_tokenizer
+from diskprefix.runtime.files.read_tokenizer import read_tokenizer
 from diskprefix.values import Prompt
 from tests.daemon.server.chat_model import CHAT_TEMPLATE, POSITIONS, VOCAB_SIZE, write_tokenizer
 

@@ -20,7 +20,7 @@ from diskprefix.daemon.chat.messages import Conversation, TextPart
 from diskprefix.daemon.chat.renderer import PromptRenderer
 from diskprefix.daemon.server.body import parse_json
 from diskprefix.errors import InvalidRequest
-from diskprefix.model.load.read_tokenizer import read_tokenizer
+from diskprefix.runtime.files.read_tokenizer import read_tokenizer
 from tests.daemon.chat.families.alternating import ALTERNATING
 from tests.daemon.chat.families.families import FAMILIES, folder
 from tests.daemon.chat.families.families import renderer_of as family_renderer

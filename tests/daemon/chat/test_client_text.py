@@ -22,7 +22,7 @@ from diskprefix.daemon.chat.fill_in import FillIn
 from diskprefix.daemon.chat.messages import Conversation
 from diskprefix.daemon.chat.renderer import PromptRenderer
 from diskprefix.daemon.server.body import parse_json
-from diskprefix.model.load.tokenizer import Tokenizer as FolderTokenizer
+from diskprefix.runtime.files.tokenizer import Tokenizer as FolderTokenizer
 from diskprefix.values import Prompt
 from tests.daemon.chat.families.conversations import SYSTEM, WEATHER_FUNCTION, Message, body_of, call, result, user
 from tests.daemon.chat.families.families import FAMILIES, Family, folder, named, renderer_of, tokenizer_of

@@ -13,7 +13,7 @@ from diskprefix.daemon.chat import encoder as encoder_module
 from diskprefix.daemon.chat.encoder import Encoder, TextParts
 from diskprefix.daemon.chat.known_parts import Encoding, KnownParts, OwnedParts
 from diskprefix.errors import ContextTooLong, InvalidRequest
-from diskprefix.model.load.tokenizer import Tokenizer as FolderTokenizer
+from diskprefix.runtime.files.tokenizer import Tokenizer as FolderTokenizer
 from tests.daemon.chat.rendering import assert_whole, encoder_of
 
 

@@ -31,7 +31,7 @@ from diskprefix.daemon.chat.messages import (
 from diskprefix.daemon.chat.renderer import PromptRenderer
 from diskprefix.daemon.compression.compression import fit
 from diskprefix.errors import InvalidRequest
-from diskprefix.model.load.read_tokenizer import read_tokenizer
+from diskprefix.runtime.files.read_tokenizer import read_tokenizer
 from diskprefix.tokens import picture_ids
 from diskprefix.values import NO_ASKER, Asker, Picture, Prompt
 from tests.daemon.chat.rendering import rendered

@@ -21,7 +21,7 @@ from diskprefix.daemon.compression.compression import fit
 from diskprefix.daemon.json_values import MAX_PARTS
 from diskprefix.daemon.server.body import parse_json
 from diskprefix.errors import ContextTooLong, InvalidRequest
-from diskprefix.model.load.chat_template import render_template
+from diskprefix.runtime.files.chat_template import render_template
 from diskprefix.tokens import common_prefix_length
 from diskprefix.values import Prompt
 from tests.daemon.chat.rendering import rendered, renderer_of, tokenizer_with

@@ -15,7 +15,7 @@ from diskprefix.daemon.chat import template_cost as template_cost_module
 from diskprefix.daemon.chat.renderer import PromptRenderer
 from diskprefix.daemon.chat.template_cost import CommonPrefix, TemplateCost, template_cost
 from diskprefix.daemon.chat.template_date import TemplateClock
-from diskprefix.model.load.read_tokenizer import read_tokenizer
+from diskprefix.runtime.files.read_tokenizer import read_tokenizer
 from tests.daemon.chat.families.families import folder
 from tests.daemon.chat.rendering import renderer_of
 from tests.daemon.server.chat_model import CHAT_TEMPLATE, write_chat_model, write_tokenizer

@@ -23,12 +23,12 @@ from diskprefix.daemon.embedding import embeddings
 from diskprefix.daemon.embedding.model_purpose import Purpose, read_purpose
 from diskprefix.daemon.settings import Settings
 from diskprefix.errors import ContextTooLong, InvalidRequest
-from diskprefix.model.load.read_tokenizer import read_tokenizer
+from diskprefix.runtime.files.read_tokenizer import read_tokenizer
 from tests.agent_bodies import words
 from tests.daemon.server.chat_model import write_chat_model
 from tests.daemon.server.daemon_process import wait_until
 from tests.daemon.server.scripted import AppServer, ScriptedEngine, real_app, say_hello, scripted_app
-from tests.model.tiny import write_gguf
+from tests.runtime.plan.tiny import write_gguf
 
 INSTRUCTION = words(1, 60)
 TEXTS = [f"{INSTRUCTION}\n{words(seed, 5 * seed + 1)}" for seed in range(7)]

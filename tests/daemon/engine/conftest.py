@@ -11,7 +11,7 @@ import torch
 
 from diskprefix.daemon.engine.constraints.constrained_reply import ConstraintCompiler
 from diskprefix.daemon.engine.loop import Engine
-from tests.model import tiny
+from tests.runtime.plan import tiny
 
 
 @pytest.fixture(scope="session")

@@ -34,14 +34,14 @@ from diskprefix.daemon.engine.running_request import Reply
 from diskprefix.daemon.engine.speculation.drafting import Proposer
 from diskprefix.daemon.settings import Settings
 from diskprefix.extras.simulate.recorded_request import RecordedRequest
-from diskprefix.grid.grid_runtime import GridRuntime
 from diskprefix.kv.page_cache import PageCache
-from diskprefix.model.planned import PlanRuntime
-from diskprefix.model.runtime import StepOutput
+from diskprefix.runtime.contract import StepOutput
+from diskprefix.runtime.grid.grid_runtime import GridRuntime
+from diskprefix.runtime.plan.planned import PlanRuntime
 from diskprefix.tokens import TokenIds
 from diskprefix.values import SHARED, CacheOptions, Prompt, Tenant
 from tests.exactness.architectures import tiny_model
-from tests.model import tiny
+from tests.runtime.plan import tiny
 from tests.waiting import wait_for
 
 BLOCK = 64

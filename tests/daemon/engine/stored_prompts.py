@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.daemon.engine.driving import load, request, run_together, said, tokens, write_model
-from tests.model import tiny
+from tests.runtime.plan import tiny
 
 MODELS: dict[str, Callable[[Path], Path]] = {
     "attention": lambda folder: write_model(folder / "model", "llama"),

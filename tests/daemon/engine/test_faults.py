@@ -24,8 +24,8 @@ from diskprefix.daemon.engine.served_model import ServedModel
 from diskprefix.errors import DeviceLost, InvalidRequest, ModelError, NonFiniteLogits, NotReady
 from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.load.loader import begin_load
 from diskprefix.runtime import choose_runtime as measured_model
+from diskprefix.runtime.load.loader import begin_load
 from diskprefix.store import opening
 from diskprefix.store.compact import require_unused
 from diskprefix.store.environment import Environment

@@ -10,10 +10,11 @@ import pytest
 from diskprefix.daemon.engine.idle import kept_weights
 from diskprefix.daemon.engine.idle.kept_weights import KeptWeights
 from diskprefix.daemon.engine.loop import Engine
-from diskprefix.model.load import packed_file, packed_weights
 from diskprefix.native.library import operators
+from diskprefix.runtime.files import packed_file
+from diskprefix.runtime.load import packed_weights
 from tests.daemon.engine.driving import BusyClient, load, request, running, tokens
-from tests.model import tiny
+from tests.runtime.plan import tiny
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("cache")

@@ -34,7 +34,7 @@ from diskprefix.daemon.engine.speculation.choose_drafts import Speculation
 from diskprefix.daemon.engine.speculation.step_times import StepTimes
 from diskprefix.errors import CacheError
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.runtime import Rows
+from diskprefix.runtime.contract import Rows
 from diskprefix.store.purge import PurgeFilter, purge
 from diskprefix.tokens import TokenIds
 from diskprefix.values import SHARED, CacheOptions, Prompt, Tenant

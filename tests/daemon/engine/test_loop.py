@@ -47,7 +47,7 @@ from tests.daemon.engine.driving import (
     wait_until_idle,
     write_model,
 )
-from tests.model import tiny
+from tests.runtime.plan import tiny
 from tests.waiting import wait_for
 
 

@@ -1,6 +1,6 @@
 """What one CPU has stored is of use to every other one: all tokens are restored, with the bits of a cold run there.
 
-Each variant of the operators stands for the CPUs that choose it; all have the same bits (`model/test_bits.py`).
+Each variant of the operators stands for the CPUs that choose it; all have the same bits (`runtime/load/test_bits.py`).
 `tools/arm64` restores on ARM64 what was stored here.
 """
 

@@ -24,10 +24,10 @@ from diskprefix.tokens import TokenIds
 from diskprefix.values import CacheReport, is_miss
 from tests.daemon.cli.test_options import by_a_policy, values_of
 from tests.daemon.engine.driving import done, load, run, tokens, write_model
-from tests.llama.test_load_llama import Loading
-from tests.model.load.test_draft_layer import write_folder as write_with_draft_layer
-from tests.model.test_scaled_positions import ORIGINAL
-from tests.model.tiny import write_gguf
+from tests.runtime.llama.test_load_llama import Loading
+from tests.runtime.load.test_draft_layer import write_folder as write_with_draft_layer
+from tests.runtime.plan.test_scaled_positions import ORIGINAL
+from tests.runtime.plan.tiny import write_gguf
 
 OF_OTHER_MODELS = ("model", "draft_model")
 PARTING = {name for name, setting in SETTINGS.items() if setting.parts_cache}

@@ -19,10 +19,10 @@ from diskprefix.daemon.engine.detokenize import TextStream, special_tokens
 from diskprefix.daemon.engine.loop import Engine
 from diskprefix.daemon.engine.request import Constraint, FreeText, GenerateRequest, TokenLogprob
 from diskprefix.daemon.engine.thought_limit import ThoughtBudget, ThoughtLimit
-from diskprefix.model.load.folder_tokenizer import tokenizer_of_transformers
-from diskprefix.model.load.tokenizer import Tokenizer as OurTokenizer
+from diskprefix.runtime.files.folder_tokenizer import tokenizer_of_transformers
+from diskprefix.runtime.files.tokenizer import Tokenizer as OurTokenizer
 from tests.daemon.engine.driving import load, request, run_request, run_together, said, tokens, tokens_of
-from tests.model.tiny import SPECIAL_TOKENS, tokenizer
+from tests.runtime.plan.tiny import SPECIAL_TOKENS, tokenizer
 
 # Forced at the end of a thought.
 

@@ -13,10 +13,10 @@ from msgspec.structs import replace
 
 from diskprefix.daemon.engine.loop import Engine
 from diskprefix.daemon.engine.request import ReadEvent, Reading
-from diskprefix.grid.grid_runtime import GridRuntime
-from diskprefix.model import self_check
-from diskprefix.model.plan_runner import PlanRunner
-from diskprefix.model.planned import PlanRuntime
+from diskprefix.runtime.grid.grid_runtime import GridRuntime
+from diskprefix.runtime.load import self_check
+from diskprefix.runtime.plan.plan_runner import PlanRunner
+from diskprefix.runtime.plan.planned import PlanRuntime
 from diskprefix.values import Scope
 from tests.daemon.engine.driving import (
     BLOCK,
@@ -30,7 +30,7 @@ from tests.daemon.engine.driving import (
     said,
     tokens,
 )
-from tests.model import tiny
+from tests.runtime.plan import tiny
 
 RUNTIMES = {"plan": ("bfloat16", PlanRuntime), "grid": ("float16", GridRuntime)}
 PROMPT = tokens(5 * BLOCK + 7, 1)

@@ -35,13 +35,13 @@ from diskprefix.extras.simulate.geometry import SLICEABLE
 from diskprefix.extras.simulate.simulator import Policy, simulate
 from diskprefix.extras.simulate.trace import RecordedDaemon, Trace
 from diskprefix.extras.simulate.trace_formats import read_trace
-from diskprefix.grid import state_layout
-from diskprefix.grid.rehearsal import rehearse
 from diskprefix.kv import pages
 from diskprefix.kv.numbers import converted, dtype_of
 from diskprefix.kv.pages import PagePool
-from diskprefix.model import self_check
 from diskprefix.runtime import choose_runtime as measured_model
+from diskprefix.runtime.grid import state_layout
+from diskprefix.runtime.grid.rehearsal import rehearse
+from diskprefix.runtime.load import self_check
 from diskprefix.store.lmdb_engine import open_lmdb
 from diskprefix.tokens import Logits
 from diskprefix.values import Scope
@@ -60,9 +60,9 @@ from tests.daemon.engine.driving import (
 )
 from tests.daemon.server.chat_model import write_tokenizer
 from tests.exactness.architectures import OVERRIDES, shrink
-from tests.model import tiny
-from tests.model.load.ollama_folder import OllamaFolder
 from tests.modules import runtime_of
+from tests.runtime.load.ollama_folder import OllamaFolder
+from tests.runtime.plan import tiny
 
 BLOCK = 16
 POSITIONS = 512

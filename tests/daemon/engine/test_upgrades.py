@@ -28,9 +28,9 @@ from diskprefix.errors import StoreFull, StoreUnavailable
 from diskprefix.identity import identity_of_build, is_outdated
 from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model import plan_fingerprint
 from diskprefix.native import build
 from diskprefix.runtime import choose_runtime as measured_model
+from diskprefix.runtime.load import plan_fingerprint
 from diskprefix.store.changes import Changes
 from diskprefix.store.note_record import NoteKind, decode_note, encode_note
 from diskprefix.store.purge import PurgeFilter

@@ -39,7 +39,7 @@ from diskprefix.daemon.server.process.router_line import LOAD, UNLOAD
 from diskprefix.daemon.server.share import Share
 from diskprefix.daemon.settings import Settings
 from diskprefix.errors import DiskPrefixError, InvalidRequest, ModelError, NotReady
-from diskprefix.model.load.fit import ModelNeeds, TokenState
+from diskprefix.runtime.files.fit import ModelNeeds, TokenState
 from diskprefix.values import SHARED
 from tests.daemon.server.test_auth import write_keys
 from tests.daemon.server.test_bad_requests import FRAMINGS, REFUSED, refusals_of

@@ -41,7 +41,7 @@ from tests.daemon.server.daemon_process import CHAT, DaemonProcess, clean_enviro
 from tests.daemon.server.process.test_process import Notifications, next_data
 from tests.daemon.server.test_auth import write_keys
 from tests.engines import ENGINE, not_by_llama
-from tests.model.tiny import write_gguf
+from tests.runtime.plan.tiny import write_gguf
 
 KEY = "k" * 24
 ONE_OF_TWO = ("--memory-limit", "1GiB")

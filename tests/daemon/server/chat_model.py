@@ -90,7 +90,7 @@ def write_chat_model(
     model = LlamaForCausalLM(config)
     write_tokenizer(folder, chat_template=chat_template)
     if engine == "llama":
-        from tests.model.llama_file import write_llama_file
+        from tests.runtime.plan.llama_file import write_llama_file
 
         config.save_pretrained(folder)
         write_llama_file(model, folder)

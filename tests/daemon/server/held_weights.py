@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from diskprefix.daemon.cli import main
-from diskprefix.model.load.folder_weights import FolderWeights
+from diskprefix.runtime.files.folder_weights import FolderWeights
 
 
 def finish_reading(_: FolderWeights) -> None:

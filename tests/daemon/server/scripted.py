@@ -42,8 +42,8 @@ from diskprefix.daemon.server.keys import OwnerToken
 from diskprefix.daemon.server.process.listener import listen
 from diskprefix.daemon.server.process.process import ListeningServer, uvicorn_config
 from diskprefix.daemon.settings import Settings
-from diskprefix.model.load.fit import ModelNeeds, TokenState, fitted
-from diskprefix.model.load.read_tokenizer import read_tokenizer
+from diskprefix.runtime.files.fit import ModelNeeds, TokenState, fitted
+from diskprefix.runtime.files.read_tokenizer import read_tokenizer
 from diskprefix.store.epochs import Epoch
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import TenantNotes

@@ -25,7 +25,7 @@ from diskprefix.values import CacheOptions, Scope
 from tests.daemon.engine.driving import recorded_requests, write_model
 from tests.daemon.server.daemon_process import reply_to
 from tests.daemon.server.scripted import AppServer, real_app
-from tests.model import tiny
+from tests.runtime.plan import tiny
 from tests.store.building import stored_texts
 from tests.waiting import wait_for
 

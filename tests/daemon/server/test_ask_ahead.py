@@ -22,7 +22,7 @@ from tests.daemon.engine.driving import write_model
 from tests.daemon.server.chat_model import CHAT_TEMPLATE
 from tests.daemon.server.daemon_process import command, reply_to
 from tests.daemon.server.scripted import AppServer, real_app
-from tests.model import tiny
+from tests.runtime.plan import tiny
 from tests.waiting import wait_for
 
 SYSTEM = words(1, 300)

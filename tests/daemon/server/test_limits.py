@@ -40,7 +40,7 @@ from diskprefix.daemon.server.share import UNNAMED, Share
 from diskprefix.daemon.server.threads import Threads, WorkKind
 from diskprefix.daemon.settings import Settings
 from diskprefix.errors import InvalidRequest, QueueFull, ShareFull
-from diskprefix.model.load import template_sandbox
+from diskprefix.runtime.files import template_sandbox
 from diskprefix.thread_work import NobodyWaits, begin_step
 from tests.daemon.server import test_auth as auth
 from tests.daemon.server.chat_model import write_chat_model

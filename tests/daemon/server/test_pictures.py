@@ -26,9 +26,9 @@ from diskprefix.daemon.chat import content as server_content
 from diskprefix.daemon.chat.messages import Message
 from diskprefix.daemon.engine import inbox
 from diskprefix.daemon.engine.sampler import Sampler
-from diskprefix.extras.pictures import picture_reader
-from diskprefix.extras.pictures.picture_reader import PictureReader
-from diskprefix.model.load.chat_template import render_template
+from diskprefix.runtime.files.chat_template import render_template
+from diskprefix.runtime.pictures import picture_reader
+from diskprefix.runtime.pictures.picture_reader import PictureReader
 from tests.daemon.chat.test_data_uri import FORMS
 from tests.daemon.server.daemon_process import reply_to
 from tests.daemon.server.picture_models import (

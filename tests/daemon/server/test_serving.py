@@ -15,7 +15,7 @@ from diskprefix.daemon.server.built_in_names import BuiltInNames
 from diskprefix.daemon.server.serving import Serving
 from diskprefix.daemon.settings import Settings
 from diskprefix.errors import ModelNotFound
-from diskprefix.model.load.proposals import short_names
+from diskprefix.runtime.fetch.proposals import short_names
 from tests.daemon.server.scripted import AppServer, scripted_app
 
 USER = {"role": "user", "content": "hello"}

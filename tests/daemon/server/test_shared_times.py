@@ -23,8 +23,8 @@ from diskprefix.daemon.engine.constraints import constrained_reply
 from diskprefix.daemon.engine.constraints.constrained_reply import ConstraintCompiler
 from diskprefix.daemon.engine.constraints.trial import TokenizerText, Trials
 from diskprefix.daemon.engine.request import Constraint
-from diskprefix.extras.pictures import picture_reader
-from diskprefix.extras.pictures.picture_reader import PictureReader
+from diskprefix.runtime.pictures import picture_reader
+from diskprefix.runtime.pictures.picture_reader import PictureReader
 from diskprefix.values import Asker, Picture, Tenant
 from tests.daemon.server.scripted import AppServer, ScriptedEngine, say_hello, scripted_app
 from tests.daemon.server.test_auth import ALICE, BOB, bearer
@@ -180,7 +180,7 @@ OF_THE_MODEL = {
     "daemon/engine/constraints/constraint_grammar.py": {"limits"},
     "runtime/choose_runtime.py": {"read"},
     "daemon/catalogue/adviser.py": {"_has_vnni"},
-    "extras/library/library_model.py": {"_view_class"},
+    "runtime/library/library_model.py": {"_view_class"},
     "extras/simulate/simulator.py": {"_bytes_of"},
     "daemon/web_page.py": {"_document"},
 }
@@ -237,6 +237,8 @@ def test_a_fair_cache_alone_keeps_results_for_what_clients_send() -> None:
             "extras",
             "desk",
             "bridges",
+            "runtime/library",
+            "runtime/pictures",
             "daemon/web_page.py",
             "runtime/choose_runtime.py",
         )

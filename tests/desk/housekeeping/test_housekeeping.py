@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 
 from diskprefix.extras.remote.objects import ObjectStore, RemoteUnavailable
-from diskprefix.model.load.packed_file import PackedMatrix, write_packed
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.native.library import operators
+from diskprefix.runtime.files.packed_file import PackedMatrix, write_packed
 from diskprefix.store.schema import EntryRecord, RootRecord, piece_key
 from diskprefix.store.store import Publication, Store
 from diskprefix.tokens import root_hash

@@ -11,15 +11,15 @@ from safetensors.torch import load_file, save_file
 
 from diskprefix.daemon.settings import Settings
 from diskprefix.desk.models.plan_table import parts_of, step_of
-from diskprefix.model.load.embedded import EMBEDDED
-from diskprefix.model.load.loader import load_model
-from diskprefix.model.planned import PlanRuntime, plan_layout
+from diskprefix.runtime.fetch.embedded import EMBEDDED
+from diskprefix.runtime.load.loader import load_model
+from diskprefix.runtime.plan.planned import PlanRuntime, plan_layout
 from tests.cache_folder import USERS
 from tests.desk.conftest import Run
 from tests.desk.conftest import run as run
 from tests.exactness.architectures import quantised_tiny_model, tiny_model
-from tests.model import tiny
-from tests.model.tensor_weights import tensors_of
+from tests.runtime.plan import tiny
+from tests.runtime.plan.tensor_weights import tensors_of
 
 pytestmark = pytest.mark.usefixtures("own_places")
 

@@ -18,16 +18,16 @@ from diskprefix.daemon.catalogue.catalogue import open_catalogue
 from diskprefix.daemon.settings import Settings
 from diskprefix.desk.models import pull_command
 from diskprefix.errors import ModelError
-from diskprefix.model.load import hub as hub_module
-from diskprefix.model.load import packed_weights
-from diskprefix.model.load.fit import ROOM_BYTES
-from diskprefix.model.load.loader import load_model
-from diskprefix.model.load.named_model import is_embedded
-from diskprefix.model.load.packed_weights import PackedFiles
 from diskprefix.native.library import operators
+from diskprefix.runtime.fetch import hub as hub_module
+from diskprefix.runtime.fetch.named_model import is_embedded
+from diskprefix.runtime.files.fit import ROOM_BYTES
+from diskprefix.runtime.load import packed_weights
+from diskprefix.runtime.load.loader import load_model
+from diskprefix.runtime.load.packed_weights import PackedFiles
 from tests.desk.conftest import Run
-from tests.model import tiny
-from tests.model.hub import MOST_BYTES, FakeHub, fake_hub
+from tests.runtime.plan import tiny
+from tests.runtime.plan.hub import MOST_BYTES, FakeHub, fake_hub
 
 pytestmark = pytest.mark.usefixtures("own_places")
 REPO = "org/tiny-GGUF"
@@ -153,7 +153,7 @@ def test_a_quant_that_does_not_fit_is_fetched_with_a_note_and_refused_by_the_sta
 ) -> None:
     num_bytes = (repository / "tiny-q8_0.gguf").stat().st_size + ROOM_BYTES - 1
     monkeypatch.setattr(pull_command, "available_ram_bytes", lambda: num_bytes)
-    monkeypatch.setattr("diskprefix.model.load.loader.available_bytes", lambda _device: num_bytes)
+    monkeypatch.setattr("diskprefix.runtime.load.loader.available_bytes", lambda _device: num_bytes)
     with pytest.raises(ModelError, match=rf"^{REPO}:Q8_0 does not fit: .*; --model {REPO}:Q4_0 would fit: "):
         load_model(Settings(model=f"{REPO}:Q8_0"), lambda _line: None)
     assert hub.fetched() == []
@@ -201,7 +201,9 @@ def named(where: str, name: str) -> Change:
 
 
 def full(_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diskprefix.model.load.made_once.shutil.disk_usage", lambda _path: SimpleNamespace(free=1000))
+    monkeypatch.setattr(
+        "diskprefix.runtime.fetch.made_once.shutil.disk_usage", lambda _path: SimpleNamespace(free=1000)
+    )
 
 
 def changing(_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,8 +363,8 @@ def test_an_answer_without_an_end_is_cut_off_at_its_announced_size_or_a_limit_an
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("diskprefix.model.load.hub_library.MAX_ANSWER_BYTES", 1 << 20)
-    monkeypatch.setattr("diskprefix.model.load.hub_library.OFFICIAL", "https://hub.example")
+    monkeypatch.setattr("diskprefix.runtime.fetch.hub_library.MAX_ANSWER_BYTES", 1 << 20)
+    monkeypatch.setattr("diskprefix.runtime.fetch.hub_library.OFFICIAL", "https://hub.example")
     # The library writes in chunks of 10 MB.
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1 << 16)
     hub.repos["org/whole"], hub.endless = whole, endless
@@ -380,7 +382,7 @@ def test_an_answer_without_an_end_is_cut_off_at_its_announced_size_or_a_limit_an
 def test_a_mirror_is_not_asked_for_files_by_xet_which_has_no_limit(
     run: Run, hub: FakeHub, repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diskprefix.model.load.hub_library.OFFICIAL", "https://hub.example")
+    monkeypatch.setattr("diskprefix.runtime.fetch.hub_library.OFFICIAL", "https://hub.example")
     # The listing names a hash of Xet's.
     hub.tags["listing"] = hashlib.sha256((repository / "tiny-q8_0.gguf").read_bytes()).hexdigest()
 
@@ -482,7 +484,7 @@ def test_an_update_that_is_refused_leaves_the_model_that_is_here(
     (tmp_path / "whole" / "added.json").write_text("{}")
     (tmp_path / "whole" / "model.safetensors").write_bytes(b"other weights")
     with monkeypatch.context() as full:
-        full.setattr("diskprefix.model.load.made_once.shutil.disk_usage", lambda _path: SimpleNamespace(free=0))
+        full.setattr("diskprefix.runtime.fetch.made_once.shutil.disk_usage", lambda _path: SimpleNamespace(free=0))
         assert "not enough disk space" in run("pull", "org/whole").stderr
     with monkeypatch.context() as offline:
         offline.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -626,6 +628,6 @@ def test_a_model_is_removed_from_all_snapshots_and_is_not_read_for_it(
     (repository / "tiny-q8_0.gguf").write_bytes((repository / "tiny-q4_0.gguf").read_bytes())
     run("pull", f"{REPO}:Q8_0")
     assert hub.fetched() == ["tiny-q8_0.gguf"]
-    monkeypatch.setattr("diskprefix.model.load.fingerprint.file_digest", lambda _path: pytest.fail("it was read"))
+    monkeypatch.setattr("diskprefix.runtime.load.fingerprint.file_digest", lambda _path: pytest.fail("it was read"))
     run("rm", f"{REPO}:Q8_0", "--yes")
     assert listed(run) == []

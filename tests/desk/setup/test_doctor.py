@@ -35,15 +35,16 @@ from diskprefix.desk.setup.doctor_machine import (
 from diskprefix.desk.setup.doctor_model import model_findings
 from diskprefix.desk.shared import daemon_call
 from diskprefix.errors import StoreCorrupt
-from diskprefix.model.load import fit, memory
-from diskprefix.model.load.fit import ModelNeeds, TokenState, fitted, needs_of_gguf
-from diskprefix.model.load.named_model import path_of
-from diskprefix.model.load.tokenizer import Tokenizer
 from diskprefix.native import library
+from diskprefix.runtime import memory
+from diskprefix.runtime.fetch.named_model import path_of
+from diskprefix.runtime.files import fit
+from diskprefix.runtime.files.fit import ModelNeeds, TokenState, fitted, needs_of_gguf
+from diskprefix.runtime.files.tokenizer import Tokenizer
 from tests.daemon.server.chat_model import CHAT_TEMPLATE, write_tokenizer
 from tests.daemon.server.daemon_process import DaemonProcess
 from tests.desk.conftest import Run
-from tests.model import tiny
+from tests.runtime.plan import tiny
 from tests.store.building import open_store
 
 CHECKS = {

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from diskprefix.daemon.web_page import CHAT_PAGE
-from diskprefix.model.load.embedded import EMBEDDED
+from diskprefix.runtime.fetch.embedded import EMBEDDED
 from tests.cache_folder import USERS
 from tests.closing import needs
 from tests.daemon.server.daemon_process import DaemonProcess, cache_states, serve_flags

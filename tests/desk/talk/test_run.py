@@ -20,7 +20,7 @@ from diskprefix.desk.clients import daemon_choice, daemons_command, model_choice
 from diskprefix.desk.models import pull_command
 from diskprefix.desk.talk import run_command
 from diskprefix.errors import NotReady
-from diskprefix.model.load.proposals import full_name, meant_name
+from diskprefix.runtime.fetch.proposals import full_name, meant_name
 from tests.desk.conftest import Run
 from tests.desk.small_daemon import models, small_daemon
 from tests.desk.terminal import Terminal

@@ -24,7 +24,7 @@ from diskprefix.errors import DiskPrefixError, PrefixGone, SettingsError, StoreC
 from diskprefix.extras.exchange import exchange
 from diskprefix.extras.exchange.exchange import require_known_model
 from diskprefix.extras.exchange.pack_file import PackReader
-from diskprefix.model.load.fingerprint import fingerprint_of_modules
+from diskprefix.runtime.load.fingerprint import fingerprint_of_modules
 from diskprefix.store.codec.codec import Codec
 from diskprefix.store.pieces import LAYOUT_VERSION
 from diskprefix.store.schema import ModelRecord

@@ -24,11 +24,11 @@ from diskprefix.daemon.engine.scheduler import Chunk
 from diskprefix.kv.layout import Group, LayerSpec, Layout, StateGroup, StateSpec, TensorSpec
 from diskprefix.kv.page_table import PageTable
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.load.folder_tokenizer import tokenizer_of_transformers
-from diskprefix.model.runtime import Rows, StepOutput
+from diskprefix.runtime.contract import Rows, StepOutput
+from diskprefix.runtime.files.folder_tokenizer import tokenizer_of_transformers
 from diskprefix.tokens import Logits
 from tests.faults.interleavings.threads import scheduler
-from tests.model import tiny
+from tests.runtime.plan import tiny
 
 VOCAB, FIRST = 256, 3
 """Tokens below `FIRST` are special."""

@@ -19,8 +19,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from diskprefix.errors import CacheError, StoreCorrupt
-from diskprefix.model.load.packed_file import PackedFile, UnusableFile
 from diskprefix.native.library import operators
+from diskprefix.runtime.files.packed_file import PackedFile, UnusableFile
 from diskprefix.store.changes import NewNode
 from diskprefix.store.epochs import Epochs
 from diskprefix.store.folder import DATA, LOCK, FileMark

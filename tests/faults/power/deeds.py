@@ -27,8 +27,8 @@ from msgspec.structs import replace
 
 from diskprefix.daemon.cli import cli
 from diskprefix.errors import CacheError
-from diskprefix.model.load.packed_file import PackedMatrix
 from diskprefix.native.library import operators
+from diskprefix.runtime.files.packed_file import PackedMatrix
 from diskprefix.store import store_file
 from diskprefix.store.changes import Use, batches, touches
 from diskprefix.store.compact import compact_folder, copy_store, replace_store
@@ -285,7 +285,7 @@ def settings_text(version: str) -> str:
 def models(root: Path) -> None:
     """A model that is made from a file, kept in the cache folder."""
     os.environ["XDG_CACHE_HOME"] = str(root)
-    from diskprefix.model.load.made_once import build_once
+    from diskprefix.runtime.fetch.made_once import build_once
 
     def build(work: Path) -> Path:
         made = work / "made"
@@ -304,7 +304,7 @@ def model_bytes() -> bytes:
 
 def weights(root: Path) -> None:
     """Packed weights that are kept, and then made anew with other matrices."""
-    from diskprefix.model.load import packed_weights
+    from diskprefix.runtime.load import packed_weights
 
     packed_weights.LEAST_BYTES = 0
     for version in WEIGHTS_VERSIONS:
@@ -407,7 +407,7 @@ def _without_export_sync() -> None:
 
 
 def _without_weights_sync() -> None:
-    from diskprefix.model.load import packed_file
+    from diskprefix.runtime.files import packed_file
 
     vars(packed_file)["os"] = SimpleNamespace(**vars(os) | {"fsync": lambda _fd: None})
 
@@ -427,8 +427,8 @@ REMOVALS: dict[str, Callable[[], None]] = {
 _MODULES = {
     "exchange": ("diskprefix.extras.exchange.pack_file",),
     "profile": ("diskprefix.desk.clients.agent_profile",),
-    "models": ("diskprefix.model.load.made_once",),
-    "weights": ("diskprefix.model.load.packed_weights",),
+    "models": ("diskprefix.runtime.fetch.made_once",),
+    "weights": ("diskprefix.runtime.load.packed_weights",),
 }
 """Modules that are imported before a protection is taken out of them."""
 

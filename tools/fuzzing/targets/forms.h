@@ -1,4 +1,4 @@
-// The forms of quantised matrices (`model/quants/quant_form.py`), and matrices of any of them.
+// The forms of quantised matrices (`runtime/plan/quants/quant_form.py`), and matrices of any of them.
 
 #pragma once
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from diskprefix.cache.cache import PrefixCache
     from diskprefix.kv.page_cache import PageCache
     from diskprefix.kv.sequence import Owner
-    from diskprefix.model.runtime import Runtime
+    from diskprefix.runtime.contract import Runtime
 
 _MAX_JOBS, _MAX_SHARES = 8, 64
 """The maximum number of waiting prompts of one share, and of shares with waiting prompts."""

@@ -26,8 +26,8 @@ from diskprefix.daemon.engine.served_model import ServedModel
 from diskprefix.daemon.engine.stay import Stay
 from diskprefix.errors import CacheError, DiskStalled
 from diskprefix.kv.sequence import KVSequence, Owner
-from diskprefix.model.runtime import Rows
 from diskprefix.printable import first_line
+from diskprefix.runtime.contract import Rows
 from diskprefix.tokens import TokenIds
 from diskprefix.values import CacheOptions, Prompt
 

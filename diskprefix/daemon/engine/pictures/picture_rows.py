@@ -29,7 +29,7 @@ from diskprefix.values import CacheOptions, Picture
 if TYPE_CHECKING:
     from torch import nn
 
-    from diskprefix.model.vision_encoder import VisionEncoder
+    from diskprefix.runtime.pictures.vision_encoder import VisionEncoder
 
 
 class _Closed(BaseException):

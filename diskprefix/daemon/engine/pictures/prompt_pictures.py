@@ -16,13 +16,13 @@ import numpy.typing as npt
 
 from diskprefix.daemon.engine.scheduler import NO_LIMIT
 from diskprefix.kv.numbers import Array
-from diskprefix.model.runtime import PictureRows
+from diskprefix.runtime.contract import PictureRows
 from diskprefix.store.reads import Patience
 from diskprefix.tokens import TokenIds
 from diskprefix.values import Picture, Prompt
 
 if TYPE_CHECKING:
-    from diskprefix.model.vision_encoder import VisionEncoder
+    from diskprefix.runtime.pictures.vision_encoder import VisionEncoder
 
 
 @dataclass(eq=False)

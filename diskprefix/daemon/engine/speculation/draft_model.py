@@ -26,9 +26,9 @@ from diskprefix.daemon.engine.stay import Stay
 from diskprefix.errors import ContextTooLong, NotReady, StoreUnavailable
 from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.load.loader import LoadedModel
-from diskprefix.model.runtime import Rows, Runtime
 from diskprefix.printable import first_line
+from diskprefix.runtime.contract import Rows, Runtime
+from diskprefix.runtime.load.loader import LoadedModel
 from diskprefix.store.epochs import Epoch
 from diskprefix.tokens import Logits, TokenIds, as_token_ids, common_prefix_length
 from diskprefix.values import CacheOptions, Prompt

@@ -9,8 +9,8 @@ from diskprefix.daemon.engine.running_request import Reply
 from diskprefix.daemon.engine.speculation.drafting import ChainProposer, Draft
 from diskprefix.daemon.engine.speculation.step_times import StepTimes
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.drafts import DraftRow
-from diskprefix.model.runtime import Runtime
+from diskprefix.runtime.contract import Runtime
+from diskprefix.runtime.plan.drafts import DraftRow
 
 
 class LayerProposer(ChainProposer):

@@ -14,7 +14,7 @@ from diskprefix.daemon.engine.scheduler import MAX_ROWS
 from diskprefix.daemon.engine.speculation.draft_model import DraftModel, DraftSequence
 from diskprefix.daemon.engine.speculation.drafting import MIN_SPEEDUP, ChainProposer, Draft
 from diskprefix.daemon.engine.speculation.step_times import StepTimes
-from diskprefix.model.drafts import likeliest
+from diskprefix.runtime.plan.drafts import likeliest
 
 FEW = 16
 """The maximum number of known tokens that are computed with the first guess."""

@@ -103,7 +103,7 @@ def run(settings: Settings, load_engine: EngineLoader, router: RouterLine | None
     # Modules and the model stay. Searching them for garbage takes a fifth of the time until the daemon is ready.
     gc.disable()
     # Two threads that import one package at the same time may each get half of it: the imports of a load come first.
-    for name in ("daemon.engine.loop", "runtime.choose_runtime", "model.load.template_sandbox"):
+    for name in ("daemon.engine.loop", "runtime.choose_runtime", "runtime.files.template_sandbox"):
         import_module(f"diskprefix.{name}")
     loading = BegunLoad(partial(load_engine, settings))
     # The server's libraries and routes are imported here, while the port is open already and the model loads.

@@ -16,7 +16,7 @@ from diskprefix.daemon.server.guards import is_loopback
 from diskprefix.daemon.server.serving import Serving
 from diskprefix.desk.watch.dashboard.problems import problems
 from diskprefix.desk.watch.lost_advice import advised, settings_in_effect
-from diskprefix.model.load.memory import resident_bytes
+from diskprefix.runtime.memory import resident_bytes
 from diskprefix.version import __version__
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from diskprefix.desk.shared.tooling import (
 )
 from diskprefix.desk.watch.browse.outline import outline
 from diskprefix.errors import SettingsError
-from diskprefix.model.load.packed_weights import PackedFiles
+from diskprefix.runtime.load.packed_weights import PackedFiles
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
 from diskprefix.store.tree import EntryInfo, list_entries

@@ -11,8 +11,8 @@ import msgspec
 from diskprefix.cache.other_settings import options_text
 from diskprefix.desk.shared.tooling import print_json, tenant_names
 from diskprefix.desk.watch.browse.outline import Outline, outline
-from diskprefix.model.load.packed_weights import PackedFiles
 from diskprefix.printable import printable_only
+from diskprefix.runtime.load.packed_weights import PackedFiles
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.statistics.savings import Savings, Tally, read_savings
 from diskprefix.store.tree import EntryInfo

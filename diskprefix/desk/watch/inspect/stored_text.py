@@ -22,7 +22,7 @@ def decoder_of(origin: str) -> Decode | None:
     cannot be read."""
     if not origin or not Path(origin).exists():
         return None
-    from diskprefix.model.load.read_tokenizer import read_tokenizer
+    from diskprefix.runtime.files.read_tokenizer import read_tokenizer
 
     try:
         backend = read_tokenizer(Path(origin), None).backend_tokenizer

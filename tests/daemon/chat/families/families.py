@@ -12,7 +12,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from diskprefix.daemon.chat.renderer import PromptRenderer
-from diskprefix.model.load.tokenizer import Tokenizer
+from diskprefix.runtime.files.tokenizer import Tokenizer
 from tests.daemon.chat.families.sources import SourcesMissing, sources
 
 POSITIONS = 32_768

@@ -28,9 +28,9 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from diskprefix.daemon.settings import cache_home
-from diskprefix.model.gguf.file_tokenizer import make_tokenizer
-from diskprefix.model.load.gguf_header import read_header
-from diskprefix.model.load.tokenizer import set_ends
+from diskprefix.runtime.files.gguf.file_tokenizer import make_tokenizer
+from diskprefix.runtime.files.gguf.gguf_header import read_header
+from diskprefix.runtime.files.tokenizer import set_ends
 
 CACHE_VERSION = "4"
 """Raised when the packages or the conversions below give other files."""

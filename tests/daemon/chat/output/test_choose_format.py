@@ -19,7 +19,7 @@ from diskprefix.daemon.engine.constraints.constrained_reply import ConstraintCom
 from diskprefix.daemon.engine.request import Constraint, SamplingParams
 from tests.daemon.chat.families.families import folder
 from tests.daemon.chat.output.replies import read, tool
-from tests.model import tiny
+from tests.runtime.plan import tiny
 
 FORMATS = {
     "hermes": (

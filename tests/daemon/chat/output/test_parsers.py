@@ -23,7 +23,7 @@ from diskprefix.daemon.chat.output.call_patterns import patterns_of
 from diskprefix.daemon.chat.output.call_values import OfferedTools, braces, elements, python_calls, value_of
 from diskprefix.daemon.chat.output.families import FAMILIES
 from diskprefix.daemon.json_values import written
-from diskprefix.model.gguf.known_families import NAMES as ARCHITECTURES
+from diskprefix.runtime.files.gguf.known_families import NAMES as ARCHITECTURES
 from tests.daemon.chat.output.replies import NAMES, REPLIES, Reply, format_named, joined, read, tool, tool_of
 
 TAGGED = [family.name for family in FAMILIES if not family.channels]

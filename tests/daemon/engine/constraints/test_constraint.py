@@ -29,8 +29,8 @@ from diskprefix.daemon.engine.request import Constraint, FreeText, SamplingParam
 from diskprefix.daemon.engine.sampler import Sampler
 from diskprefix.errors import InvalidRequest
 from tests.daemon.chat.families.families import named, tokenizer_of
-from tests.model import tiny
 from tests.random_schemas import random_schema
+from tests.runtime.plan import tiny
 
 EOS, VOCAB = 2, 300
 """Those of `compiler`: more logits than the tokenizer has tokens, as many models have."""

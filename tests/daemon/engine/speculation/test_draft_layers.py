@@ -22,13 +22,13 @@ from diskprefix.daemon.engine.speculation.drafting import Draft
 from diskprefix.daemon.engine.speculation.step_times import StepTimes
 from diskprefix.errors import ModelError
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.drafts import DraftRow
-from diskprefix.model.planned import PlanRuntime
+from diskprefix.runtime.plan.drafts import DraftRow
+from diskprefix.runtime.plan.planned import PlanRuntime
 from diskprefix.tokens import as_token_ids
 from tests.daemon.engine.driving import BLOCK, Client, load, request, run_together, said, tokens, write_model
 from tests.daemon.engine.speculation.test_guesses import REPLY, REQUESTS, guessing, said_and_saved, some_are_wrong
-from tests.model import tiny
-from tests.model.load.test_draft_layer import write_folder
+from tests.runtime.load.test_draft_layer import write_folder
+from tests.runtime.plan import tiny
 
 NAMES = {
     "eh_proj": "mtp.fc", "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden",

@@ -36,8 +36,8 @@ from diskprefix.kv.numbers import converted, dtype_of
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence, Owner
 from diskprefix.kv.step import Run
-from diskprefix.model.drafts import likeliest
-from diskprefix.model.runtime import Rows, StepOutput
+from diskprefix.runtime.contract import Rows, StepOutput
+from diskprefix.runtime.plan.drafts import likeliest
 from diskprefix.store.changes import NewNode
 from diskprefix.store.pieces import Payload
 from diskprefix.store.purge import PurgeFilter
@@ -62,7 +62,7 @@ from tests.daemon.engine.driving import (
     write_model,
 )
 from tests.kv.hashed_state import ids_of
-from tests.model import tiny
+from tests.runtime.plan import tiny
 from tests.waiting import wait_for
 
 POSITIONS = 1024

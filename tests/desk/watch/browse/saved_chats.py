@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from diskprefix.daemon.api.openai_chat import ChatRequest
 from diskprefix.daemon.chat.renderer import PromptRenderer
-from diskprefix.model.load.read_tokenizer import read_tokenizer
+from diskprefix.runtime.files.read_tokenizer import read_tokenizer
 from diskprefix.store.schema import RootRecord
 from diskprefix.store.statistics.savings import SavingsLog, Tally
 from diskprefix.store.store import Publication, Store

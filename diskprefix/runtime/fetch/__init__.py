@@ -1,0 +1,1 @@
+"""Finds and fetches the files of a model by its name."""

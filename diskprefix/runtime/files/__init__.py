@@ -1,0 +1,1 @@
+"""Reads the files of a model."""
