@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from diskprefix.kv.layout import Layout
+from diskprefix.prefixstore.kv.layout import Layout
 from diskprefix.runtime.contract import Runtime
 from diskprefix.runtime.grid.grid_runtime import GridRuntime
 from diskprefix.runtime.grid.rehearsal import rehearse

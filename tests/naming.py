@@ -6,8 +6,8 @@ from typing import Protocol
 
 import pytest
 
-from diskprefix.cache.tiers import nodes
-from diskprefix.store.schema import NodeKind
+from diskprefix.prefixstore.cache.tiers import nodes
+from diskprefix.prefixstore.store.schema import NodeKind
 from diskprefix.tokens import TokenPath
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from diskprefix.kv.layout import Layout
-from diskprefix.kv.sequence import KVSequence
 from diskprefix.native.library import operators
+from diskprefix.prefixstore.kv.layout import Layout
+from diskprefix.prefixstore.kv.sequence import KVSequence
 from diskprefix.runtime.contract import Rows, Runtime
 from tests.modules import runtime_of
 

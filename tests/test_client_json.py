@@ -90,11 +90,14 @@ CHECKED = (
     "daemon/infill",
     "daemon/ollama",
     "daemon/router",
-    "extras",
-    "desk",
-    "bridges",
+    "prefixstore/packs",
+    "prefixstore/recording",
+    "prefixstore/remote",
+    "prefixstore/simulate",
     "runtime/library",
     "runtime/pictures",
+    "desk",
+    "bridges",
     "daemon/web_page.py",
 )
 OF_OTHERS = {

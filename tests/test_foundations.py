@@ -17,7 +17,7 @@ from diskprefix import progress
 from diskprefix.daemon.server.keys import OwnerToken
 from diskprefix.errors import SettingsError
 from diskprefix.memo import Memo
-from diskprefix.namespace_key import NamespaceKey
+from diskprefix.prefixstore.namespace_key import NamespaceKey
 from diskprefix.printable import escaped, printable_only, shown
 from diskprefix.progress import progress_bar
 from diskprefix.tenant_ids import matches

@@ -14,13 +14,13 @@ from diskprefix.daemon.catalogue import catalogue
 from diskprefix.daemon.compression import compression
 from diskprefix.daemon.settings import Settings
 from diskprefix.errors import SettingsError
-from diskprefix.extras.remote import remote_tier, upkeep
-from diskprefix.extras.simulate import recording
+from diskprefix.prefixstore.recording import recording
+from diskprefix.prefixstore.remote import remote_tier, upkeep
 from diskprefix.runtime import pictures
 
 if TYPE_CHECKING:
-    from diskprefix.cache.tiers.tier import Bucket, SharedTier
     from diskprefix.daemon.chat.draft import Compress
+    from diskprefix.prefixstore.cache.tiers.tier import Bucket, SharedTier
     from diskprefix.runtime.pictures.picture_processor import PictureProcessor, PicturesModel
 
     # `hooks` names the types of what extras provide without importing them. Here mypy compares these types.

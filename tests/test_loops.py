@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "diskprefix"
-FILES = [file for name in ("cache", "kv", "store", "daemon/engine") for file in sorted((PACKAGE / name).rglob("*.py"))]
+FILES = [
+    file
+    for name in ("prefixstore/cache", "prefixstore/kv", "prefixstore/store", "daemon/engine")
+    for file in sorted((PACKAGE / name).rglob("*.py"))
+]
 MARK = "# Bound: "
 TAKES, ADDS = ("pop", "popleft", "popitem", "remove"), ("append", "appendleft", "extend", "insert", "add", "update")
 ENDLESS = ("count", "cycle", "repeat")

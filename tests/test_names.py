@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "diskprefix"
-CORE = [file for name in ("cache", "daemon/engine", "kv", "store") for file in sorted((PACKAGE / name).rglob("*.py"))]
+CORE = [
+    file
+    for name in ("prefixstore/cache", "daemon/engine", "prefixstore/kv", "prefixstore/store")
+    for file in sorted((PACKAGE / name).rglob("*.py"))
+]
 MOST_DEFINITIONS = 5
 EXCEPT = {"close", "run"}
 """Verbs whose object is always what they are called on."""

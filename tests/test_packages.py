@@ -26,12 +26,13 @@ for _row in (
     "daemon.origins thread_work units",
     "private_file daemon.settings tenant_ids tokens",
     "values",
-    "namespace_key memo native user_key",
-    "store",
-    "kv",
+    "prefixstore.namespace_key memo native user_key",
+    "prefixstore.store",
+    "prefixstore.kv",
     "daemon.hooks",
-    "runtime cache",
-    "runtime.grid runtime.llama",
+    "runtime prefixstore.cache",
+    "prefixstore.remote prefixstore.packs prefixstore.recording runtime.grid runtime.llama",
+    "prefixstore.simulate",
     "daemon.engine daemon.chat",
     "runtime.choose_runtime runtime.library daemon.api",
     "daemon.server",
@@ -41,13 +42,12 @@ for _row in (
     "daemon.compression daemon.embedding daemon.infill",
     "daemon.ollama",
     "daemon.router",
-    "extras",
     "desk",
     "bridges",
 ):
     BELOW |= dict.fromkeys(_row.split(), frozenset(BELOW))
 BELOW["daemon.hooks"] |= {
-    "cache",
+    "prefixstore.cache",
     "daemon.chat",
     "runtime",
     "daemon.server",
@@ -56,7 +56,10 @@ BELOW["__main__"] = frozenset({"daemon.cli"})
 BELOW["__init__"] = frozenset({"runtime.library", "version"})  # The library, on its first use.
 for _house in ("daemon", "prefixstore", "runtime"):
     BELOW.setdefault(_house, frozenset())  # Of what stands in no room.
-BELOW_LAYERS = {"cache.policy": BELOW["store"], "cache.tiers": BELOW["daemon.hooks"]}
+BELOW_LAYERS = {
+    "prefixstore.cache.policy": BELOW["prefixstore.store"],
+    "prefixstore.cache.tiers": BELOW["daemon.hooks"],
+}
 
 BESIDE = {
     "clients": {"models", "shared"},
@@ -80,20 +83,26 @@ HOUSES = ("extras", "desk", "bridges")
 SPINE = ("writer", "evictor", "changes", "environment", "store_file", "snapshot", "save", "eviction", "schema")
 """The modules on the way of a save to the disk. They know nothing of the statistics that are kept beside."""
 
-LAYERS = ("store.codec", "store", "cache.policy", "cache.tiers", "cache")
+LAYERS = (
+    "prefixstore.store.codec",
+    "prefixstore.store",
+    "prefixstore.cache.policy",
+    "prefixstore.cache.tiers",
+    "prefixstore.cache",
+)
 """Parts of one package: a module of one part imports its own part and the parts before it."""
 
 ONLY_IMPORTERS = {
     "xxhash": {"tokens"},
-    "lmdb": {"store"},
-    "zstandard": {"store"},
-    "obstore": {"extras"},
+    "lmdb": {"prefixstore.store"},
+    "zstandard": {"prefixstore.store"},
+    "obstore": {"prefixstore.remote"},
 }
 WITHOUT_TORCH = {
     "errors",
     "identity",
     "daemon.settings",
-    "namespace_key",
+    "prefixstore.namespace_key",
     "user_key",
     "values",
     "tenant_ids",
@@ -102,7 +111,16 @@ WITHOUT_TORCH = {
     "printable",
     "units",
 }
-WITHOUT_TORCH |= {"native", "store", "kv", "daemon.hooks", "cache", "daemon.chat", "daemon.api", "daemon.server"}
+WITHOUT_TORCH |= {
+    "native",
+    "prefixstore.store",
+    "prefixstore.kv",
+    "daemon.hooks",
+    "prefixstore.cache",
+    "daemon.chat",
+    "daemon.api",
+    "daemon.server",
+}
 TORCH_LIBRARIES = {"torch", "transformers", "accelerate", "safetensors"}
 
 WITH_FOREIGN_NAMES = {
@@ -121,7 +139,8 @@ OF_PYTHON = {"_asdict", "_exit", "_fields", "_fields_", "_make", "_replace"}
 
 
 def name_of(module: Path) -> str:
-    """`diskprefix/store/codec/planes.py` → `store.codec.planes`, `diskprefix/store/__init__.py` → `store`."""
+    """`diskprefix/prefixstore/store/codec/planes.py` → `store.codec.planes`, `diskprefix/prefixstore/store/__init__.py`
+    → `store`."""
     parts = module.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
 
@@ -228,9 +247,17 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "violation"),
     [
-        ("store", "import torch", "store imports torch"),
-        ("cache.policy", "from transformers import AutoTokenizer", "cache.policy imports transformers"),
-        ("cache.policy.select", "from diskprefix.store.schema import NodeKind", "cache.policy.select imports store"),
+        ("prefixstore.store", "import torch", "prefixstore.store imports torch"),
+        (
+            "prefixstore.cache.policy",
+            "from transformers import AutoTokenizer",
+            "prefixstore.cache.policy imports transformers",
+        ),
+        (
+            "prefixstore.cache.policy.select",
+            "from diskprefix.prefixstore.store.schema import NodeKind",
+            "prefixstore.cache.policy.select imports prefixstore.store",
+        ),
         (
             "tokens",
             "if TYPE_CHECKING:\n    from diskprefix.daemon.engine.request import Usage",
@@ -243,7 +270,11 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
             "from diskprefix.desk.watch.browse.flat import X",
             "desk.warm.warm_prompts imports desk.watch.browse.flat.X",
         ),
-        ("store.codec.planes", "from diskprefix.store.schema import NodeKind", "store.codec.planes imports store"),
+        (
+            "prefixstore.store.codec.planes",
+            "from diskprefix.prefixstore.store.schema import NodeKind",
+            "prefixstore.store.codec.planes imports prefixstore.store",
+        ),
     ],
 )
 def test_the_checker_catches(module: str, source: str, violation: str) -> None:
@@ -252,8 +283,8 @@ def test_the_checker_catches(module: str, source: str, violation: str) -> None:
 
 @pytest.mark.parametrize("module", SPINE)
 def test_the_way_of_a_save_knows_no_statistics(module: str) -> None:
-    source = (PACKAGE / f"store/{module}.py").read_text(encoding="utf-8")
-    assert not [name for name in imported_names(source) if name.startswith("diskprefix.store.statistics")]
+    source = (PACKAGE / f"prefixstore/store/{module}.py").read_text(encoding="utf-8")
+    assert not [name for name in imported_names(source) if name.startswith("diskprefix.prefixstore.store.statistics")]
 
 
 def test_a_circle_is_found() -> None:
@@ -271,10 +302,10 @@ OF_COMMANDS = (
     "desk.warm.warm_command",
     "desk.watch.inspect.inspect_command",
     "desk.simulate.simulate_command",
-    "extras.simulate.recording",
-    "cache.saving",
-    "cache.tiers.loading",
-    "cache.cost_model",
+    "prefixstore.recording.recording",
+    "prefixstore.cache.saving",
+    "prefixstore.cache.tiers.loading",
+    "prefixstore.cache.cost_model",
 )
 OF_MODULES = ("runtime.pictures.vision_encoder", "runtime.files.parameters")
 """These compute and load models that are modules of transformers."""
@@ -282,7 +313,17 @@ OF_SERVING = tuple(
     name
     for name in SOURCES
     if package_of(name)
-    in {"native", "store", "kv", "runtime", "cache", "daemon.engine", "daemon.chat", "daemon.api", "daemon.server"}
+    in {
+        "native",
+        "prefixstore.store",
+        "prefixstore.kv",
+        "runtime",
+        "prefixstore.cache",
+        "daemon.engine",
+        "daemon.chat",
+        "daemon.api",
+        "daemon.server",
+    }
     and name not in OF_MODULES
 )
 OF_FEW_REQUESTS = {

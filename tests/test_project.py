@@ -359,7 +359,13 @@ NAMES_SCOPES = [
     *(
         f"diskprefix/{name}"
         for name in (
-            *("TOUR.md", "daemon/server/README.md", "cache/README.md", "bridges/vllm/README.md", "daemon/settings.py"),
+            *(
+                "TOUR.md",
+                "daemon/server/README.md",
+                "prefixstore/cache/README.md",
+                "bridges/vllm/README.md",
+                "daemon/settings.py",
+            ),
             *("daemon/api/fields.py", "desk/warm/warm_command.py", "desk/simulate/simulate_command.py"),
         )
     ),

@@ -17,10 +17,6 @@ import httpx
 import pytest
 
 import diskprefix
-from diskprefix.cache import choosing
-from diskprefix.cache.matching import Matcher, RestoreResult
-from diskprefix.cache.restore import Restore
-from diskprefix.cache.tiers.tier import View
 from diskprefix.daemon.api.openai_chat import Chat
 from diskprefix.daemon.api.parsed_request import ParsedRequest
 from diskprefix.daemon.app import load_engine
@@ -31,9 +27,13 @@ from diskprefix.daemon.engine.sampler import Sampler
 from diskprefix.daemon.engine.scheduler import Chunk, Scheduler
 from diskprefix.daemon.server import daemon
 from diskprefix.daemon.settings import Settings
-from diskprefix.store.save import Save
-from diskprefix.store.store import Publication
-from diskprefix.store.writer import Writer
+from diskprefix.prefixstore.cache import choosing
+from diskprefix.prefixstore.cache.matching import Matcher, RestoreResult
+from diskprefix.prefixstore.cache.restore import Restore
+from diskprefix.prefixstore.cache.tiers.tier import View
+from diskprefix.prefixstore.store.save import Save
+from diskprefix.prefixstore.store.store import Publication
+from diskprefix.prefixstore.store.writer import Writer
 from diskprefix.tokens import Logits
 from diskprefix.values import Selection
 from tests.daemon.server.chat_model import write_chat_model
@@ -61,18 +61,21 @@ Values = dict[str, list[str]]
 """By file: the lines that are shown for it."""
 
 AT_BLOCKS: Values = {
-    "cache/restore.py": [
+    "prefixstore/cache/restore.py": [
         "3819804c: 256 tokens",
         "174d5b86: 256 tokens",
         "512 tokens from the tier disk, 131072 bytes",
         "3 pages of the group: (4, 1, 256, 32), float16",
     ],
-    "cache/policy/select.py": ["common 665, recent 1, reason continues", "kept 512 of 692, saves_reply True"],
+    "prefixstore/cache/policy/select.py": [
+        "common 665, recent 1, reason continues",
+        "kept 512 of 692, saves_reply True",
+    ],
     "daemon/engine/scheduler.py": [
         "tokens 512 to 692",
         *(f"tokens {start} to {start + 1}" for start in (692, 693, 694)),
     ],
-    "store/writer.py": ["entry: True, prompt: True"],
+    "prefixstore/store/writer.py": ["entry: True, prompt: True"],
     "daemon/server/streaming.py": [
         ": diskprefix",
         'data: … {"delta": {"content": "therpar"}}',
@@ -207,12 +210,12 @@ TAPS = (
     Tap("daemon/chat/template.py", renderer, "render", text),
     Tap("daemon/chat/encoder.py", renderer, "encode", token_ids),
     Tap("daemon/chat/boundaries.py", renderer, "bound", boundaries),
-    Tap("cache/tiers/nodes.py", Matcher, "match", names),
-    Tap("cache/restore.py", Restore, "_restore", restored),
-    Tap("cache/policy/select.py", choosing, "select", selection),
+    Tap("prefixstore/cache/tiers/nodes.py", Matcher, "match", names),
+    Tap("prefixstore/cache/restore.py", Restore, "_restore", restored),
+    Tap("prefixstore/cache/policy/select.py", choosing, "select", selection),
     Tap("daemon/engine/scheduler.py", Scheduler, "schedule", step),
     Tap("daemon/engine/sampler.py", Sampler, "sample", sampled),
-    Tap("store/writer.py", Writer, "queue_publication", published),
+    Tap("prefixstore/store/writer.py", Writer, "queue_publication", published),
 )
 
 
@@ -267,7 +270,7 @@ def values(tmp_path_factory: pytest.TempPathFactory) -> Values:
         response = client.post("/v1/chat/completions", json=body).raise_for_status()
         # With the reply there is a publication of its own.
         num_lines = 1 if ENGINE == "llama" else 3
-        wait_until(lambda: len(found["store/writer.py"]) == num_lines, "the state is written")
+        wait_until(lambda: len(found["prefixstore/store/writer.py"]) == num_lines, "the state is written")
     found["daemon/server/streaming.py"] = events(response.text)
     return found
 

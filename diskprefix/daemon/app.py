@@ -14,11 +14,11 @@ from functools import partial
 from threading import Event, Thread
 from typing import TYPE_CHECKING
 
-from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.daemon import hooks
 from diskprefix.daemon.settings import Settings
 from diskprefix.file_system import lost_with_container
 from diskprefix.native.compute_threads import limit_libraries
+from diskprefix.prefixstore.cache.policy.scope import parse_scope
 from diskprefix.units import format_size
 
 log = logging.getLogger("diskprefix")
@@ -31,14 +31,14 @@ _NO_MEMORY_LEFT = "the model fits in memory, but nothing to compute with is left
 
 if TYPE_CHECKING:
     from diskprefix.daemon.engine.loop import Engine
+    from diskprefix.prefixstore.store.store import Store
     from diskprefix.progress import Report
-    from diskprefix.store.store import Store
 
 
 def serve(settings: Settings) -> None:
     """Serves until SIGTERM or SIGINT, then returns. Raises the `DiskPrefixError` that kept the daemon from serving."""
+    from diskprefix.prefixstore.store.folder import FolderUnavailable, make_folder, require_on_disk
     from diskprefix.runtime.fetch.named_model import require_named
-    from diskprefix.store.folder import FolderUnavailable, make_folder, require_on_disk
 
     limit_libraries()
     # Before the port is taken.
@@ -72,8 +72,8 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
     started = time.perf_counter()
     # A wrong scope is reported before anything else.
     parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache")
-    from diskprefix.cache.tiered_store import open_store
     from diskprefix.daemon.engine.loop import Engine
+    from diskprefix.prefixstore.cache.tiered_store import open_store
     from diskprefix.runtime.choose_runtime import load_draft, load_measured
     from diskprefix.runtime.memory import explain_out_of_memory
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 if TYPE_CHECKING:
-    from diskprefix.cache.tiers.tier import Bucket, SharedTier
     from diskprefix.daemon.chat.draft import Compress
     from diskprefix.daemon.settings import Settings
+    from diskprefix.prefixstore.cache.tiers.tier import Bucket, SharedTier
     from diskprefix.runtime.pictures.picture_processor import PictureProcessor, PicturesModel
     from diskprefix.tokens import TokenIds
     from diskprefix.values import CacheOptions, CacheReport, Prompt
@@ -73,19 +73,21 @@ def open_tier(settings: Settings) -> SharedTier | None:
     """Returns the shared tier, None if the settings ask for none. Raises `SettingsError`."""
     if settings.remote_tier is None or settings.namespace_key_file is None:
         return None
-    return cast("SharedTier", _extra("extras.remote.remote_tier").open_tier(settings))
+    return cast("SharedTier", _extra("prefixstore.remote.remote_tier").open_tier(settings))
 
 
 def open_bucket(url: str, key_file: Path) -> Bucket:
     """Returns the opened bucket of a shared tier, to remove objects from it. Raises `SettingsError`."""
-    return cast("Bucket", _extra("extras.remote.upkeep").open_bucket(url, key_file))
+    return cast("Bucket", _extra("prefixstore.remote.upkeep").open_bucket(url, key_file))
 
 
 def open_recorder(settings: Settings, secret_of: Callable[[], int]) -> Recorder | None:
     """Returns the recorder, None without one. `secret_of` returns the store's secret. Raises `SettingsError`."""
     if settings.record is None:
         return None
-    return cast("Recorder", _extra("extras.simulate.recording").RequestRecorder(settings.record, settings, secret_of))
+    return cast(
+        "Recorder", _extra("prefixstore.recording.recording").RequestRecorder(settings.record, settings, secret_of)
+    )
 
 
 def open_compression(settings: Settings, max_positions: int, served: int) -> Compress | None:

@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 from msgspec.structs import replace
 
-from diskprefix.cache.cache import PrefixCache
 from diskprefix.daemon.engine.speculation.draft_model import LoadedDraft
 from diskprefix.daemon.settings import PARTING, Settings
 from diskprefix.errors import ModelError, SettingsError
 from diskprefix.identity import Fingerprint
-from diskprefix.kv.layout import Layout
 from diskprefix.native.library import REMEDY, are_missing, described, of_another_cpu, operators
+from diskprefix.prefixstore.cache.cache import PrefixCache
+from diskprefix.prefixstore.kv.layout import Layout
+from diskprefix.prefixstore.store.pieces import LAYOUT_VERSION
+from diskprefix.prefixstore.store.schema import OptionValue
+from diskprefix.prefixstore.store.store import Store
 from diskprefix.progress import Report
 from diskprefix.runtime.contract import Runtime
 from diskprefix.runtime.llama.devices import is_chosen
@@ -32,9 +35,6 @@ from diskprefix.runtime.load.plan_fingerprint import fingerprint_of_plan
 from diskprefix.runtime.load.self_check import check
 from diskprefix.runtime.plan.families.rotary import factors_in_use
 from diskprefix.runtime.plan.planned import NotExact, PlanRuntime
-from diskprefix.store.pieces import LAYOUT_VERSION
-from diskprefix.store.schema import OptionValue
-from diskprefix.store.store import Store
 from diskprefix.tokens import TokenIds
 
 if TYPE_CHECKING:

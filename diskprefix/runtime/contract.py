@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from diskprefix.kv.layout import Layout
-from diskprefix.kv.sequence import KVSequence
-from diskprefix.kv.step import Run
+from diskprefix.prefixstore.kv.layout import Layout
+from diskprefix.prefixstore.kv.sequence import KVSequence
+from diskprefix.prefixstore.kv.step import Run
 from diskprefix.runtime.plan.drafts import DraftRow
 from diskprefix.tokens import Logits
 

@@ -38,7 +38,7 @@ def explain_out_of_memory(problem: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        from diskprefix.kv.layout import is_out_of_memory
+        from diskprefix.prefixstore.kv.layout import is_out_of_memory
 
         if is_out_of_memory(error):
             raise ModelError(f"{problem}; {ADVICE}") from error

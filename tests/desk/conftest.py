@@ -15,12 +15,12 @@ import pytest
 
 from diskprefix.daemon.cli import main
 from diskprefix.desk.shared import daemon_call, tooling
-from diskprefix.store.store import Publication
+from diskprefix.prefixstore.store.store import Publication
 from diskprefix.tokens import TokenIds
 from tests.clients import browser, client
-from tests.extras.exchange.exported import entry_of
+from tests.prefixstore.packs.exported import entry_of
+from tests.prefixstore.store.building import is_clean, is_whole, open_store
 from tests.small_disk import small_disk
-from tests.store.building import is_clean, is_whole, open_store
 
 __all__ = ["browser", "client"]
 
@@ -111,7 +111,7 @@ def overwrite(folder: Path) -> bytes:
 @contextmanager
 def opened_elsewhere(folder: Path) -> Iterator[None]:
     code = (
-        "import sys; from pathlib import Path; from diskprefix.store.store import Store; "
+        "import sys; from pathlib import Path; from diskprefix.prefixstore.store.store import Store; "
         "s = Store(Path(sys.argv[1])); print('open', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, str(folder)]

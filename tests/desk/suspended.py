@@ -13,7 +13,7 @@ from pathlib import Path
 _CODE = """
 import sys, time
 from pathlib import Path
-from diskprefix.store.store import Store
+from diskprefix.prefixstore.store.store import Store
 with Store(Path(sys.argv[1])).changes():
     print("writing", flush=True)
     time.sleep(3600)

@@ -76,7 +76,10 @@ def reason_not_to_run(command: str) -> str | None:
 
 def test_commands_are_found_in_the_pages() -> None:
     found = {command.split()[1] for _, command in SHOWN if command.startswith("diskprefix ")}
-    assert {page for page, _ in SHOWN} >= {"diskprefix/extras/remote/README.md", "diskprefix/bridges/vllm/README.md"}
+    assert {page for page, _ in SHOWN} >= {
+        "diskprefix/prefixstore/remote/README.md",
+        "diskprefix/bridges/vllm/README.md",
+    }
     assert {"serve", "inspect", "verify", "purge", "backup", "export", "warm", "simulate", "doctor"} <= found
     assert any(command.startswith("curl ") for _, command in SHOWN)
 

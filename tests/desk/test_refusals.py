@@ -16,7 +16,7 @@ import pytest
 from huggingface_hub import constants
 
 from tests.desk.conftest import Run, overwrite
-from tests.store.building import BLOCK, open_store, prompt, publication
+from tests.prefixstore.store.building import BLOCK, open_store, prompt, publication
 
 REFUSED = """
 2 | zzz                                            | No such command 'zzz' (see diskprefix --help)

@@ -20,7 +20,7 @@ import httpx
 import numpy as np
 import torch
 
-from diskprefix.store.store import Store
+from diskprefix.prefixstore.store.store import Store
 from diskprefix.tokens import as_token_ids
 from tests.daemon.server.chat_model import write_chat_model
 from tests.daemon.server.daemon_process import DaemonProcess, clean_environment, serve_flags, wait_until

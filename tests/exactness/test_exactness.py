@@ -16,21 +16,21 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from diskprefix.cache.cached_request import CachedRequest
-from diskprefix.cache.encoded_pictures import EncodedPictures
-from diskprefix.cache.matching import Matcher
-from diskprefix.cache.tiers.nodes import Node
-from diskprefix.cache.tiers.tier import View
 from diskprefix.desk.models.architectures import TABLE, installed_versions
-from diskprefix.kv.numbers import Array
-from diskprefix.kv.pages import Captured, Page, PagePool
-from diskprefix.kv.sequence import KVSequence
+from diskprefix.prefixstore.cache.cached_request import CachedRequest
+from diskprefix.prefixstore.cache.encoded_pictures import EncodedPictures
+from diskprefix.prefixstore.cache.matching import Matcher
+from diskprefix.prefixstore.cache.tiers.nodes import Node
+from diskprefix.prefixstore.cache.tiers.tier import View
+from diskprefix.prefixstore.kv.numbers import Array
+from diskprefix.prefixstore.kv.pages import Captured, Page, PagePool
+from diskprefix.prefixstore.kv.sequence import KVSequence
+from diskprefix.prefixstore.store.schema import NodeKind as NodeKind
+from diskprefix.prefixstore.store.schema import node_name
+from diskprefix.prefixstore.store.snapshot import Snapshot
+from diskprefix.prefixstore.store.writer import Writer
 from diskprefix.runtime.contract import Rows, Runtime
 from diskprefix.runtime.grid.rehearsal import rehearse
-from diskprefix.store.schema import NodeKind as NodeKind
-from diskprefix.store.schema import node_name
-from diskprefix.store.snapshot import Snapshot
-from diskprefix.store.writer import Writer
 from diskprefix.tokens import Logits, TokenIds
 from tests import forked
 from tests.daemon.engine.driving import patch_steps
@@ -303,7 +303,7 @@ def forgetful_windows(monkeypatch: pytest.MonkeyPatch) -> None:
             self.release()
 
     late_writes(monkeypatch)
-    monkeypatch.setattr("diskprefix.kv.sequence.Captured", Unheld)
+    monkeypatch.setattr("diskprefix.prefixstore.kv.sequence.Captured", Unheld)
 
 
 def earlier_states(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from diskprefix.cache.matching import Matcher
 from diskprefix.daemon.engine.pictures.prompt_pictures import PromptPictures
+from diskprefix.prefixstore.cache.matching import Matcher
 from diskprefix.tokens import TokenIds, as_token_ids
 from tests.exactness import pictures, worker
 from tests.exactness.architectures import quantised_tiny_model, tiny_model

@@ -24,7 +24,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from diskprefix.daemon.settings import Settings
-from diskprefix.kv.layout import LayerSpec, Layout
+from diskprefix.prefixstore.kv.layout import LayerSpec, Layout
 from diskprefix.runtime.load.loader import load_model
 from diskprefix.runtime.plan.drafts import DraftRow
 from diskprefix.runtime.plan.quants.quant_form import FILE_FORMS

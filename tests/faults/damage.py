@@ -9,8 +9,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from diskprefix.store.lmdb_engine import open_lmdb
-from diskprefix.store.schema import (
+from diskprefix.prefixstore.store.lmdb_engine import open_lmdb
+from diskprefix.prefixstore.store.schema import (
     DATABASES,
     NamesRecord,
     NodeRecord,

@@ -6,10 +6,10 @@ from __future__ import annotations
 import os
 import time
 
-from diskprefix.cache import saving
-from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.daemon.cli import main
-from diskprefix.kv.sequence import KVSequence
+from diskprefix.prefixstore.cache import saving
+from diskprefix.prefixstore.cache.cached_request import CachedRequest
+from diskprefix.prefixstore.kv.sequence import KVSequence
 
 if __name__ == "__main__":
     halt_at, after_step = int(os.environ["HALT_AT"]), CachedRequest.after_step

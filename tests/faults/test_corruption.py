@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from diskprefix.errors import StoreCorrupt
-from diskprefix.store.survival import require_sound_meta, require_survivable
+from diskprefix.prefixstore.store.survival import require_sound_meta, require_survivable
 from tests.examples import thorough
 from tests.faults.file_damage import FILE_DAMAGE, PAGE, RECORD_DAMAGE, STRUCTURES, DataFile, extremes
 from tests.faults.seeds import seeds_of
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent.parent
 KINDS = ("no damage", *FILE_DAMAGE, *RECORD_DAMAGE)
 NUMBERS = [(name, index) for name, (_, types) in STRUCTURES.items() for index in range(len(types))]
 WITHOUT_THE_CHECK = """
-from diskprefix.store import environment, opening
+from diskprefix.prefixstore.store import environment, opening
 environment.require_survivable = environment.is_sound_run = lambda *_: True
 opening.mend_runs = lambda _path: False
 opening.require_sound_meta = lambda _path: None

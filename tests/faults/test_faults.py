@@ -20,11 +20,11 @@ import torch
 
 from diskprefix.daemon.settings import Settings
 from diskprefix.errors import CacheError
-from diskprefix.store import writer
-from diskprefix.store.folder import FolderUnavailable
-from diskprefix.store.save import Save
-from diskprefix.store.store import Store
-from diskprefix.store.writer import Writer
+from diskprefix.prefixstore.store import writer
+from diskprefix.prefixstore.store.folder import FolderUnavailable
+from diskprefix.prefixstore.store.save import Save
+from diskprefix.prefixstore.store.store import Store
+from diskprefix.prefixstore.store.writer import Writer
 from tests.closing import needs
 from tests.daemon.server.chat_model import write_chat_model
 from tests.daemon.server.daemon_process import (
@@ -38,9 +38,9 @@ from tests.daemon.server.daemon_process import (
 )
 from tests.examples import thorough
 from tests.faults.power.recording import preloaded
+from tests.prefixstore.store.building import BLOCK, Clock, is_whole, open_store, prompt, publication
 from tests.runner import Runner, random_prompt, same, tiny_llama, tiny_settings
 from tests.small_disk import remount, small_disk
-from tests.store.building import BLOCK, Clock, is_whole, open_store, prompt, publication
 
 
 @pytest.fixture
@@ -282,7 +282,7 @@ def fill_up(disk: Path, pages_left: int) -> None:
 def serve_in_another_process(folder: Path, budget_bytes: int) -> str:
     """Tells how a daemon's store starts there: its problem, or that there is none. A crash of it is not ours."""
     code = (
-        "import sys; from pathlib import Path; from diskprefix.store.store import Store\n"
+        "import sys; from pathlib import Path; from diskprefix.prefixstore.store.store import Store\n"
         "store = Store(Path(sys.argv[1]), budget_bytes=int(sys.argv[2]), serving=True)\nprint(store.problem)"
     )
     done = subprocess.run(

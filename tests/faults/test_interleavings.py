@@ -22,13 +22,13 @@ from typing import Any
 
 import pytest
 
-from diskprefix.cache.cache import PrefixCache
 from diskprefix.daemon.engine import served_model
 from diskprefix.daemon.engine.idle.kept_weights import KeptWeights
 from diskprefix.daemon.engine.inbox import Inbox
 from diskprefix.errors import StoreUnavailable
-from diskprefix.store.environment import Environment
-from diskprefix.store.statistics.savings import SavingsLog
+from diskprefix.prefixstore.cache.cache import PrefixCache
+from diskprefix.prefixstore.store.environment import Environment
+from diskprefix.prefixstore.store.statistics.savings import SavingsLog
 from tests.faults.interleavings import threads, world
 from tests.faults.interleavings.bucket import SimulatedBucket
 from tests.faults.interleavings.kept_seeds import KEPT_SEEDS

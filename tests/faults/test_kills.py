@@ -12,13 +12,13 @@ from typing import Any
 import httpx
 import pytest
 
-from diskprefix.cache import saving
-from diskprefix.cache.cached_request import CachedRequest
-from diskprefix.kv.sequence import KVSequence
-from diskprefix.store import writer
-from diskprefix.store.store import Store
-from diskprefix.store.verify import verify_index
-from diskprefix.store.writer import Writer
+from diskprefix.prefixstore.cache import saving
+from diskprefix.prefixstore.cache.cached_request import CachedRequest
+from diskprefix.prefixstore.kv.sequence import KVSequence
+from diskprefix.prefixstore.store import writer
+from diskprefix.prefixstore.store.store import Store
+from diskprefix.prefixstore.store.verify import verify_index
+from diskprefix.prefixstore.store.writer import Writer
 from tests import forked
 from tests.daemon.server.chat_model import write_chat_model
 from tests.daemon.server.daemon_process import (

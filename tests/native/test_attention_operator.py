@@ -10,11 +10,11 @@ from functools import cache
 import pytest
 import torch
 
-from diskprefix.kv.step import Run
 from diskprefix.native import library
 from diskprefix.native.attention_operator import attention_to_all
 from diskprefix.native.compute_threads import use_threads
 from diskprefix.native.library import Operators
+from diskprefix.prefixstore.kv.step import Run
 from tests.arrays import array_of, tensor_of
 from tests.native.one_operation import attention, in_q8
 from tests.native.pages import Pages

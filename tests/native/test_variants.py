@@ -11,8 +11,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from diskprefix.kv.step import Run
 from diskprefix.native.packing import TYPES
+from diskprefix.prefixstore.kv.step import Run
 from tests.closing import TESTED
 from tests.native.one_operation import product
 from tests.native.test_attention_operator import CASES, LENGTH, bits, layers

@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.daemon.cli.policy_file import find_policy, read_policy
 from diskprefix.daemon.settings import Settings
 from diskprefix.errors import SettingsError
-from diskprefix.extras.simulate.comparison import GEOMETRIES, REGIMES, Regime
-from diskprefix.extras.simulate.geometry import TOKEN
-from diskprefix.extras.simulate.simulator import Policy, Simulator, Totals, simulate
-from diskprefix.extras.simulate.trace import Trace, TraceRequest
+from diskprefix.prefixstore.cache.policy.scope import parse_scope
+from diskprefix.prefixstore.simulate.comparison import GEOMETRIES, REGIMES, Regime
+from diskprefix.prefixstore.simulate.geometry import TOKEN
+from diskprefix.prefixstore.simulate.simulator import Policy, Simulator, Totals, simulate
+from diskprefix.prefixstore.simulate.trace import Trace, TraceRequest
 from diskprefix.tokens import TokenIds
 from diskprefix.units import parse_duration, parse_size
 from diskprefix.values import Prompt, Scope
-from tests.extras.simulate.workloads import CATALOG
+from tests.prefixstore.simulate.workloads import CATALOG
 
 POLICIES = Path(__file__).parent.parent.parent / "policies"
 PRESETS = sorted(path.stem for path in POLICIES.glob("*.toml") if path.stem != "canonicalisers")

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from diskprefix.daemon.server.metrics import _GATE
-from diskprefix.extras.remote.counts import Counts
+from diskprefix.prefixstore.remote.counts import Counts
 from tests.closing import needs
 from tests.daemon.server.scripted import STATS
 from tests.daemon.server.test_metrics import Scraped, samples_of

@@ -15,11 +15,11 @@ NOTING = '#!/usr/bin/env bash\necho "{name} $*" >>calls\n'
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    for name in ("tools", "tests/cache", ".venv-tools/bin"):
+    for name in ("tools", "tests/prefixstore/cache", ".venv-tools/bin"):
         (tmp_path / name).mkdir(parents=True)
     for name in ("test", "environment.sh"):
         shutil.copy(ROOT / "tools" / name, tmp_path / "tools" / name)
-    (tmp_path / "tests/cache/test_a.py").touch()
+    (tmp_path / "tests/prefixstore/cache/test_a.py").touch()
     (tmp_path / "report.xml").touch()
     for path, name in (("tools/setup", "setup"), ("tools/check", "check"), (".venv-tools/bin/python", "python")):
         (tmp_path / path).write_text(NOTING.format(name=name), encoding="utf-8")
@@ -35,7 +35,12 @@ def calls(project: Path, *arguments: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "arguments",
-    [("tests/cache",), ("--all", "tests/cache/test_a.py::test_b"), ("-x", "./tests"), ("-k", "a", "tests/cache/")],
+    [
+        ("tests/prefixstore/cache",),
+        ("--all", "tests/prefixstore/cache/test_a.py::test_b"),
+        ("-x", "./tests"),
+        ("-k", "a", "tests/prefixstore/cache/"),
+    ],
 )
 def test_with_a_path_only_its_tests_run(project: Path, arguments: tuple[str, ...]) -> None:
     setup, tests = calls(project, *arguments)

@@ -31,10 +31,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from diskprefix.daemon.settings import Settings, cache_home
-from diskprefix.kv.layout import Layout
-from diskprefix.kv.numbers import converted
-from diskprefix.kv.pages import PagePool
-from diskprefix.kv.sequence import KVSequence
+from diskprefix.prefixstore.kv.layout import Layout
+from diskprefix.prefixstore.kv.numbers import converted
+from diskprefix.prefixstore.kv.pages import PagePool
+from diskprefix.prefixstore.kv.sequence import KVSequence
 from diskprefix.progress import Report
 from diskprefix.runtime import choose_runtime as measured_model
 from diskprefix.runtime.choose_runtime import MeasuredModel

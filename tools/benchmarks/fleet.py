@@ -2,7 +2,7 @@
 costs: `tools/bench fleet`.
 
 The places of objects, the order of fetches and what is uploaded (`--remote-write seen-twice`) are those of
-`diskprefix.extras.remote`. Machines and bucket are sets of names; nothing is computed.
+`diskprefix.prefixstore.remote`. Machines and bucket are sets of names; nothing is computed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import click
 import numpy as np
 from rich.console import Console
 
-from diskprefix.cache.tiers.nodes import PromptNodes
-from diskprefix.extras.remote.bundle import BundleSlot, last_bundles, whole_bundles
-from diskprefix.extras.remote.prefetching import MAX_CONCURRENT
+from diskprefix.prefixstore.cache.tiers.nodes import PromptNodes
+from diskprefix.prefixstore.remote.bundle import BundleSlot, last_bundles, whole_bundles
+from diskprefix.prefixstore.remote.prefetching import MAX_CONCURRENT
 from tools.measuring.options import JSON
 from tools.measuring.report import new_table, print_report, say
 

@@ -17,8 +17,8 @@ import numpy as np
 from rich.console import Console
 
 from diskprefix.daemon.settings import Settings
-from diskprefix.kv.pages import PagePool
-from diskprefix.kv.sequence import KVSequence
+from diskprefix.prefixstore.kv.pages import PagePool
+from diskprefix.prefixstore.kv.sequence import KVSequence
 from diskprefix.runtime.contract import Rows
 from diskprefix.runtime.load.loader import LoadedModel, load_model
 from tools.benchmarks import rounded_rows

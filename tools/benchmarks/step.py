@@ -22,9 +22,9 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from diskprefix.daemon.settings import Settings
-from diskprefix.kv.pages import PagePool
-from diskprefix.kv.sequence import KVSequence
 from diskprefix.native import calls
+from diskprefix.prefixstore.kv.pages import PagePool
+from diskprefix.prefixstore.kv.sequence import KVSequence
 from diskprefix.runtime.contract import Rows
 from diskprefix.runtime.load.loader import load_model
 from tools.benchmarks import whole_steps

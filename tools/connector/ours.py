@@ -15,7 +15,7 @@ from unittest.mock import Mock
 
 from diskprefix.bridges.shared.plans import RankIdentity
 from diskprefix.bridges.vllm.connector import DiskPrefixConnector, RankMetadata
-from diskprefix.store.pieces import LAYOUT_VERSION, LayoutText
+from diskprefix.prefixstore.store.pieces import LAYOUT_VERSION, LayoutText
 
 MODEL = "DISKPREFIX_TESTS_MODEL"
 """The variable with the folder of a model, because theirs come from a hub."""

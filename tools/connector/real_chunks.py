@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diskprefix.store.codec.planes import Bytes
+from diskprefix.prefixstore.store.codec.planes import Bytes
 
 CHUNK_TOKENS = 256
 PROMPT_CHUNKS = 4

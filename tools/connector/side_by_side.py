@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from diskprefix.store.codec.planes import Bytes
+from diskprefix.prefixstore.store.codec.planes import Bytes
 
 STORED_AT_ONCE, LOADED_AT_ONCE = 8, 40
 BUDGET = "24GiB"

@@ -28,20 +28,20 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from diskprefix.errors import CacheError, StoreCorrupt
-from diskprefix.store.changes import NewNode
-from diskprefix.store.codec.codec import Codec, populate
-from diskprefix.store.folder import DATA
-from diskprefix.store.opening import DAMAGED
-from diskprefix.store.save import Save
-from diskprefix.store.schema import NodeKind
-from diskprefix.store.snapshot import Snapshot
-from diskprefix.store.store import Publication, Store
-from diskprefix.store.tree import list_entries
-from diskprefix.store.writer import Writer
+from diskprefix.prefixstore.store.changes import NewNode
+from diskprefix.prefixstore.store.codec.codec import Codec, populate
+from diskprefix.prefixstore.store.folder import DATA
+from diskprefix.prefixstore.store.opening import DAMAGED
+from diskprefix.prefixstore.store.save import Save
+from diskprefix.prefixstore.store.schema import NodeKind
+from diskprefix.prefixstore.store.snapshot import Snapshot
+from diskprefix.prefixstore.store.store import Publication, Store
+from diskprefix.prefixstore.store.tree import list_entries
+from diskprefix.prefixstore.store.writer import Writer
 from diskprefix.tokens import TokenIds
 from tests.faults.file_damage import FILE_DAMAGE, RECORD_DAMAGE, damaged
 from tests.faults.isolated import run_isolated
-from tests.store.building import (
+from tests.prefixstore.store.building import (
     BLOCK,
     ROOT,
     Clock,

@@ -17,24 +17,23 @@ from typing import Any
 
 import numpy as np
 
-from diskprefix.cache.tiers.nodes import PromptNodes
 from diskprefix.daemon.api.dialect import json_text
 from diskprefix.daemon.api.error_forms import openai_error
 from diskprefix.daemon.catalogue.models_file import read_models_file
 from diskprefix.daemon.cli.options import policy_value
 from diskprefix.daemon.cli.policy_file import read_policy
 from diskprefix.errors import DiskPrefixError
-from diskprefix.extras.exchange.pack_file import PackReader
-from diskprefix.extras.remote.bundle import BundleSlot, decode_bundle, encode_bundle, slot_nodes, slot_path
-from diskprefix.extras.remote.signing import signed, verified
-from diskprefix.namespace_key import NamespaceKey
 from diskprefix.native import library
-from diskprefix.runtime.files.gguf.gguf_file import read_tensors
-from diskprefix.store.codec.codec import Codec, Element, Piece, decode_piece, encode_piece
-from diskprefix.store.codec.planes import BF16, FP16, FP32, join_with, join_with_numpy
-from diskprefix.store.note_record import NoteKind, NoteTimes, StoredNote, decode_note, encode_note, note_key
-from diskprefix.store.pieces import PayloadLayout, split_payload
-from diskprefix.store.schema import (
+from diskprefix.prefixstore.cache.tiers.nodes import PromptNodes
+from diskprefix.prefixstore.namespace_key import NamespaceKey
+from diskprefix.prefixstore.packs.pack_file import PackReader
+from diskprefix.prefixstore.remote.bundle import BundleSlot, decode_bundle, encode_bundle, slot_nodes, slot_path
+from diskprefix.prefixstore.remote.signing import signed, verified
+from diskprefix.prefixstore.store.codec.codec import Codec, Element, Piece, decode_piece, encode_piece
+from diskprefix.prefixstore.store.codec.planes import BF16, FP16, FP32, join_with, join_with_numpy
+from diskprefix.prefixstore.store.note_record import NoteKind, NoteTimes, StoredNote, decode_note, encode_note, note_key
+from diskprefix.prefixstore.store.pieces import PayloadLayout, split_payload
+from diskprefix.prefixstore.store.schema import (
     EntryRecord,
     ModelRecord,
     NodeKind,
@@ -47,12 +46,13 @@ from diskprefix.store.schema import (
     encode_node,
     encode_record,
 )
+from diskprefix.runtime.files.gguf.gguf_file import read_tensors
 from diskprefix.tokens import NO_PROMPT, TokenPath, checksum
 from tests.daemon.chat.output.replies import NAMES, REPLIES, format_named, read, tool
-from tests.extras.exchange import exported
-from tests.extras.exchange.exported import HYBRID, LAYOUT, entry_of, export
+from tests.prefixstore.packs import exported
+from tests.prefixstore.packs.exported import HYBRID, LAYOUT, entry_of, export
+from tests.prefixstore.store.building import BLOCK, layout_of, open_store, payload_of, prompt
 from tests.runtime.files.gguf.test_gguf_refusals import write_sample
-from tests.store.building import BLOCK, layout_of, open_store, payload_of, prompt
 from tools.fuzzing import gguf_tables
 
 Check = Callable[[bytes], None]

@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from diskprefix.kv.pages import PagePool
-from diskprefix.kv.sequence import KVSequence
+from diskprefix.prefixstore.kv.pages import PagePool
+from diskprefix.prefixstore.kv.sequence import KVSequence
 from diskprefix.runtime.contract import Rows
 from diskprefix.runtime.llama import llama_runtime
 from diskprefix.runtime.llama.llama_context import LlamaModel, LlamaOptions

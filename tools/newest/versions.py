@@ -28,7 +28,7 @@ from tools.measuring.report import new_table, print_report, say
 
 ROOT = Path(__file__).parents[2]
 CONSTRAINTS = ROOT / "tools/constraints.txt"
-_GRID = ("tests/runtime/grid", "tests/kv/test_kinds.py", "tests/runtime/library")
+_GRID = ("tests/runtime/grid", "tests/prefixstore/kv/test_kinds.py", "tests/runtime/library")
 
 PACKAGES: dict[str, tuple[str, ...]] = {
     # Hooks of generate, classes of caches, names of arguments, `_from_config`; modules of processors are replaced.
@@ -44,9 +44,9 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "huggingface-hub": ("tests/desk/models/test_pull.py",),
     # The format of the file, and the engine under it.
     "lmdb": (
-        "tests/store/test_lmdb_engine.py",
-        "tests/store/test_environment.py",
-        "tests/store/test_released_formats.py",
+        "tests/prefixstore/store/test_lmdb_engine.py",
+        "tests/prefixstore/store/test_environment.py",
+        "tests/prefixstore/store/test_released_formats.py",
     ),
     # Its class of connections is extended.
     "uvicorn": (
@@ -77,7 +77,11 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "safetensors": ("tests/runtime/files/test_folder_weights.py", "tests/runtime/load/test_loader.py"),
     # Its texts of errors are shown.
     "pydantic": ("tests/daemon/api", "tests/daemon/server/test_bad_requests.py"),
-    "msgspec": ("tests/store/test_note_record.py", "tests/store/test_schema.py", "tests/test_foundations.py"),
+    "msgspec": (
+        "tests/prefixstore/store/test_note_record.py",
+        "tests/prefixstore/store/test_schema.py",
+        "tests/test_foundations.py",
+    ),
 }
 """Each package with the tests that touch its undocumented parts."""
 

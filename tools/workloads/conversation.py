@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from diskprefix.extras.simulate.trace import Trace, TraceRequest
+from diskprefix.prefixstore.simulate.trace import Trace, TraceRequest
 from diskprefix.tokens import TokenIds, as_token_ids
 from diskprefix.values import Prompt
 from tools.models.real import DEFAULT, fetched, print_report

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from diskprefix.extras.simulate.trace import Trace
+from diskprefix.prefixstore.simulate.trace import Trace
 from diskprefix.tokens import TokenIds, as_token_ids
 from tools.workloads.conversation import TurnTokens, trace_of_tokens
 

@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from diskprefix.extras.simulate.trace import Trace, TraceRequest
-from diskprefix.extras.simulate.trace_formats import read_trace
+from diskprefix.prefixstore.simulate.trace import Trace, TraceRequest
+from diskprefix.prefixstore.simulate.trace_formats import read_trace
 from diskprefix.values import Prompt
 from tools.workloads.conversation import LANES, Message, Turn, in_turns, trace_of_turns
 

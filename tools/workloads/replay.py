@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.extras.simulate.geometry import Geometry
-from diskprefix.extras.simulate.simulator import Policy, Simulator
-from diskprefix.extras.simulate.trace import Trace
+from diskprefix.prefixstore.cache.policy.scope import parse_scope
+from diskprefix.prefixstore.simulate.geometry import Geometry
+from diskprefix.prefixstore.simulate.simulator import Policy, Simulator
+from diskprefix.prefixstore.simulate.trace import Trace
 from tools.workloads.generated import GENERATED, generated
 from tools.workloads.published import published
 
@@ -71,7 +71,7 @@ def replayed(trace: Trace, policy: Policy, geometry: Geometry) -> dict[str, floa
 
 def best(trace: Trace, policy: Policy, geometry: Geometry) -> dict[str, float]:
     """Returns the figures of the optimum."""
-    from diskprefix.extras.simulate.optimum import optimum
+    from diskprefix.prefixstore.simulate.optimum import optimum
 
     totals = optimum(trace, policy, geometry)
     early = optimum(trace, policy, geometry, until=len(trace) // 10)

@@ -22,9 +22,9 @@ from diskprefix.bridges.shared.processors import unbind
 from diskprefix.bridges.shared.timed_opening import open_in_time
 from diskprefix.errors import CacheError
 from diskprefix.identity import identity_fields
-from diskprefix.store.codec.planes import Bytes
-from diskprefix.store.pieces import LAYOUT_VERSION
-from diskprefix.store.store import Store
+from diskprefix.prefixstore.store.codec.planes import Bytes
+from diskprefix.prefixstore.store.pieces import LAYOUT_VERSION
+from diskprefix.prefixstore.store.store import Store
 from diskprefix.values import SHARED
 
 log = logging.getLogger("diskprefix")

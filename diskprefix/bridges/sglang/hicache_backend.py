@@ -19,10 +19,10 @@ from diskprefix.bridges.shared.plans import RankIdentity
 from diskprefix.bridges.shared.timed_opening import open_in_time
 from diskprefix.errors import CacheError
 from diskprefix.identity import identity_fields
-from diskprefix.store.changes import batches
-from diskprefix.store.codec.planes import Bytes
-from diskprefix.store.pieces import LAYOUT_VERSION
-from diskprefix.store.schema import RootRecord
+from diskprefix.prefixstore.store.changes import batches
+from diskprefix.prefixstore.store.codec.planes import Bytes
+from diskprefix.prefixstore.store.pieces import LAYOUT_VERSION
+from diskprefix.prefixstore.store.schema import RootRecord
 from diskprefix.tokens import HASH_BYTES
 
 log = logging.getLogger("diskprefix")

@@ -25,20 +25,28 @@ from diskprefix.bridges.shared.plans import RankIdentity
 from diskprefix.bridges.shared.processors import unbind
 from diskprefix.bridges.shared.shared_store import SharedStore
 from diskprefix.bridges.shared.staging import Staging
-from diskprefix.cache.tiers.loading import READER_THREADS
-from diskprefix.cache.tiers.nodes import Node
-from diskprefix.cache.tiers.tier import View, open_views
 from diskprefix.errors import CacheError, StoreCorrupt
-from diskprefix.store.changes import NewNode, batches
-from diskprefix.store.codec.codec import Piece
-from diskprefix.store.codec.planes import Bytes
-from diskprefix.store.pieces import DTYPES, LAYOUT_VERSION, Hold, LayoutGroup, LayoutText, PayloadLayout, split_payload
-from diskprefix.store.reads import Patience
-from diskprefix.store.save import Save
-from diskprefix.store.schema import NodeKind, node_name
-from diskprefix.store.snapshot import Snapshot
-from diskprefix.store.store import Publication
-from diskprefix.store.writer import Room
+from diskprefix.prefixstore.cache.tiers.loading import READER_THREADS
+from diskprefix.prefixstore.cache.tiers.nodes import Node
+from diskprefix.prefixstore.cache.tiers.tier import View, open_views
+from diskprefix.prefixstore.store.changes import NewNode, batches
+from diskprefix.prefixstore.store.codec.codec import Piece
+from diskprefix.prefixstore.store.codec.planes import Bytes
+from diskprefix.prefixstore.store.pieces import (
+    DTYPES,
+    LAYOUT_VERSION,
+    Hold,
+    LayoutGroup,
+    LayoutText,
+    PayloadLayout,
+    split_payload,
+)
+from diskprefix.prefixstore.store.reads import Patience
+from diskprefix.prefixstore.store.save import Save
+from diskprefix.prefixstore.store.schema import NodeKind, node_name
+from diskprefix.prefixstore.store.snapshot import Snapshot
+from diskprefix.prefixstore.store.store import Publication
+from diskprefix.prefixstore.store.writer import Room
 from diskprefix.tokens import HASH_BYTES, ID_BYTES, as_token_ids
 
 log = logging.getLogger("diskprefix")

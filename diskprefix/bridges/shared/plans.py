@@ -8,11 +8,11 @@ from contextlib import suppress
 
 from msgspec import Struct
 
-from diskprefix.cache.tiers.nodes import Node
 from diskprefix.identity import differing, identity_fields, identity_text
+from diskprefix.prefixstore.cache.tiers.nodes import Node
+from diskprefix.prefixstore.store.schema import NodeKind, RootRecord
+from diskprefix.prefixstore.store.store import Store
 from diskprefix.printable import shown
-from diskprefix.store.schema import NodeKind, RootRecord
-from diskprefix.store.store import Store
 from diskprefix.tokens import PromptDigest, root_hash
 
 NO_PAGE = 0

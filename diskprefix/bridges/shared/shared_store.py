@@ -8,8 +8,8 @@ import threading
 from pathlib import Path
 
 from diskprefix.bridges.shared.processors import unbound
-from diskprefix.cache.tiered_store import TieredStore, open_store
 from diskprefix.daemon.settings import Settings
+from diskprefix.prefixstore.cache.tiered_store import TieredStore, open_store
 
 _CLOSE_TIMEOUT_S = 20.0
 

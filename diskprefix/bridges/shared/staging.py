@@ -8,7 +8,7 @@ from collections import deque
 
 import numpy as np
 
-from diskprefix.store.codec.planes import Bytes
+from diskprefix.prefixstore.store.codec.planes import Bytes
 
 _MAX_FREE = 64
 """The maximum number of free buffers."""

@@ -20,7 +20,7 @@ from diskprefix.bridges.vllm.engine_pages import EngineGroup, Pages, Unsupported
 from diskprefix.bridges.vllm.scheduler_side import SchedulerSide
 from diskprefix.bridges.vllm.stats import DiskPrefixMetrics, DiskPrefixStats
 from diskprefix.bridges.vllm.worker import WorkerSide
-from diskprefix.store.pieces import LAYOUT_VERSION, LayoutText
+from diskprefix.prefixstore.store.pieces import LAYOUT_VERSION, LayoutText
 
 log = logging.getLogger("diskprefix")
 

@@ -12,9 +12,9 @@ import torch
 from msgspec import Struct
 
 from diskprefix.bridges.shared.plans import NO_PAGE
-from diskprefix.cache.tiers.tier import Write
-from diskprefix.store.codec.planes import Bytes
-from diskprefix.store.pieces import Axis, LayoutGroup
+from diskprefix.prefixstore.cache.tiers.tier import Write
+from diskprefix.prefixstore.store.codec.planes import Bytes
+from diskprefix.prefixstore.store.pieces import Axis, LayoutGroup
 
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 

@@ -13,15 +13,15 @@ from msgspec import Struct
 from diskprefix.bridges.shared.plans import RankIdentity
 from diskprefix.bridges.shared.processors import unbind
 from diskprefix.bridges.shared.shared_store import SharedStore
-from diskprefix.cache.tiers.nodes import PromptNodes
-from diskprefix.cache.tiers.tier import Prefetched, PrefetchRequest, SharedTier
 from diskprefix.errors import CacheError
-from diskprefix.store.changes import NewNode
-from diskprefix.store.eviction import recorded_ttl
-from diskprefix.store.pieces import PayloadLayout
-from diskprefix.store.save import Save
-from diskprefix.store.schema import EntryRecord
-from diskprefix.store.store import Publication
+from diskprefix.prefixstore.cache.tiers.nodes import PromptNodes
+from diskprefix.prefixstore.cache.tiers.tier import Prefetched, PrefetchRequest, SharedTier
+from diskprefix.prefixstore.store.changes import NewNode
+from diskprefix.prefixstore.store.eviction import recorded_ttl
+from diskprefix.prefixstore.store.pieces import PayloadLayout
+from diskprefix.prefixstore.store.save import Save
+from diskprefix.prefixstore.store.schema import EntryRecord
+from diskprefix.prefixstore.store.store import Publication
 from diskprefix.tokens import PromptDigest, TokenIds, TokenPath
 
 log = logging.getLogger("diskprefix")

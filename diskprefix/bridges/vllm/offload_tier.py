@@ -20,8 +20,8 @@ from diskprefix.bridges.shared.plans import RankIdentity
 from diskprefix.bridges.shared.processors import unbind
 from diskprefix.bridges.shared.timed_opening import open_in_time
 from diskprefix.bridges.vllm import _vllm_tiering as compat
-from diskprefix.store.codec.planes import Bytes
-from diskprefix.store.pieces import LAYOUT_VERSION
+from diskprefix.prefixstore.store.codec.planes import Bytes
+from diskprefix.prefixstore.store.pieces import LAYOUT_VERSION
 
 log = logging.getLogger("diskprefix")
 

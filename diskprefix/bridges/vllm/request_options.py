@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.daemon.settings import Settings
 from diskprefix.errors import DiskPrefixError
+from diskprefix.prefixstore.cache.policy.scope import parse_scope
 from diskprefix.units import parse_duration
 from diskprefix.values import MAX_MARKS, CacheOptions, Mark
 

@@ -24,18 +24,18 @@ from diskprefix.bridges.shared.plans import (
 from diskprefix.bridges.shared.shared_store import SharedStore
 from diskprefix.bridges.vllm.fetching import PromptFetch, PromptFetcher, fetched_names
 from diskprefix.bridges.vllm.request_options import BadParameters, options_of
-from diskprefix.cache.choosing import refused_tokens, selection_of, sighting_of, ttl_at
-from diskprefix.cache.namespaces import TenantNamespace, TenantNamespaces
-from diskprefix.cache.policy.select import Rules
-from diskprefix.cache.tiers.nodes import Node
-from diskprefix.cache.tiers.tier import View, open_views
 from diskprefix.daemon import hooks
 from diskprefix.errors import CacheError
-from diskprefix.store.pieces import PayloadLayout
-from diskprefix.store.save import Save
-from diskprefix.store.schema import NodeKind, node_name
-from diskprefix.store.statistics.savings import Tally
-from diskprefix.store.store import Publication
+from diskprefix.prefixstore.cache.choosing import refused_tokens, selection_of, sighting_of, ttl_at
+from diskprefix.prefixstore.cache.namespaces import TenantNamespace, TenantNamespaces
+from diskprefix.prefixstore.cache.policy.select import Rules
+from diskprefix.prefixstore.cache.tiers.nodes import Node
+from diskprefix.prefixstore.cache.tiers.tier import View, open_views
+from diskprefix.prefixstore.store.pieces import PayloadLayout
+from diskprefix.prefixstore.store.save import Save
+from diskprefix.prefixstore.store.schema import NodeKind, node_name
+from diskprefix.prefixstore.store.statistics.savings import Tally
+from diskprefix.prefixstore.store.store import Publication
 from diskprefix.tokens import ID_BYTES, PromptDigest, TokenIds, TokenPath, as_token_ids
 from diskprefix.values import (
     MAX_VALUE,

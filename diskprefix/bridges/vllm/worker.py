@@ -28,16 +28,16 @@ from diskprefix.bridges.shared.processors import unbind
 from diskprefix.bridges.shared.shared_store import SharedStore
 from diskprefix.bridges.shared.staging import Staging
 from diskprefix.bridges.vllm.engine_pages import Pages, PageSink
-from diskprefix.cache.tiers.loading import READER_THREADS, Loader
-from diskprefix.cache.tiers.nodes import Node, PromptNodes
-from diskprefix.cache.tiers.tier import Upload, View, open_views
 from diskprefix.errors import CacheError
-from diskprefix.store.changes import NewNode
-from diskprefix.store.eviction import recorded_ttl
-from diskprefix.store.pieces import Hold, PayloadLayout, split_payload
-from diskprefix.store.save import Save
-from diskprefix.store.schema import EntryRecord, NodeKind
-from diskprefix.store.store import Publication
+from diskprefix.prefixstore.cache.tiers.loading import READER_THREADS, Loader
+from diskprefix.prefixstore.cache.tiers.nodes import Node, PromptNodes
+from diskprefix.prefixstore.cache.tiers.tier import Upload, View, open_views
+from diskprefix.prefixstore.store.changes import NewNode
+from diskprefix.prefixstore.store.eviction import recorded_ttl
+from diskprefix.prefixstore.store.pieces import Hold, PayloadLayout, split_payload
+from diskprefix.prefixstore.store.save import Save
+from diskprefix.prefixstore.store.schema import EntryRecord, NodeKind
+from diskprefix.prefixstore.store.store import Publication
 from diskprefix.tokens import PromptDigest, TokenPath, as_token_ids
 
 log = logging.getLogger("diskprefix")

@@ -35,7 +35,7 @@ from diskprefix.daemon.api.parsed_request import ParsedRequest, TextFormat, Tool
 from diskprefix.daemon.api.unread import OrUnread, Unread
 from diskprefix.daemon.chat.messages import Conversation, JsonObject
 from diskprefix.errors import InvalidRequest
-from diskprefix.store.notes import TenantNotes
+from diskprefix.prefixstore.store.notes import TenantNotes
 from diskprefix.values import MAX_STOPS
 
 System: TypeAlias = Annotated[

@@ -17,7 +17,7 @@ from diskprefix.daemon.api.parsed_request import ParsedRequest
 from diskprefix.daemon.api.reply import ReplyEvent, WholeReply
 from diskprefix.daemon.chat.messages import JsonObject
 from diskprefix.errors import DiskPrefixError
-from diskprefix.store.notes import TenantNotes
+from diskprefix.prefixstore.store.notes import TenantNotes
 from diskprefix.tokens import TokenIds
 
 Json: TypeAlias = dict[str, Any]

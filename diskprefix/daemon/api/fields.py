@@ -27,13 +27,13 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.daemon.api.body_errors import REFUSED
 from diskprefix.daemon.api.parsed_request import TextFormat
 from diskprefix.daemon.api.unread import OrUnread, Unread, or_unread, read_or_none
 from diskprefix.daemon.chat.messages import CacheMark, JsonObject
 from diskprefix.daemon.engine.request import SamplingParams
 from diskprefix.errors import GOT, InvalidRequest, SettingsError
+from diskprefix.prefixstore.cache.policy.scope import parse_scope
 from diskprefix.printable import shown
 from diskprefix.tenant_ids import group_of
 from diskprefix.units import parse_duration

@@ -31,7 +31,7 @@ from diskprefix.daemon.chat.fill_in import FillIn
 from diskprefix.daemon.chat.output.format import ContentDelta
 from diskprefix.daemon.engine.request import DoneEvent, ProgressEvent, SamplingParams, TokenLogprob
 from diskprefix.errors import DiskPrefixError, InvalidRequest
-from diskprefix.store.notes import TenantNotes
+from diskprefix.prefixstore.store.notes import TenantNotes
 from diskprefix.values import MAX_STOPS
 
 Stop: TypeAlias = Annotated[

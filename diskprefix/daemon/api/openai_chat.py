@@ -25,7 +25,7 @@ from diskprefix.daemon.chat.messages import Conversation, Ending, JsonObject
 from diskprefix.daemon.chat.output.format import ContentDelta, ReasoningDelta
 from diskprefix.daemon.engine.request import TokenLogprob
 from diskprefix.errors import InvalidRequest
-from diskprefix.store.notes import TenantNotes
+from diskprefix.prefixstore.store.notes import TenantNotes
 
 
 class ChatRequest(OpenAIBody, json_schema_extra={"example": {"messages": [{"role": "user", "content": "Hello!"}]}}):

@@ -13,9 +13,9 @@ from diskprefix.daemon.api.dialect import Json, json_text
 from diskprefix.daemon.api.responses_items import Item, ReferenceItem, SpokenItem, item_id, response_of
 from diskprefix.daemon.api.unread import Unread
 from diskprefix.errors import InvalidRequest, ResponseNotFound, StoreUnavailable
+from diskprefix.prefixstore.store.note_record import NoteKind
+from diskprefix.prefixstore.store.notes import TenantNotes
 from diskprefix.printable import shown
-from diskprefix.store.note_record import NoteKind
-from diskprefix.store.notes import TenantNotes
 from diskprefix.tokens import TokenIds
 from diskprefix.units import format_size
 

@@ -47,7 +47,7 @@ from diskprefix.daemon.api.responses_writer import OutputItems, ResponseWriter
 from diskprefix.daemon.api.unread import Unread
 from diskprefix.daemon.chat.messages import Conversation, JsonObject, Message, TextPart
 from diskprefix.errors import InvalidRequest
-from diskprefix.store.notes import TenantNotes
+from diskprefix.prefixstore.store.notes import TenantNotes
 from diskprefix.units import format_size
 
 _REQUIRED_OF_FUNCTIONS: JsonObject = {"description": None, "parameters": None, "strict": None}

@@ -9,7 +9,7 @@ import click
 from click.shell_completion import BashComplete, FishComplete, ZshComplete
 
 from diskprefix.native import build
-from diskprefix.store.schema import FORMAT_VERSION
+from diskprefix.prefixstore.store.schema import FORMAT_VERSION
 from diskprefix.version import __version__
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "lmdb")

@@ -10,13 +10,13 @@ from typing import Any, TypeVar, cast
 import click
 from click.core import ParameterSource
 
-from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.daemon.chat.canonicalisers import Canonicalisers
 from diskprefix.daemon.cli.policy_file import find_policy, read_policy
 from diskprefix.daemon.settings import SETTINGS, Settings, expanded, flag_of
 from diskprefix.errors import SettingsError
 from diskprefix.native.library import require_kernels
 from diskprefix.nearest import meant, nearest
+from diskprefix.prefixstore.cache.policy.scope import parse_scope
 from diskprefix.runtime.fetch.proposals import meant_name
 from diskprefix.units import parse_duration, parse_size, whole_size
 

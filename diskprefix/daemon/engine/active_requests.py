@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.daemon.engine.device import raise_if_lost
 from diskprefix.daemon.engine.gauges import Activity
 from diskprefix.daemon.engine.inbox import Inbox, Ticket, error_event
@@ -27,8 +26,9 @@ from diskprefix.daemon.engine.served_model import ServedModel
 from diskprefix.daemon.engine.speculation.guesser import Guesser
 from diskprefix.daemon.engine.thought_limit import ThoughtLimit
 from diskprefix.errors import DeviceLost
-from diskprefix.kv.page_cache import MemoryWait, PrefixWait, memory_held
-from diskprefix.kv.sequence import KVSequence
+from diskprefix.prefixstore.cache.cached_request import CachedRequest
+from diskprefix.prefixstore.kv.page_cache import MemoryWait, PrefixWait, memory_held
+from diskprefix.prefixstore.kv.sequence import KVSequence
 from diskprefix.runtime.contract import State
 from diskprefix.values import CacheReport
 

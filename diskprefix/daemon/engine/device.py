@@ -6,7 +6,7 @@ import logging
 import re
 
 from diskprefix.errors import DeviceLost, DiskPrefixError
-from diskprefix.kv.layout import is_out_of_memory
+from diskprefix.prefixstore.kv.layout import is_out_of_memory
 from diskprefix.printable import first_line
 
 log = logging.getLogger("diskprefix")

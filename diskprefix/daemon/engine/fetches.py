@@ -19,11 +19,11 @@ from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
-from diskprefix.cache.cache import PrefixCache
 from diskprefix.daemon.engine.pools import StepKind
-from diskprefix.kv.page_cache import PageCache
-from diskprefix.store import reads
-from diskprefix.store.reads import Patience
+from diskprefix.prefixstore.cache.cache import PrefixCache
+from diskprefix.prefixstore.kv.page_cache import PageCache
+from diskprefix.prefixstore.store import reads
+from diskprefix.prefixstore.store.reads import Patience
 
 log = logging.getLogger("diskprefix")
 

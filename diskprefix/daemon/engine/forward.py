@@ -11,7 +11,7 @@ from diskprefix.daemon.engine.device import raise_if_lost
 from diskprefix.daemon.engine.pictures.prompt_pictures import PromptPictures
 from diskprefix.daemon.engine.running_request import Reply
 from diskprefix.daemon.engine.scheduler import Chunk
-from diskprefix.kv.sequence import KVSequence
+from diskprefix.prefixstore.kv.sequence import KVSequence
 from diskprefix.printable import first_line
 from diskprefix.runtime.contract import Hidden, Rows, Runtime
 from diskprefix.tokens import Logits, TokenIds, floor_to_grid

@@ -20,8 +20,8 @@ from diskprefix.errors import DeviceLost, DiskPrefixError, NotReady, QueueFull
 from diskprefix.printable import first_line
 
 if TYPE_CHECKING:
-    from diskprefix.cache.namespaces import Beginning
-    from diskprefix.kv.page_cache import MemoryWait, PrefixWait
+    from diskprefix.prefixstore.cache.namespaces import Beginning
+    from diskprefix.prefixstore.kv.page_cache import MemoryWait, PrefixWait
 
 log = logging.getLogger("diskprefix")
 

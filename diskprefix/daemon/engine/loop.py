@@ -7,7 +7,6 @@ import math
 from collections import deque
 from functools import partial
 
-from diskprefix.cache.matching import RestoreResult
 from diskprefix.daemon.engine.active_requests import ActiveRequests
 from diskprefix.daemon.engine.fetches import Fetches, ReadJob
 from diskprefix.daemon.engine.forward import StateLost, forward
@@ -21,8 +20,9 @@ from diskprefix.daemon.engine.running_request import Reply, ReplyState
 from diskprefix.daemon.engine.scheduler import MAX_ROWS, NO_LIMIT, Chunk, Scheduler
 from diskprefix.daemon.engine.served_model import ServedModel
 from diskprefix.daemon.engine.stay import Stay
-from diskprefix.kv.page_cache import MemoryWait
-from diskprefix.kv.sequence import KVSequence
+from diskprefix.prefixstore.cache.matching import RestoreResult
+from diskprefix.prefixstore.kv.page_cache import MemoryWait
+from diskprefix.prefixstore.kv.sequence import KVSequence
 from diskprefix.runtime.memory import trim_heap
 from diskprefix.tokens import Logits, TokenIds, floor_to_grid
 

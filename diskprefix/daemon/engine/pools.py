@@ -5,8 +5,8 @@ from __future__ import annotations
 from concurrent.futures import Executor
 from typing import Literal, TypeAlias
 
-from diskprefix.cache.restore import Step
-from diskprefix.cache.tiers.loading import MAX_LOADS
+from diskprefix.prefixstore.cache.restore import Step
+from diskprefix.prefixstore.cache.tiers.loading import MAX_LOADS
 from diskprefix.thread_pool import ThreadPool
 
 StepKind: TypeAlias = Step | Literal["draft", "picture"]

@@ -11,7 +11,7 @@ from msgspec import Struct, field
 
 from diskprefix.daemon.engine.thought_limit import ThoughtBudget
 from diskprefix.errors import DiskPrefixError
-from diskprefix.store.reads import Patience
+from diskprefix.prefixstore.store.reads import Patience
 from diskprefix.values import NO_ASKER, Asker, CacheOptions, CacheOutcome, CacheReport, Prompt, StateSource, outcome_of
 
 if TYPE_CHECKING:

@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct, field
 
-from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.daemon.engine.detokenize import TextStream
 from diskprefix.daemon.engine.gauges import Activity, ActivityState, EngineFigures
 from diskprefix.daemon.engine.inbox import Ticket
@@ -40,8 +39,9 @@ from diskprefix.daemon.engine.speculation.guesser import Guesser
 from diskprefix.daemon.engine.stay import Stay
 from diskprefix.daemon.engine.thought_limit import ThoughtLimit
 from diskprefix.errors import NonFiniteLogits
-from diskprefix.kv.page_cache import MemoryWait, PageCache, PrefixWait
-from diskprefix.kv.sequence import KVSequence
+from diskprefix.prefixstore.cache.cached_request import CachedRequest
+from diskprefix.prefixstore.kv.page_cache import MemoryWait, PageCache, PrefixWait
+from diskprefix.prefixstore.kv.sequence import KVSequence
 from diskprefix.runtime.contract import Hidden, State
 from diskprefix.tokens import Logits, TokenIds, as_token_ids
 from diskprefix.values import CacheReport

@@ -15,9 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from diskprefix.cache.cache import PrefixCache
-from diskprefix.cache.cached_request import save_idle
-from diskprefix.cache.encoded_pictures import EncodedPictures
 from diskprefix.daemon.engine.constraints.constrained_reply import ConstraintCompiler
 from diskprefix.daemon.engine.detokenize import TextStream, special_tokens
 from diskprefix.daemon.engine.gauges import EngineFigures
@@ -38,10 +35,13 @@ from diskprefix.daemon.engine.speculation.step_times import StepTimes
 from diskprefix.daemon.engine.stay import Stay
 from diskprefix.daemon.hooks import Recorder
 from diskprefix.errors import CacheError, ContextTooLong, InvalidRequest, ModelError, NotReady, SettingsError
-from diskprefix.kv.kept_blocks import KeptBlock
-from diskprefix.kv.layout import Layout, is_out_of_memory
-from diskprefix.kv.page_cache import PageCache
-from diskprefix.kv.sequence import KVSequence
+from diskprefix.prefixstore.cache.cache import PrefixCache
+from diskprefix.prefixstore.cache.cached_request import save_idle
+from diskprefix.prefixstore.cache.encoded_pictures import EncodedPictures
+from diskprefix.prefixstore.kv.kept_blocks import KeptBlock
+from diskprefix.prefixstore.kv.layout import Layout, is_out_of_memory
+from diskprefix.prefixstore.kv.page_cache import PageCache
+from diskprefix.prefixstore.kv.sequence import KVSequence
 from diskprefix.printable import first_line
 from diskprefix.runtime.contract import Rows, Runtime
 from diskprefix.runtime.fetch.recommended_sampling import recommended_stop

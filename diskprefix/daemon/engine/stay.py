@@ -9,12 +9,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from diskprefix.cache.cached_request import CachedRequest
-from diskprefix.cache.matching import RestoreResult
-from diskprefix.cache.restore import Restore
 from diskprefix.daemon.engine.fetches import ReadJob
-from diskprefix.kv.page_cache import PageCache
-from diskprefix.kv.sequence import KVSequence
+from diskprefix.prefixstore.cache.cached_request import CachedRequest
+from diskprefix.prefixstore.cache.matching import RestoreResult
+from diskprefix.prefixstore.cache.restore import Restore
+from diskprefix.prefixstore.kv.page_cache import PageCache
+from diskprefix.prefixstore.kv.sequence import KVSequence
 
 
 class Stay:

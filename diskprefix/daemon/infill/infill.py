@@ -24,7 +24,7 @@ from diskprefix.daemon.chat.output.format import ContentDelta
 from diskprefix.daemon.engine.request import DoneEvent
 from diskprefix.daemon.server.answer import answer
 from diskprefix.daemon.server.routes import STREAMED, Routes
-from diskprefix.store.notes import TenantNotes
+from diskprefix.prefixstore.store.notes import TenantNotes
 
 routes = Routes("completions")
 

@@ -64,7 +64,7 @@ from diskprefix.daemon.embedding.embeddings import EmbeddingsRequest
 from diskprefix.daemon.engine.request import DoneEvent
 from diskprefix.daemon.ollama.ollama_models import keep_alive_seconds, utc
 from diskprefix.errors import DiskPrefixError, InvalidRequest
-from diskprefix.store.notes import TenantNotes
+from diskprefix.prefixstore.store.notes import TenantNotes
 from diskprefix.tokens import TokenIds
 
 _MOST = fields.MAX_COUNT

@@ -39,8 +39,8 @@ from diskprefix.daemon.server.remembering import stored_turns
 from diskprefix.daemon.server.routes import STREAMED, Routes
 from diskprefix.daemon.server.share import session_of
 from diskprefix.daemon.server.streaming import EventStream, Write, json_reply, respond_or_keep_alive
-from diskprefix.store.notes import TenantNotes
-from diskprefix.store.reads import Patience
+from diskprefix.prefixstore.store.notes import TenantNotes
+from diskprefix.prefixstore.store.reads import Patience
 
 B = TypeVar("B", bound=RequestBody)
 M = TypeVar("M")

@@ -14,7 +14,7 @@ from diskprefix.daemon.server.kept_opening import KeptOpening
 from diskprefix.daemon.server.openings import job_of
 from diskprefix.daemon.server.prepare import Arrival, Rendered
 from diskprefix.errors import InvalidRequest
-from diskprefix.store.note_record import NoteKind
+from diskprefix.prefixstore.store.note_record import NoteKind
 from diskprefix.values import Prompt
 
 _LASTS_S = 7 * 86400.0

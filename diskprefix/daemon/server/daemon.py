@@ -15,7 +15,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.daemon import hooks
 from diskprefix.daemon.chat.canonicalisers import Canonicalisers
 from diskprefix.daemon.chat.renderer import PromptRenderer
@@ -34,6 +33,7 @@ from diskprefix.daemon.server.threads import Threads
 from diskprefix.daemon.settings import Settings
 from diskprefix.errors import DiskPrefixError, NotReady, SettingsError
 from diskprefix.memo import PREFILL_SPEEDS
+from diskprefix.prefixstore.cache.policy.scope import parse_scope
 from diskprefix.runtime.fetch.named_model import path_of
 from diskprefix.runtime.fetch.recommended_sampling import sampling_defaults, sampling_line
 from diskprefix.runtime.files.gguf.gguf_file import forget_headers

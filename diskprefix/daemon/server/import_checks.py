@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 
-from diskprefix.cache.context import PromptOrigin
-from diskprefix.cache.imported_prompt import Comparison, ImportedPrompt, compare, decode_imported
 from diskprefix.daemon.engine.idle.ahead_jobs import AheadJob
 from diskprefix.daemon.server.openings import tenants_of_model
 from diskprefix.errors import CacheError, StoreCorrupt
-from diskprefix.store.note_record import NoteKind
+from diskprefix.prefixstore.cache.context import PromptOrigin
+from diskprefix.prefixstore.cache.imported_prompt import Comparison, ImportedPrompt, compare, decode_imported
+from diskprefix.prefixstore.store.note_record import NoteKind
 from diskprefix.tokens import LEAST_TOKENS, PromptDigest
 from diskprefix.values import CacheOptions, Prompt, Scope, Tenant
 

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from diskprefix.cache.context import PromptOrigin
 from diskprefix.daemon.chat.conversation_opening import decode_opening
 from diskprefix.daemon.chat.messages import Conversation
 from diskprefix.daemon.engine.idle.ahead_jobs import AheadJob
 from diskprefix.daemon.server.kept_opening import KeptOpening
 from diskprefix.daemon.server.remembering import StoredTurns, known_parts, stored_turns, with_turns
 from diskprefix.errors import CacheError, InvalidScope
-from diskprefix.store.note_record import NoteKind
+from diskprefix.prefixstore.cache.context import PromptOrigin
+from diskprefix.prefixstore.store.note_record import NoteKind
 from diskprefix.tokens import PromptDigest
 from diskprefix.units import counted
 from diskprefix.values import CacheOptions, Prompt, Tenant

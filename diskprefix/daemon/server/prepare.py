@@ -21,8 +21,8 @@ from diskprefix.daemon.server.remembering import StoredTurns, known_parts
 from diskprefix.daemon.server.serving import Serving
 from diskprefix.daemon.server.threads import WorkKind
 from diskprefix.errors import ContextTooLong
-from diskprefix.store.notes import TenantNotes
-from diskprefix.store.reads import Patience
+from diskprefix.prefixstore.store.notes import TenantNotes
+from diskprefix.prefixstore.store.reads import Patience
 from diskprefix.values import CacheOptions
 
 M = TypeVar("M")

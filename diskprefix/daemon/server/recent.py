@@ -16,11 +16,11 @@ from typing import Any
 
 from msgspec import Struct
 
-from diskprefix.cache.other_settings import options_text
 from diskprefix.daemon.api.figures import broken_by, figures_reply
 from diskprefix.daemon.server.log_context import LogContext
+from diskprefix.prefixstore.cache.other_settings import options_text
+from diskprefix.prefixstore.store.statistics.lost_tokens import LostTokens, hour_of
 from diskprefix.printable import shown
-from diskprefix.store.statistics.lost_tokens import LostTokens, hour_of
 from diskprefix.values import CacheOutcome, CacheReport
 
 MAX_REPLIES = 300

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, TypeVar
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from diskprefix.cache.context import PromptOrigin
 from diskprefix.daemon.chat.conversation_opening import encode_opening
 from diskprefix.daemon.chat.known_parts import OwnedParts
 from diskprefix.daemon.chat.messages import Conversation, Message
@@ -19,14 +18,15 @@ from diskprefix.daemon.chat.tool_order import RECORD_ID, ToolOrder
 from diskprefix.daemon.engine.idle.ahead_jobs import AheadJob
 from diskprefix.daemon.server.kept_opening import KeptOpening
 from diskprefix.errors import DiskStalled
-from diskprefix.store.note_record import NoteKind
+from diskprefix.prefixstore.cache.context import PromptOrigin
+from diskprefix.prefixstore.store.note_record import NoteKind
 from diskprefix.tokens import PromptDigest, TokenIds, common_prefix_length
 from diskprefix.values import CacheOptions, Prompt
 
 if TYPE_CHECKING:
     from diskprefix.daemon.server.serving import Serving
-    from diskprefix.store.notes import TenantNotes
-    from diskprefix.store.reads import Patience
+    from diskprefix.prefixstore.store.notes import TenantNotes
+    from diskprefix.prefixstore.store.reads import Patience
 
 T = TypeVar("T")
 

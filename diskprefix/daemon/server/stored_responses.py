@@ -17,8 +17,8 @@ from diskprefix.daemon.server.daemon import Daemon
 from diskprefix.daemon.server.log_context import log_context
 from diskprefix.daemon.server.routes import Routes
 from diskprefix.errors import InvalidRequest
-from diskprefix.store.note_record import NoteKind
-from diskprefix.store.reads import Patience
+from diskprefix.prefixstore.store.note_record import NoteKind
+from diskprefix.prefixstore.store.reads import Patience
 
 if TYPE_CHECKING:
     from diskprefix.daemon.api.response_store import ResponseStore

@@ -16,8 +16,8 @@ from msgspec import Struct
 from diskprefix.desk.clients.launched_daemon import locked
 from diskprefix.desk.clients.recipe import Recipe, RecipeFile
 from diskprefix.errors import SettingsError
+from diskprefix.prefixstore.store.folder import sync
 from diskprefix.private_file import make_private_folder
-from diskprefix.store.folder import sync
 
 Report = Callable[[str], object]
 

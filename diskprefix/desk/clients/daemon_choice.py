@@ -16,7 +16,7 @@ from diskprefix.desk.shared.daemon_call import running_daemon
 from diskprefix.desk.shared.own_daemon import own_urls, usual_url
 from diskprefix.desk.shared.tooling import say
 from diskprefix.errors import NotReady, SettingsError
-from diskprefix.store.folder import DATA
+from diskprefix.prefixstore.store.folder import DATA
 from diskprefix.units import format_size, parse_size
 
 

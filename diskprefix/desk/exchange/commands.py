@@ -22,7 +22,7 @@ from diskprefix.desk.shared.tooling import (
     tenant_names,
 )
 from diskprefix.errors import SettingsError
-from diskprefix.extras.exchange.exchange import (
+from diskprefix.prefixstore.packs.exchange import (
     encoded_notes,
     export_pack,
     import_pack,
@@ -30,11 +30,11 @@ from diskprefix.extras.exchange.exchange import (
     require_known_model,
     require_room,
 )
-from diskprefix.extras.exchange.pack_file import PackReader, WrittenPack
-from diskprefix.extras.exchange.signatures import allowed_signers, sign_digest, signer_of
+from diskprefix.prefixstore.packs.pack_file import PackReader, WrittenPack
+from diskprefix.prefixstore.packs.signatures import allowed_signers, sign_digest, signer_of
+from diskprefix.prefixstore.store.store import Store
+from diskprefix.prefixstore.store.tree import EntryInfo, list_entries
 from diskprefix.printable import printable_only, shown
-from diskprefix.store.store import Store
-from diskprefix.store.tree import EntryInfo, list_entries
 from diskprefix.units import counted, format_size
 
 

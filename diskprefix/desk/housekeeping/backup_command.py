@@ -19,7 +19,7 @@ from diskprefix.desk.shared.tooling import (
     store_options,
 )
 from diskprefix.errors import StoreCorrupt
-from diskprefix.store.compact import (
+from diskprefix.prefixstore.store.compact import (
     Compacted,
     compact_folder,
     compacted_bytes,
@@ -27,8 +27,8 @@ from diskprefix.store.compact import (
     replace_store,
     require_unused,
 )
-from diskprefix.store.folder import DATA
-from diskprefix.store.verify import verify_index, verify_payloads
+from diskprefix.prefixstore.store.folder import DATA
+from diskprefix.prefixstore.store.verify import verify_index, verify_payloads
 from diskprefix.units import counted, format_size
 
 

@@ -27,18 +27,18 @@ from diskprefix.desk.shared.tooling import (
     tenant_names,
 )
 from diskprefix.errors import CacheError, SettingsError
-from diskprefix.store.compact import compact_folder, compacted_bytes, rewrite_folder
-from diskprefix.store.opening import DAMAGED
-from diskprefix.store.purge import Purged, PurgeFilter, PurgePlan, plan_purge
-from diskprefix.store.purge import purge as purge_store
-from diskprefix.store.snapshot import Snapshot
-from diskprefix.store.store import Store
-from diskprefix.store.tree import EntryInfo, list_entries
+from diskprefix.prefixstore.store.compact import compact_folder, compacted_bytes, rewrite_folder
+from diskprefix.prefixstore.store.opening import DAMAGED
+from diskprefix.prefixstore.store.purge import Purged, PurgeFilter, PurgePlan, plan_purge
+from diskprefix.prefixstore.store.purge import purge as purge_store
+from diskprefix.prefixstore.store.snapshot import Snapshot
+from diskprefix.prefixstore.store.store import Store
+from diskprefix.prefixstore.store.tree import EntryInfo, list_entries
 from diskprefix.tenant_ids import matches
 from diskprefix.units import counted, format_size, parse_duration
 
 if TYPE_CHECKING:
-    from diskprefix.cache.tiers.tier import Bucket
+    from diskprefix.prefixstore.cache.tiers.tier import Bucket
 
 _OWN_TOOLS = "remove them with the bucket's own tools"
 

@@ -21,9 +21,7 @@ from diskprefix.desk.shared.tooling import (
     store_options,
 )
 from diskprefix.native.library import operators
-from diskprefix.printable import printable_only
-from diskprefix.runtime.load.packed_weights import PackedFiles, PackedProblem
-from diskprefix.store.verify import (
+from diskprefix.prefixstore.store.verify import (
     IndexReport,
     PayloadReport,
     RemovedRecords,
@@ -32,6 +30,8 @@ from diskprefix.store.verify import (
     verify_index,
     verify_payloads,
 )
+from diskprefix.printable import printable_only
+from diskprefix.runtime.load.packed_weights import PackedFiles, PackedProblem
 from diskprefix.units import counted, format_size
 
 

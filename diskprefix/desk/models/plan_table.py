@@ -17,9 +17,9 @@ from msgspec.structs import asdict
 
 from diskprefix.daemon.settings import Settings
 from diskprefix.errors import ModelError
-from diskprefix.kv.numbers import dtype_of
 from diskprefix.native import address_of, calls
 from diskprefix.native.matrix import Matrix
+from diskprefix.prefixstore.kv.numbers import dtype_of
 from diskprefix.printable import first_line
 from diskprefix.runtime.load.loader import unread_weights
 from diskprefix.runtime.plan.operands import HeadMatrices, Weight

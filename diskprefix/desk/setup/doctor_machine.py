@@ -20,13 +20,13 @@ from diskprefix.desk.shared.own_daemon import own_urls
 from diskprefix.desk.shared.tooling import existing_folder
 from diskprefix.errors import CacheError, NotReady, SettingsError, StoreCorrupt, StoreFormatError
 from diskprefix.file_system import REMOTE, VOLATILE, file_system, lost_with_container
+from diskprefix.prefixstore.store.folder import DATA, check_folder, disk_full, require_on_disk
+from diskprefix.prefixstore.store.statistics.savings import total_savings
+from diskprefix.prefixstore.store.store import Store
 from diskprefix.printable import shown
 from diskprefix.private_file import distrusted_by_root
 from diskprefix.runtime.imports import INSTALL
 from diskprefix.runtime.load.packed_weights import PackedFiles
-from diskprefix.store.folder import DATA, check_folder, disk_full, require_on_disk
-from diskprefix.store.statistics.savings import total_savings
-from diskprefix.store.store import Store
 from diskprefix.units import format_size
 
 Level: TypeAlias = Literal["ok", "note", "problem", "skipped"]

@@ -16,11 +16,11 @@ import click
 from diskprefix.daemon.cli.options import Decorated, PathType, setting_option, variable_of
 from diskprefix.daemon.settings import DEFAULT_DIR, default_kv_cache_dir, expanded
 from diskprefix.errors import SettingsError, StoreCorrupt, StoreUnavailable
+from diskprefix.prefixstore.store.folder import DATA
+from diskprefix.prefixstore.store.store import Store
+from diskprefix.prefixstore.store.tree import EntryInfo
 from diskprefix.printable import printable_only
 from diskprefix.progress import progress_bar
-from diskprefix.store.folder import DATA
-from diskprefix.store.store import Store
-from diskprefix.store.tree import EntryInfo
 from diskprefix.tenant_ids import short_tenant
 from diskprefix.user_key import is_users
 

@@ -10,17 +10,17 @@ from typing import Any
 import click
 from msgspec.structs import replace
 
-from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.daemon.cli.options import build_settings, nonempty, option, policy_values, setting_option
 from diskprefix.daemon.settings import MAX_BUDGET, MIN_BUDGET, Settings, expanded
 from diskprefix.desk.shared.tooling import print_json, progress, status
 from diskprefix.desk.simulate.table import show
 from diskprefix.errors import SettingsError
-from diskprefix.extras.simulate.comparison import GEOMETRIES, REGIMES, Case, Regime, cases, compare, regime_of
-from diskprefix.extras.simulate.geometry import Geometry
-from diskprefix.extras.simulate.simulator import Policy
-from diskprefix.extras.simulate.trace import RecordedDaemon, Trace
-from diskprefix.extras.simulate.trace_formats import read_trace
+from diskprefix.prefixstore.cache.policy.scope import parse_scope
+from diskprefix.prefixstore.simulate.comparison import GEOMETRIES, REGIMES, Case, Regime, cases, compare, regime_of
+from diskprefix.prefixstore.simulate.geometry import Geometry
+from diskprefix.prefixstore.simulate.simulator import Policy
+from diskprefix.prefixstore.simulate.trace import RecordedDaemon, Trace
+from diskprefix.prefixstore.simulate.trace_formats import read_trace
 from diskprefix.printable import printable_only
 from diskprefix.units import parse_size
 from diskprefix.values import Scope

@@ -10,9 +10,9 @@ import click
 
 from diskprefix.daemon.settings import Settings
 from diskprefix.desk.shared.tooling import plain, print_table
-from diskprefix.extras.simulate.comparison import OPTIMUM, Row
-from diskprefix.extras.simulate.simulator import Totals
-from diskprefix.extras.simulate.trace import Trace
+from diskprefix.prefixstore.simulate.comparison import OPTIMUM, Row
+from diskprefix.prefixstore.simulate.simulator import Totals
+from diskprefix.prefixstore.simulate.trace import Trace
 from diskprefix.printable import printable_only
 from diskprefix.units import counted, format_duration, format_size
 

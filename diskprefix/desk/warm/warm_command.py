@@ -11,7 +11,6 @@ import click
 from msgspec import Struct
 from msgspec.structs import asdict
 
-from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.daemon.cli.options import api_key_option, option
 from diskprefix.desk.clients.daemon_choice import shared_daemon
 from diskprefix.desk.clients.first_prompt import first_prompt
@@ -22,6 +21,7 @@ from diskprefix.desk.shared.own_daemon import daemon_url, url_option
 from diskprefix.desk.shared.tooling import print_json, say, status
 from diskprefix.desk.warm.warm_prompts import AgentItem, Json, WarmItem, read_items
 from diskprefix.errors import InvalidRequest, NotReady, SettingsError
+from diskprefix.prefixstore.cache.policy.scope import parse_scope
 from diskprefix.printable import printable_only, shown
 from diskprefix.units import counted
 

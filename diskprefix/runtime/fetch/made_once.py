@@ -13,10 +13,10 @@ from typing import IO
 
 from diskprefix.daemon.settings import cache_home
 from diskprefix.errors import ModelError
+from diskprefix.prefixstore.store.folder import sync
 from diskprefix.printable import first_line
 from diskprefix.private_file import distrusted_by_root, make_private_folder
 from diskprefix.progress import Report
-from diskprefix.store.folder import sync
 from diskprefix.units import format_size
 
 _LOCK, _PARTIAL = ".lock-", ".partial-"

@@ -20,11 +20,11 @@ import numpy as np
 from msgspec import Struct
 
 from diskprefix.errors import ModelError
-from diskprefix.kv.numbers import converted
 from diskprefix.native import ROWS
 from diskprefix.native.compute_threads import num_threads
 from diskprefix.native.library import Operators, operators
 from diskprefix.native.packing import pack, pack_file
+from diskprefix.prefixstore.kv.numbers import converted
 from diskprefix.runtime.files.gguf.gguf_header import FileTensor, cut_short
 from diskprefix.runtime.files.packed_file import Packable, PackedFile, PackedMatrix
 from diskprefix.runtime.memory import LargePages

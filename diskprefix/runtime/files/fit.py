@@ -17,8 +17,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from diskprefix.errors import ModelError, SettingsError
-from diskprefix.kv.sizes import longest_within, num_pages
 from diskprefix.native import COLUMNS, ROWS
+from diskprefix.prefixstore.kv.sizes import longest_within, num_pages
 from diskprefix.printable import first_line
 from diskprefix.runtime.files.checkpoint import (
     BLOCKS,
@@ -39,7 +39,7 @@ from diskprefix.runtime.plan.quants.quant_form import FILE_FORMS
 from diskprefix.units import format_size, whole_size
 
 if TYPE_CHECKING:
-    from diskprefix.kv.layout import Layout
+    from diskprefix.prefixstore.kv.layout import Layout
     from diskprefix.runtime.files.gguf.architecture import Architecture
     from diskprefix.runtime.files.gguf.gguf import GgufModel
     from diskprefix.runtime.plan.model_config import ModelConfig

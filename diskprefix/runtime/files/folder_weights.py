@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from diskprefix.errors import ModelError
-from diskprefix.kv.numbers import array_dtype, converted, dtype_of
+from diskprefix.prefixstore.kv.numbers import array_dtype, converted, dtype_of
 from diskprefix.runtime.files.checkpoint import StoredTensor
 from diskprefix.runtime.files.file_matrix import MatrixPacking
 from diskprefix.runtime.files.mxfp4 import Mxfp4Experts

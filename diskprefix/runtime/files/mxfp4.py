@@ -14,10 +14,10 @@ import numpy as np
 from msgspec import Struct
 
 from diskprefix.errors import ModelError
-from diskprefix.kv.numbers import converted, dtype_of
 from diskprefix.native import ROWS
 from diskprefix.native.library import Operators
 from diskprefix.native.packing import pack
+from diskprefix.prefixstore.kv.numbers import converted, dtype_of
 from diskprefix.runtime.files.checkpoint import BLOCKS, MXFP4, SCALES, StoredTensor
 from diskprefix.runtime.files.file_matrix import MatrixPacking
 from diskprefix.runtime.plan.part_options import ExpertsForm

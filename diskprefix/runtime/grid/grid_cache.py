@@ -8,9 +8,9 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
-from diskprefix.kv.numbers import Array, array_dtype
-from diskprefix.kv.sequence import KVSequence
-from diskprefix.kv.step import Run
+from diskprefix.prefixstore.kv.numbers import Array, array_dtype
+from diskprefix.prefixstore.kv.sequence import KVSequence
+from diskprefix.prefixstore.kv.step import Run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from diskprefix.kv.layout import Layout
-from diskprefix.kv.sequence import KVSequence
-from diskprefix.kv.step import Run
+from diskprefix.prefixstore.kv.layout import Layout
+from diskprefix.prefixstore.kv.sequence import KVSequence
+from diskprefix.prefixstore.kv.step import Run
 from diskprefix.runtime.contract import Rows, StepOutput, begin_step
 from diskprefix.runtime.grid.cache_argument import cache_argument
 from diskprefix.runtime.grid.grid_cache import GridCache, filled

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from diskprefix.kv.layout import Layout
-from diskprefix.kv.pages import PagePool
 from diskprefix.memo import Memo
+from diskprefix.prefixstore.kv.layout import Layout
+from diskprefix.prefixstore.kv.pages import PagePool
 from diskprefix.runtime.contract import Rows
 from diskprefix.runtime.grid.grid_runtime import GridRuntime
 from diskprefix.runtime.grid.state_layout import Unsupported, made_up_tokens, or_unsupported, read_layout

@@ -17,7 +17,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from diskprefix.kv.layout import (
+from diskprefix.prefixstore.kv.layout import (
     Group,
     LayerKind,
     LayerSpec,

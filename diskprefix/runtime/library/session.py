@@ -24,17 +24,18 @@ from msgspec.structs import replace
 from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import ModelOutput
 
-from diskprefix.cache.cache import PrefixCache
-from diskprefix.cache.cached_request import CachedRequest
-from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.cache.tiered_store import open_store
 from diskprefix.daemon.chat.boundaries import text_boundaries
 from diskprefix.daemon.engine.forward import prefill
 from diskprefix.daemon.settings import Settings, expanded
 from diskprefix.errors import CacheError, InvalidRequest, ModelError, StoreUnavailable
-from diskprefix.kv.layout import Layout
-from diskprefix.kv.pages import PagePool
-from diskprefix.kv.sequence import KVSequence
+from diskprefix.prefixstore.cache.cache import PrefixCache
+from diskprefix.prefixstore.cache.cached_request import CachedRequest
+from diskprefix.prefixstore.cache.policy.scope import parse_scope
+from diskprefix.prefixstore.cache.tiered_store import open_store
+from diskprefix.prefixstore.kv.layout import Layout
+from diskprefix.prefixstore.kv.pages import PagePool
+from diskprefix.prefixstore.kv.sequence import KVSequence
+from diskprefix.prefixstore.store.pieces import LAYOUT_VERSION
 from diskprefix.printable import printable_only
 from diskprefix.runtime.grid.cache_argument import CACHE_ARGUMENTS, cache_argument, cache_in
 from diskprefix.runtime.grid.grid_cache import filled
@@ -45,7 +46,6 @@ from diskprefix.runtime.library.library_cache import StateSpaceCache
 from diskprefix.runtime.library.library_model import Ids, in_main_memory, memory_digest, stamp, unpacked, with_prefill
 from diskprefix.runtime.load.fingerprint import fingerprint_of_modules
 from diskprefix.runtime.memory import kv_bytes
-from diskprefix.store.pieces import LAYOUT_VERSION
 from diskprefix.tokens import Logits, TokenIds, floor_to_grid
 from diskprefix.units import parse_size
 from diskprefix.values import CacheOptions, CacheReport, Prompt

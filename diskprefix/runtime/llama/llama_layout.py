@@ -11,8 +11,8 @@ from typing import TypeVar
 
 from msgspec import Struct
 
-from diskprefix.kv.layout import Group, LayerSpec, Layout, StateGroup, StateSpec, TensorSpec
-from diskprefix.kv.sizes import Q8_BLOCK, Q8_BLOCK_BYTES
+from diskprefix.prefixstore.kv.layout import Group, LayerSpec, Layout, StateGroup, StateSpec, TensorSpec
+from diskprefix.prefixstore.kv.sizes import Q8_BLOCK, Q8_BLOCK_BYTES
 from diskprefix.runtime.llama.state_form import Section, StateForm, TensorForm, UnknownForm
 
 S = TypeVar("S", TensorSpec, StateSpec)

@@ -24,9 +24,9 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from diskprefix.errors import DiskPrefixError, ModelError
-from diskprefix.kv.layout import Layout
-from diskprefix.kv.pages import PagePool
 from diskprefix.memo import Memo
+from diskprefix.prefixstore.kv.layout import Layout
+from diskprefix.prefixstore.kv.pages import PagePool
 from diskprefix.progress import Report
 from diskprefix.runtime.contract import Rows
 from diskprefix.runtime.llama.llama_context import CPU, Failed, LlamaContext, LlamaModel, LlamaOptions

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from msgspec import Struct
 
-from diskprefix.kv.layout import Layout
-from diskprefix.kv.sequence import KVSequence
+from diskprefix.prefixstore.kv.layout import Layout
+from diskprefix.prefixstore.kv.sequence import KVSequence
 from diskprefix.runtime.contract import Rows, StepOutput, UncachedState, begin_step
 from diskprefix.runtime.llama.llama_context import Failed, LlamaContext, LlamaModel, NoMemory
 from diskprefix.runtime.llama.llama_layout import LlamaLayout

@@ -39,8 +39,8 @@ _CODE = (
     "runtime/*.py",
     "runtime/pictures/vision_encoder.py",
     "native/*.py",
-    "kv/page_table.py",
-    "kv/step.py",
+    "prefixstore/kv/page_table.py",
+    "prefixstore/kv/step.py",
 )
 """Our own Python modules that read weights or compute: they decide which operators are called with which operands."""
 _COMPUTE_NOTHING = {

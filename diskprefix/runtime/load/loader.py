@@ -21,8 +21,8 @@ from msgspec.structs import replace
 from diskprefix.daemon import hooks
 from diskprefix.daemon.settings import Settings
 from diskprefix.errors import DiskPrefixError, ModelError, SettingsError
-from diskprefix.kv.numbers import item_bytes
 from diskprefix.native.library import choose, operators
+from diskprefix.prefixstore.kv.numbers import item_bytes
 from diskprefix.printable import first_line
 from diskprefix.progress import Report
 from diskprefix.runtime.fetch.alternatives import require_fit
@@ -213,7 +213,7 @@ class _ModelSource(Struct, frozen=True, kw_only=True, eq=False, dict=True):
     def take(self, weights: Weights, page_tokens: int) -> PlanRuntime:
         """Makes a plan, and begins to read its weights. Raises `ModelError` if some are missing, or have other
         shapes."""
-        from diskprefix.kv.layout import is_out_of_memory
+        from diskprefix.prefixstore.kv.layout import is_out_of_memory
         from diskprefix.runtime.plan.planned import PlanRuntime, plan_layout
 
         try:

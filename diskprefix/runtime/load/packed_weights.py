@@ -23,6 +23,7 @@ from msgspec import Struct
 
 from diskprefix.daemon.settings import cache_home, expanded
 from diskprefix.errors import SettingsError
+from diskprefix.prefixstore.store.folder import sync
 from diskprefix.private_file import distrusted_by_root, make_private_folder
 from diskprefix.runtime.files.packed_file import (
     DamagedFile,
@@ -34,7 +35,6 @@ from diskprefix.runtime.files.packed_file import (
     sources_of,
     write_packed,
 )
-from diskprefix.store.folder import sync
 from diskprefix.units import counted, format_size
 
 if TYPE_CHECKING:

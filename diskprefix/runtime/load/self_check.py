@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from diskprefix.kv.layout import Layout
-from diskprefix.kv.pages import PagePool
-from diskprefix.kv.sequence import KVSequence, Prefix
 from diskprefix.memo import Memo
 from diskprefix.native.compute_threads import num_threads
 from diskprefix.native.library import described, operators
+from diskprefix.prefixstore.kv.layout import Layout
+from diskprefix.prefixstore.kv.pages import PagePool
+from diskprefix.prefixstore.kv.sequence import KVSequence, Prefix
 from diskprefix.printable import first_line
 from diskprefix.runtime.contract import Rows, Runtime
 from diskprefix.runtime.plan.families.decoder_options import without_plan

@@ -16,11 +16,11 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from diskprefix.kv.numbers import converted
-from diskprefix.kv.sizes import Q8_BLOCK, Q8_BLOCK_BYTES
 from diskprefix.native import ROWS, calls
 from diskprefix.native.library import Operators
 from diskprefix.native.packing import TYPES, pack
+from diskprefix.prefixstore.kv.numbers import converted
+from diskprefix.prefixstore.kv.sizes import Q8_BLOCK, Q8_BLOCK_BYTES
 from diskprefix.runtime.plan.config import (
     DecoderConfig,
     Inputs,

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from diskprefix.errors import InvalidRequest
 from diskprefix.fair_cache import FairCache
-from diskprefix.kv.layout import is_out_of_memory
 from diskprefix.memo import Memo
+from diskprefix.prefixstore.kv.layout import is_out_of_memory
 from diskprefix.printable import first_line
 from diskprefix.runtime.files.gguf.file_processor import lenient_class
 from diskprefix.runtime.files.gguf.gguf_file import file_stamp

@@ -19,11 +19,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from diskprefix.errors import InvalidRequest
-from diskprefix.kv.layout import is_out_of_memory
-from diskprefix.kv.numbers import array_dtype
-from diskprefix.kv.step import Run
 from diskprefix.native.attention_operator import attention_to_all
 from diskprefix.native.library import operators
+from diskprefix.prefixstore.kv.layout import is_out_of_memory
+from diskprefix.prefixstore.kv.numbers import array_dtype
+from diskprefix.prefixstore.kv.step import Run
 from diskprefix.printable import first_line
 from diskprefix.runtime.contract import PictureRows
 from diskprefix.runtime.plan.families.decoder_options import sees_pictures_whole

@@ -11,7 +11,7 @@ from functools import cache
 
 import numpy as np
 
-from diskprefix.kv.numbers import converted
+from diskprefix.prefixstore.kv.numbers import converted
 
 
 def _once(function: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndarray], np.ndarray]:

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 from msgspec import Struct
 
-from diskprefix.kv.sequence import KVSequence
-from diskprefix.kv.step import Run
 from diskprefix.native.compute_threads import num_threads
+from diskprefix.prefixstore.kv.sequence import KVSequence
+from diskprefix.prefixstore.kv.step import Run
 from diskprefix.runtime.plan.config import DecoderConfig
 from diskprefix.runtime.plan.families.draft_decoder import draft
 from diskprefix.runtime.plan.operands import PlannedRun

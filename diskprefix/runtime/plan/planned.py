@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from diskprefix.kv.layout import Layout
-from diskprefix.kv.numbers import array_dtype, converted, item_bytes
-from diskprefix.kv.sequence import KVSequence
-from diskprefix.kv.sizes import Q8_BLOCK
-from diskprefix.kv.step import Run
 from diskprefix.native import address_of, calls
 from diskprefix.native.compute_threads import num_threads
 from diskprefix.native.library import operators
+from diskprefix.prefixstore.kv.layout import Layout
+from diskprefix.prefixstore.kv.numbers import array_dtype, converted, item_bytes
+from diskprefix.prefixstore.kv.sequence import KVSequence
+from diskprefix.prefixstore.kv.sizes import Q8_BLOCK
+from diskprefix.prefixstore.kv.step import Run
 from diskprefix.runtime.contract import PictureRows, Rows, StepOutput, UncachedState, begin_step
 from diskprefix.runtime.plan.config import DecoderConfig
 from diskprefix.runtime.plan.draft_layer import with_one_more

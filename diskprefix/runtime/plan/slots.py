@@ -8,9 +8,9 @@ from itertools import count, takewhile
 
 import numpy as np
 
-from diskprefix.kv.numbers import converted, dtype_of
 from diskprefix.native import address_of, calls
 from diskprefix.native.matrix import Matrix, fills_blocks
+from diskprefix.prefixstore.kv.numbers import converted, dtype_of
 from diskprefix.runtime.plan.families.slot_names import SlotNames
 from diskprefix.runtime.plan.operands import (
     AnyMatrix,

@@ -24,8 +24,8 @@ from diskprefix.errors import SettingsError  # isort: skip
 from diskprefix.bridges.lmcache import _lmcache_compat as compat, l2_adapter  # isort: skip
 from diskprefix.bridges.lmcache.l2_adapter import DiskPrefixL2Adapter  # isort: skip
 from diskprefix.bridges.shared.shared_store import SharedStore  # isort: skip
-from diskprefix.store.store import Store  # isort: skip
-from diskprefix.store.verify import verify_index  # isort: skip
+from diskprefix.prefixstore.store.store import Store  # isort: skip
+from diskprefix.prefixstore.store.verify import verify_index  # isort: skip
 from tests.desk.suspended import suspended_writer  # isort: skip
 
 SHAPES = {0: (2, 24, 16, 128), 1: (3, 1000)}

@@ -19,11 +19,11 @@ from tests.bridges.sglang.standin import IS_REAL, Config, Pool, storage
 from diskprefix.errors import SettingsError  # isort: skip
 from diskprefix.bridges.sglang import _sglang_compat as compat  # isort: skip
 from diskprefix.bridges.sglang.hicache_backend import DiskPrefixHiCache  # isort: skip
-from diskprefix.store.store import Store  # isort: skip
-from diskprefix.store.verify import verify_index  # isort: skip
-from tests.extras.exchange.exported import entry_of  # isort: skip
+from diskprefix.prefixstore.store.store import Store  # isort: skip
+from diskprefix.prefixstore.store.verify import verify_index  # isort: skip
+from tests.prefixstore.packs.exported import entry_of  # isort: skip
 from tests.desk.suspended import suspended_writer  # isort: skip
-from tests.store.building import BLOCK, is_whole, prompt  # isort: skip
+from tests.prefixstore.store.building import BLOCK, is_whole, prompt  # isort: skip
 
 FACTORY = {"backend_name": "diskprefix", "module_path": "x", "class_name": "y", "interface_v1": 1}
 SWA, MAMBA, INDEXER = storage.PoolName.SWA, storage.PoolName.MAMBA, storage.PoolName.INDEXER

@@ -22,10 +22,10 @@ from diskprefix.bridges.shared.plans import RankIdentity
 from diskprefix.bridges.shared.processors import unbind
 from diskprefix.bridges.shared.shared_store import SharedStore, open_shared
 from diskprefix.bridges.shared.staging import Staging
-from diskprefix.store.codec.planes import Bytes
-from diskprefix.store.pieces import LAYOUT_VERSION
-from diskprefix.store.store import Store
-from diskprefix.store.verify import verify_index
+from diskprefix.prefixstore.store.codec.planes import Bytes
+from diskprefix.prefixstore.store.pieces import LAYOUT_VERSION
+from diskprefix.prefixstore.store.store import Store
+from diskprefix.prefixstore.store.verify import verify_index
 
 CHUNK_BYTES = 160 * 4096
 """More than a piece."""

@@ -16,12 +16,12 @@ from diskprefix.bridges.shared.connector_settings import connector_settings
 from diskprefix.bridges.shared.timed_opening import open_in_time
 from diskprefix.daemon.settings import Settings
 from diskprefix.errors import SettingsError
-from diskprefix.store import processes
-from diskprefix.store.store import Store
+from diskprefix.prefixstore.store import processes
+from diskprefix.prefixstore.store.store import Store
 from tests.bridges.vllm.engine import BLOCK, Engine, Request, prompt
 from tests.waiting import wait_for
 
-other_process = pytest.importorskip("tests.store.other_process")
+other_process = pytest.importorskip("tests.prefixstore.store.other_process")
 
 PROMPT = prompt(1, 3 * BLOCK + 5)
 

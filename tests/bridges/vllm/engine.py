@@ -16,7 +16,7 @@ from diskprefix.bridges.shared.shared_store import open_shared
 from diskprefix.bridges.vllm.engine_pages import EngineGroup, Pages
 from diskprefix.bridges.vllm.scheduler_side import SchedulerSide
 from diskprefix.bridges.vllm.worker import WorkerSide
-from diskprefix.store.pieces import LAYOUT_VERSION, LayoutText
+from diskprefix.prefixstore.store.pieces import LAYOUT_VERSION, LayoutText
 
 PAGE, BLOCK, HEADS, DIM, NUM_BLOCKS = 8, 16, 2, 6, 24
 FULL = EngineGroup(("model.layers.0.attn", "model.layers.2.attn"), PAGE)

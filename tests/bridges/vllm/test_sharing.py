@@ -14,9 +14,9 @@ import pytest
 
 from diskprefix.bridges.shared.connector_settings import connector_settings
 from diskprefix.errors import SettingsError
-from diskprefix.store.writer import Writer
+from diskprefix.prefixstore.store.writer import Writer
 from tests.bridges.vllm.engine import BLOCK, FULL, SLIDING, Engine, Request, prompt
-from tests.store.other_process import beside
+from tests.prefixstore.store.other_process import beside
 
 objects: Any = pytest.importorskip("tests.object_server")
 
@@ -33,7 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 @pytest.fixture
 def make(tmp_path: Path, server: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Makes machines with an engine each. Two blocks are a bundle in the bucket. Closes what is still open."""
-    monkeypatch.setattr("diskprefix.extras.remote.bundle._TARGET_BYTES", 1500)
+    monkeypatch.setattr("diskprefix.prefixstore.remote.bundle._TARGET_BYTES", 1500)
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
     key = tmp_path / "key"

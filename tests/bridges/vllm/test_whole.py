@@ -11,9 +11,9 @@ import pytest
 from diskprefix.bridges.shared import connector_settings
 from diskprefix.bridges.shared.plans import NO_PAGE
 from diskprefix.errors import StoreUnavailable
-from diskprefix.extras.simulate.trace_formats import read_trace
-from diskprefix.store.schema import piece_key
-from diskprefix.store.verify import verify_index
+from diskprefix.prefixstore.simulate.trace_formats import read_trace
+from diskprefix.prefixstore.store.schema import piece_key
+from diskprefix.prefixstore.store.verify import verify_index
 from tests.bridges.vllm.engine import BLOCK, FULL, PAGE, SLIDING, Engine, Request, prompt
 from tests.devices import DEVICES
 

@@ -12,7 +12,7 @@ from diskprefix.daemon.api.openai import CompletionRequest
 from diskprefix.daemon.api.openai_chat import ChatRequest
 from diskprefix.daemon.chat.messages import CacheMark, ImagePart
 from diskprefix.daemon.server.body import parse_json
-from diskprefix.store.eviction import recorded_ttl
+from diskprefix.prefixstore.store.eviction import recorded_ttl
 from diskprefix.values import SHARED, CacheOptions, Scope, Tenant
 
 USER = {"role": "user", "content": "hello"}

@@ -25,8 +25,8 @@ from diskprefix.daemon.infill.infill import Infill
 from diskprefix.daemon.ollama.ollama_dialect import Ollama, OllamaChatRequest, OllamaGenerateRequest
 from diskprefix.daemon.server.body import parse_json
 from diskprefix.errors import InvalidRequest
-from diskprefix.store.note_record import NoteKind
-from diskprefix.store.notes import TenantNotes
+from diskprefix.prefixstore.store.note_record import NoteKind
+from diskprefix.prefixstore.store.notes import TenantNotes
 from diskprefix.values import SHARED, Scope
 
 GONE = object()

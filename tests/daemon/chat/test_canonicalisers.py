@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from diskprefix.cache.policy.breaks import find_break
 from diskprefix.daemon.api.anthropic import CountTokensRequest
 from diskprefix.daemon.chat.canonicalisers import CANONICALISERS, Canonicalisers, helpful_canonicalisers, shape_of
 from diskprefix.daemon.chat.messages import CacheMark, Conversation, TextPart
 from diskprefix.daemon.chat.renderer import PromptRenderer
 from diskprefix.errors import SettingsError
-from diskprefix.extras.simulate.geometry import TOKEN
-from diskprefix.extras.simulate.simulator import Policy, Simulator
-from diskprefix.extras.simulate.trace import TraceRequest
+from diskprefix.prefixstore.cache.policy.breaks import find_break
+from diskprefix.prefixstore.simulate.geometry import TOKEN
+from diskprefix.prefixstore.simulate.simulator import Policy, Simulator
+from diskprefix.prefixstore.simulate.trace import TraceRequest
 from diskprefix.tokens import common_prefix_length
 from diskprefix.values import Change, Prompt, Rewriting, Scope
 from tests.agent_bodies import TOOLS, asked, billing_header, said, shuffled, words

@@ -11,9 +11,6 @@ from typing import Any
 
 import pytest
 
-from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.cache.policy.seen import Earlier, SeenPrompt, Sighting
-from diskprefix.cache.policy.select import Rules, select
 from diskprefix.daemon.api.openai_chat import ChatRequest
 from diskprefix.daemon.chat.messages import Conversation
 from diskprefix.daemon.chat.renderer import PromptRenderer
@@ -21,6 +18,9 @@ from diskprefix.daemon.compression.compression import fit
 from diskprefix.daemon.json_values import MAX_PARTS
 from diskprefix.daemon.server.body import parse_json
 from diskprefix.errors import ContextTooLong, InvalidRequest
+from diskprefix.prefixstore.cache.policy.scope import parse_scope
+from diskprefix.prefixstore.cache.policy.seen import Earlier, SeenPrompt, Sighting
+from diskprefix.prefixstore.cache.policy.select import Rules, select
 from diskprefix.runtime.files.chat_template import render_template
 from diskprefix.tokens import common_prefix_length
 from diskprefix.values import Prompt

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from diskprefix.cache.policy.seen import Sighting
-from diskprefix.cache.policy.select import Rules, select
 from diskprefix.daemon.chat.messages import CacheMark, Conversation, Message, NewTool, TextPart, ToolCall
 from diskprefix.daemon.chat.renderer import PromptRenderer
 from diskprefix.daemon.compression.compression import PLACEHOLDER, fit, shortened
+from diskprefix.prefixstore.cache.policy.seen import Sighting
+from diskprefix.prefixstore.cache.policy.select import Rules, select
 from diskprefix.values import LeftOut, Prompt, Scope
 from tests.agent_bodies import words
 from tests.daemon.chat.rendering import rendered, tokenizer_with

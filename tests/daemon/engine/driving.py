@@ -15,7 +15,6 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.daemon.app import load_engine
 from diskprefix.daemon.engine.device import raise_if_lost
 from diskprefix.daemon.engine.inbox import Inbox, Serve, error_event
@@ -33,8 +32,9 @@ from diskprefix.daemon.engine.request import (
 from diskprefix.daemon.engine.running_request import Reply
 from diskprefix.daemon.engine.speculation.drafting import Proposer
 from diskprefix.daemon.settings import Settings
-from diskprefix.extras.simulate.recorded_request import RecordedRequest
-from diskprefix.kv.page_cache import PageCache
+from diskprefix.prefixstore.cache.policy.scope import parse_scope
+from diskprefix.prefixstore.kv.page_cache import PageCache
+from diskprefix.prefixstore.recording.recorded_request import RecordedRequest
 from diskprefix.runtime.contract import StepOutput
 from diskprefix.runtime.grid.grid_runtime import GridRuntime
 from diskprefix.runtime.plan.planned import PlanRuntime

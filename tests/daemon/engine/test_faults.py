@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.daemon.engine.detokenize import TextStream
 from diskprefix.daemon.engine.device import is_device_lost
 from diskprefix.daemon.engine.inbox import Inbox
@@ -22,15 +21,16 @@ from diskprefix.daemon.engine.request import ErrorEvent
 from diskprefix.daemon.engine.sampler import Sampler
 from diskprefix.daemon.engine.served_model import ServedModel
 from diskprefix.errors import DeviceLost, InvalidRequest, ModelError, NonFiniteLogits, NotReady
-from diskprefix.kv.page_cache import PageCache
-from diskprefix.kv.sequence import KVSequence
+from diskprefix.prefixstore.cache.cached_request import CachedRequest
+from diskprefix.prefixstore.kv.page_cache import PageCache
+from diskprefix.prefixstore.kv.sequence import KVSequence
+from diskprefix.prefixstore.store import opening
+from diskprefix.prefixstore.store.compact import require_unused
+from diskprefix.prefixstore.store.environment import Environment
+from diskprefix.prefixstore.store.folder import DATA, LOCK
+from diskprefix.prefixstore.store.opening import DAMAGED
 from diskprefix.runtime import choose_runtime as measured_model
 from diskprefix.runtime.load.loader import begin_load
-from diskprefix.store import opening
-from diskprefix.store.compact import require_unused
-from diskprefix.store.environment import Environment
-from diskprefix.store.folder import DATA, LOCK
-from diskprefix.store.opening import DAMAGED
 from tests.daemon.engine.driving import (
     Client,
     after_steps,
@@ -42,7 +42,7 @@ from tests.daemon.engine.driving import (
     tokens,
     wait_until_idle,
 )
-from tests.store.building import open_store
+from tests.prefixstore.store.building import open_store
 from tests.waiting import wait_for
 
 # The start.

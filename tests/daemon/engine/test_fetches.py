@@ -15,11 +15,6 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from diskprefix.cache import misses
-from diskprefix.cache.restore import Restore
-from diskprefix.cache.tiers.loading import MAX_LOADS, READER_THREADS
-from diskprefix.cache.tiers.local import DiskView
-from diskprefix.cache.tiers.tier import Prefetched
 from diskprefix.daemon.engine import fetches, served_model
 from diskprefix.daemon.engine.fetches import Fetches, ReadJob
 from diskprefix.daemon.engine.idle.ahead_jobs import AheadJob
@@ -27,11 +22,16 @@ from diskprefix.daemon.engine.loop import Engine
 from diskprefix.daemon.engine.request import DoneEvent, ErrorEvent
 from diskprefix.daemon.engine.running_request import Reply
 from diskprefix.errors import NotReady
-from diskprefix.kv.page_cache import PageCache
-from diskprefix.store import reads
-from diskprefix.store.environment import Environment
-from diskprefix.store.reads import Patience, Reads
-from diskprefix.store.snapshot import Snapshot
+from diskprefix.prefixstore.cache import misses
+from diskprefix.prefixstore.cache.restore import Restore
+from diskprefix.prefixstore.cache.tiers.loading import MAX_LOADS, READER_THREADS
+from diskprefix.prefixstore.cache.tiers.local import DiskView
+from diskprefix.prefixstore.cache.tiers.tier import Prefetched
+from diskprefix.prefixstore.kv.page_cache import PageCache
+from diskprefix.prefixstore.store import reads
+from diskprefix.prefixstore.store.environment import Environment
+from diskprefix.prefixstore.store.reads import Patience, Reads
+from diskprefix.prefixstore.store.snapshot import Snapshot
 from diskprefix.tokens import TokenIds, TokenPath
 from diskprefix.values import SHARED, Prompt, Tenant
 from tests.daemon.engine.driving import (

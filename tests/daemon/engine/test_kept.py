@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from diskprefix.cache.tiers.loading import Loader
-from diskprefix.cache.tiers.nodes import Node
-from diskprefix.cache.tiers.tier import Write
 from diskprefix.daemon.engine.inbox import Inbox
 from diskprefix.daemon.engine.loop import Engine
 from diskprefix.daemon.engine.request import DoneEvent, Event, FinishEvent, GenerateRequest, ProgressEvent, TextEvent
 from diskprefix.daemon.engine.sampler import Sampler
 from diskprefix.errors import InvalidRequest, StoreCorrupt, StoreUnavailable
-from diskprefix.store.codec.codec import Piece
-from diskprefix.store.schema import decode_node
-from diskprefix.store.verify import verify_index
+from diskprefix.prefixstore.cache.tiers.loading import Loader
+from diskprefix.prefixstore.cache.tiers.nodes import Node
+from diskprefix.prefixstore.cache.tiers.tier import Write
+from diskprefix.prefixstore.store.codec.codec import Piece
+from diskprefix.prefixstore.store.schema import decode_node
+from diskprefix.prefixstore.store.verify import verify_index
 from diskprefix.tokens import TokenIds
 from diskprefix.values import CacheReport
 from tests.daemon.engine.driving import (

@@ -15,8 +15,6 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.cache.tiers.loading import Loader
 from diskprefix.daemon.engine import running_request
 from diskprefix.daemon.engine.constraints.constrained_reply import ConstrainedReply
 from diskprefix.daemon.engine.inbox import Inbox
@@ -33,9 +31,11 @@ from diskprefix.daemon.engine.request import (
 from diskprefix.daemon.engine.speculation.choose_drafts import Speculation
 from diskprefix.daemon.engine.speculation.step_times import StepTimes
 from diskprefix.errors import CacheError
-from diskprefix.kv.sequence import KVSequence
+from diskprefix.prefixstore.cache.policy.scope import parse_scope
+from diskprefix.prefixstore.cache.tiers.loading import Loader
+from diskprefix.prefixstore.kv.sequence import KVSequence
+from diskprefix.prefixstore.store.purge import PurgeFilter, purge
 from diskprefix.runtime.contract import Rows
-from diskprefix.store.purge import PurgeFilter, purge
 from diskprefix.tokens import TokenIds
 from diskprefix.values import SHARED, CacheOptions, Prompt, Tenant
 from tests.daemon.engine.driving import (
@@ -53,7 +53,7 @@ from tests.daemon.engine.driving import (
     write_model,
 )
 from tests.examples import examples
-from tests.kv.hashed_state import ids_of
+from tests.prefixstore.kv.hashed_state import ids_of
 
 LONGEST = 700
 MAX_SEQUENCES = 3

@@ -15,19 +15,19 @@ import torch
 from llguidance import LLMatcher
 from msgspec.structs import replace
 
-from diskprefix.cache.restore import Restore
-from diskprefix.cache.tiers.tier import Prefetched, PrefetchRequest
 from diskprefix.daemon.engine.active_requests import ActiveRequests
 from diskprefix.daemon.engine.constraints.constraint_grammar import Forbidden, forbidden_by
 from diskprefix.daemon.engine.forward import forward
 from diskprefix.daemon.engine.loop import Engine
 from diskprefix.daemon.engine.request import DoneEvent, GenerateRequest, ReadEvent, Reading
 from diskprefix.errors import ContextTooLong
-from diskprefix.kv.page_cache import PageCache
-from diskprefix.kv.sequence import KVSequence
-from diskprefix.store.housekeeping import Housekeeping
-from diskprefix.store.purge import PurgeFilter, purge
-from diskprefix.store.schema import node_root
+from diskprefix.prefixstore.cache.restore import Restore
+from diskprefix.prefixstore.cache.tiers.tier import Prefetched, PrefetchRequest
+from diskprefix.prefixstore.kv.page_cache import PageCache
+from diskprefix.prefixstore.kv.sequence import KVSequence
+from diskprefix.prefixstore.store.housekeeping import Housekeeping
+from diskprefix.prefixstore.store.purge import PurgeFilter, purge
+from diskprefix.prefixstore.store.schema import node_root
 from diskprefix.tokens import TokenIds, TokenPath, as_token_ids, root_hash
 from diskprefix.values import SHARED, Tenant
 from tests.daemon.engine.driving import (
@@ -245,9 +245,9 @@ def test_a_purge_of_one_tenant_leaves_the_requests_memory_and_waiting_saves_of_o
 ) -> None:
     """Of the purged tenant nothing is left, in this process and in one that starts afterwards. The store had a record
     of neither when it was purged."""
-    monkeypatch.setattr("diskprefix.store.writer._MAX_HELD_S", 600.0)
-    monkeypatch.setattr("diskprefix.store.writer._PAUSE_S", 600.0)
-    monkeypatch.setattr("diskprefix.store.writer.Writer.resume_writing", lambda _self: None)
+    monkeypatch.setattr("diskprefix.prefixstore.store.writer._MAX_HELD_S", 600.0)
+    monkeypatch.setattr("diskprefix.prefixstore.store.writer._PAUSE_S", 600.0)
+    monkeypatch.setattr("diskprefix.prefixstore.store.writer.Writer.resume_writing", lambda _self: None)
     engine, (purged, other) = load(folder, tmp_path / "kv"), map(SHARED.with_salt, ("purged", "other"))
     cache, num_steps = engine.cache, 0
     cache.writer.pause_writing()

@@ -15,10 +15,10 @@ import torch
 from click.testing import CliRunner
 from msgspec import Struct
 
-from diskprefix.cache.other_settings import differing_options
 from diskprefix.daemon.cli import cli
 from diskprefix.daemon.cli.options import build_settings, policy_values
 from diskprefix.daemon.settings import SETTINGS, Settings, flag_of
+from diskprefix.prefixstore.cache.other_settings import differing_options
 from diskprefix.runtime.choose_runtime import MeasuredModel, load_measured
 from diskprefix.tokens import TokenIds
 from diskprefix.values import CacheReport, is_miss

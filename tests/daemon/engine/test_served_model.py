@@ -30,19 +30,19 @@ from diskprefix.errors import (
     SettingsError,
     StoreUnavailable,
 )
-from diskprefix.extras.simulate import trace_formats
-from diskprefix.extras.simulate.geometry import SLICEABLE
-from diskprefix.extras.simulate.simulator import Policy, simulate
-from diskprefix.extras.simulate.trace import RecordedDaemon, Trace
-from diskprefix.extras.simulate.trace_formats import read_trace
-from diskprefix.kv import pages
-from diskprefix.kv.numbers import converted, dtype_of
-from diskprefix.kv.pages import PagePool
+from diskprefix.prefixstore.kv import pages
+from diskprefix.prefixstore.kv.numbers import converted, dtype_of
+from diskprefix.prefixstore.kv.pages import PagePool
+from diskprefix.prefixstore.simulate import trace_formats
+from diskprefix.prefixstore.simulate.geometry import SLICEABLE
+from diskprefix.prefixstore.simulate.simulator import Policy, simulate
+from diskprefix.prefixstore.simulate.trace import RecordedDaemon, Trace
+from diskprefix.prefixstore.simulate.trace_formats import read_trace
+from diskprefix.prefixstore.store.lmdb_engine import open_lmdb
 from diskprefix.runtime import choose_runtime as measured_model
 from diskprefix.runtime.grid import state_layout
 from diskprefix.runtime.grid.rehearsal import rehearse
 from diskprefix.runtime.load import self_check
-from diskprefix.store.lmdb_engine import open_lmdb
 from diskprefix.tokens import Logits
 from diskprefix.values import Scope
 from tests.daemon.engine.driving import (

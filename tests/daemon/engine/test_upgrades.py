@@ -17,7 +17,6 @@ from unittest.mock import Mock
 import pytest
 from msgspec.structs import replace
 
-from diskprefix.cache.build_bits import BuildBits, build_digest
 from diskprefix.daemon.engine.idle import recheck
 from diskprefix.daemon.engine.idle.ahead_jobs import AheadModel
 from diskprefix.daemon.engine.idle.idle_work import IdleWork
@@ -26,16 +25,25 @@ from diskprefix.daemon.engine.loop import Engine
 from diskprefix.daemon.engine.request import DoneEvent
 from diskprefix.errors import StoreFull, StoreUnavailable
 from diskprefix.identity import identity_of_build, is_outdated
-from diskprefix.kv.page_cache import PageCache
-from diskprefix.kv.sequence import KVSequence
 from diskprefix.native import build
+from diskprefix.prefixstore.cache.build_bits import BuildBits, build_digest
+from diskprefix.prefixstore.kv.page_cache import PageCache
+from diskprefix.prefixstore.kv.sequence import KVSequence
+from diskprefix.prefixstore.store.changes import Changes
+from diskprefix.prefixstore.store.note_record import NoteKind, decode_note, encode_note
+from diskprefix.prefixstore.store.purge import PurgeFilter
+from diskprefix.prefixstore.store.schema import (
+    BUILD_BYTES,
+    ENCODED_PICTURES,
+    ModelRecord,
+    NodeKind,
+    encode_node,
+    joined,
+    model_key,
+)
+from diskprefix.prefixstore.store.store import Store
 from diskprefix.runtime import choose_runtime as measured_model
 from diskprefix.runtime.load import plan_fingerprint
-from diskprefix.store.changes import Changes
-from diskprefix.store.note_record import NoteKind, decode_note, encode_note
-from diskprefix.store.purge import PurgeFilter
-from diskprefix.store.schema import BUILD_BYTES, ENCODED_PICTURES, ModelRecord, NodeKind, encode_node, joined, model_key
-from diskprefix.store.store import Store
 from diskprefix.tokens import NO_PROMPT, TokenIds, root_hash
 from diskprefix.values import SHARED, CacheReport
 from tests.daemon.engine.driving import BusyClient, Client, done, load, request, run, running, tokens, write_model

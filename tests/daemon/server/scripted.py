@@ -20,7 +20,6 @@ import httpx
 import numpy as np
 from msgspec import Struct
 
-from diskprefix.cache.cost_model import CostModel
 from diskprefix.daemon.engine.constraints.constrained_reply import ConstraintCompiler
 from diskprefix.daemon.engine.gauges import EngineFigures
 from diskprefix.daemon.engine.idle.ahead_jobs import AheadJobs
@@ -42,12 +41,13 @@ from diskprefix.daemon.server.keys import OwnerToken
 from diskprefix.daemon.server.process.listener import listen
 from diskprefix.daemon.server.process.process import ListeningServer, uvicorn_config
 from diskprefix.daemon.settings import Settings
+from diskprefix.prefixstore.cache.cost_model import CostModel
+from diskprefix.prefixstore.store.epochs import Epoch
+from diskprefix.prefixstore.store.note_record import NoteKind
+from diskprefix.prefixstore.store.notes import TenantNotes
+from diskprefix.prefixstore.store.reads import Patience
 from diskprefix.runtime.files.fit import ModelNeeds, TokenState, fitted
 from diskprefix.runtime.files.read_tokenizer import read_tokenizer
-from diskprefix.store.epochs import Epoch
-from diskprefix.store.note_record import NoteKind
-from diskprefix.store.notes import TenantNotes
-from diskprefix.store.reads import Patience
 from diskprefix.tokens import TokenIds
 from diskprefix.values import CacheReport, Scope, Selection, Tenant
 from tests.daemon.engine.driving import Cancelled, serve_one_at_a_time

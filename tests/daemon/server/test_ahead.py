@@ -19,14 +19,14 @@ from diskprefix.daemon.engine.idle.ahead_jobs import AheadJob, AheadJobs, AheadM
 from diskprefix.daemon.engine.idle.cpu_waits import CpuWaits
 from diskprefix.daemon.engine.idle.idle_work import IdleWork
 from diskprefix.daemon.engine.scheduler import IDLE_ROWS
-from diskprefix.kv.sequence import KVSequence, Owner
+from diskprefix.prefixstore.kv.sequence import KVSequence, Owner
 from diskprefix.tokens import TokenIds
 from diskprefix.values import CacheOptions, Scope
 from tests.daemon.engine.driving import recorded_requests, write_model
 from tests.daemon.server.daemon_process import reply_to
 from tests.daemon.server.scripted import AppServer, real_app
+from tests.prefixstore.store.building import stored_texts
 from tests.runtime.plan import tiny
-from tests.store.building import stored_texts
 from tests.waiting import wait_for
 
 TEMPLATE = """\

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from diskprefix.store.note_record import NoteKind
-from diskprefix.store.schema import DATABASES
-from diskprefix.store.store import Store
+from diskprefix.prefixstore.store.note_record import NoteKind
+from diskprefix.prefixstore.store.schema import DATABASES
+from diskprefix.prefixstore.store.store import Store
 from tests.daemon.server.daemon_process import DaemonProcess, command, props, running_daemon, wait_until
 from tests.engines import ENGINE
 

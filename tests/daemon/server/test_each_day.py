@@ -21,14 +21,14 @@ from diskprefix.daemon.engine.idle import ahead_jobs
 from diskprefix.daemon.server import daemon, openings
 from diskprefix.daemon.settings import Settings
 from diskprefix.errors import SettingsError
-from diskprefix.store.note_record import NoteKind
+from diskprefix.prefixstore.store.note_record import NoteKind
 from tests.agent_bodies import words
 from tests.daemon.engine.driving import write_model
 from tests.daemon.server.chat_model import CHAT_TEMPLATE
 from tests.daemon.server.daemon_process import command, reply_to
 from tests.daemon.server.scripted import AppServer, real_app
+from tests.prefixstore.store.building import stored_texts
 from tests.runtime.plan import tiny
-from tests.store.building import stored_texts
 from tests.waiting import wait_for
 
 TEMPLATE = "<|im_start|>system\nToday: {{ strftime_now('%d %B %Y') }}<|im_end|>\n" + CHAT_TEMPLATE

@@ -19,8 +19,8 @@ from diskprefix.daemon.server import import_checks, openings
 from diskprefix.daemon.server.import_checks import ImportChecks
 from diskprefix.daemon.server.openings import compute_openings
 from diskprefix.daemon.server.threads import _NUM_THREADS, Threads
-from diskprefix.store import reads
-from diskprefix.store.environment import Environment
+from diskprefix.prefixstore.store import reads
+from diskprefix.prefixstore.store.environment import Environment
 from diskprefix.thread_pool import ThreadPool
 from tests.daemon.server.daemon_process import reply_to
 from tests.daemon.server.scripted import AppServer, real_app

@@ -16,17 +16,17 @@ from diskprefix.daemon.engine.idle import ahead_jobs
 from diskprefix.daemon.engine.idle.ahead_jobs import AheadJob
 from diskprefix.daemon.server import import_checks
 from diskprefix.errors import SettingsError
-from diskprefix.extras.exchange.exchange import encoded_notes, export_pack, put_notes
-from diskprefix.extras.exchange.pack_file import PackReader
-from diskprefix.store.note_record import NoteKind
-from diskprefix.store.store import Store
+from diskprefix.prefixstore.packs.exchange import encoded_notes, export_pack, put_notes
+from diskprefix.prefixstore.packs.pack_file import PackReader
+from diskprefix.prefixstore.store.note_record import NoteKind
+from diskprefix.prefixstore.store.store import Store
 from diskprefix.tokens import TokenIds
 from diskprefix.values import SHARED, CacheOptions, Prompt, Scope
 from tests.agent_bodies import words
 from tests.daemon.engine.driving import write_model
 from tests.daemon.server.daemon_process import reply_to
 from tests.daemon.server.scripted import AppServer, real_app
-from tests.extras.exchange.exported import import_file, sealed, split, with_payload
+from tests.prefixstore.packs.exported import import_file, sealed, split, with_payload
 from tests.waiting import wait_for
 
 SYSTEM = words(1, 150)

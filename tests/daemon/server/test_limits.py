@@ -952,7 +952,7 @@ def test_a_wait_for_responses_that_others_read_is_none_for_the_disk(
         id_ = client.post("/v1/responses", json=body).raise_for_status().json()["id"]
         monkeypatch.setattr(ResponseStore, "get", held)
         clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s)
-        monkeypatch.setattr("diskprefix.store.reads.time", clock)
+        monkeypatch.setattr("diskprefix.prefixstore.store.reads.time", clock)
         stored, turns = f"/v1/responses/{id_}", server.daemon.stored_turns
         pool.submit(client.get, stored, headers={"session-id": "first"})
         try:

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
-from diskprefix.cache.cost_model import CostModel
 from diskprefix.daemon.api.figures import figures_reply
 from diskprefix.daemon.engine.gauges import Distribution, EngineFigures
 from diskprefix.daemon.engine.idle.ahead_jobs import AheadJobs
@@ -25,6 +24,7 @@ from diskprefix.daemon.server.log_context import OUTCOMES, LogContext
 from diskprefix.daemon.server.metrics import _COUNTERS, ServerMetrics
 from diskprefix.daemon.server.serving import CacheCounts, Serving
 from diskprefix.daemon.server.threads import Threads
+from diskprefix.prefixstore.cache.cost_model import CostModel
 from tests.daemon.server.scripted import KV_MEMORY, STATS, ScriptedEngine, done
 
 Sample = tuple[str, tuple[tuple[str, str], ...]]

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diskprefix.cache.tiered_store import open_store
 from diskprefix.daemon.app import load_engine
 from diskprefix.daemon.server.recent import BrokenLines, lost_tokens, program_of
 from diskprefix.daemon.settings import Settings
 from diskprefix.errors import SettingsError
+from diskprefix.prefixstore.cache.tiered_store import open_store
 from diskprefix.values import Break, CacheReport, Lost, Rewriting, Scope, Selection, SourceText
 from tests.agent_bodies import billing_header, tool, words
 from tests.daemon.server.daemon_process import reply_to, wait_until

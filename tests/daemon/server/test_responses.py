@@ -21,9 +21,9 @@ from diskprefix.daemon.api.response_store import MAX_CONVERSATION_BYTES, Respons
 from diskprefix.daemon.api.responses_items import ReferenceItem
 from diskprefix.daemon.engine.request import FinishEvent, GenerateRequest, TextEvent
 from diskprefix.errors import DiskPrefixError, InvalidRequest
-from diskprefix.store.note_record import NoteKind
-from diskprefix.store.purge import PurgeFilter, purge
-from diskprefix.store.store import Store
+from diskprefix.prefixstore.store.note_record import NoteKind
+from diskprefix.prefixstore.store.purge import PurgeFilter, purge
+from diskprefix.prefixstore.store.store import Store
 from tests.daemon.server.agent_model import call, thought
 from tests.daemon.server.daemon_process import DaemonProcess, running_daemon
 from tests.daemon.server.scripted import AppServer, Emit, ScriptedEngine, ScriptedNotes, done, scripted_app

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from diskprefix.cache.cache import PrefixCache
+from diskprefix.prefixstore.cache.cache import PrefixCache
 from tests.daemon.server.daemon_process import (
     DaemonProcess,
     ask,

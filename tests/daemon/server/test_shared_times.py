@@ -181,7 +181,7 @@ OF_THE_MODEL = {
     "runtime/choose_runtime.py": {"read"},
     "daemon/catalogue/adviser.py": {"_has_vnni"},
     "runtime/library/library_model.py": {"_view_class"},
-    "extras/simulate/simulator.py": {"_bytes_of"},
+    "prefixstore/simulate/simulator.py": {"_bytes_of"},
     "daemon/web_page.py": {"_document"},
 }
 """Functions whose arguments no client sends."""
@@ -207,9 +207,9 @@ def _keeps(node: ast.expr) -> bool:
 
 _BY_TENANT = re.compile(r"self\.(\w+): \w*(?:[dD]ict|Counter|set)\w*\[(?:tuple\[)?(?:Tenant|Asker|Owner|Epoch)\b")
 NOT_DIVIDED = {
-    "cache/encoded_pictures.py": ["_copied"],
-    "kv/kept_blocks.py": ["blocks", "_children", "_logits"],
-    "store/statistics/savings.py": ["_waiting"],
+    "prefixstore/cache/encoded_pictures.py": ["_copied"],
+    "prefixstore/kv/kept_blocks.py": ["blocks", "_children", "_logits"],
+    "prefixstore/store/statistics/savings.py": ["_waiting"],
 }
 """What is held by tenant and in no fair cache: outputs of the encoder that wait for the disk, within the write buffer;
 KV memory, by the last use, as on the disk; counts of requests while the store fails."""
@@ -234,11 +234,14 @@ def test_a_fair_cache_alone_keeps_results_for_what_clients_send() -> None:
             "daemon/infill",
             "daemon/ollama",
             "daemon/router",
-            "extras",
-            "desk",
-            "bridges",
+            "prefixstore/packs",
+            "prefixstore/recording",
+            "prefixstore/remote",
+            "prefixstore/simulate",
             "runtime/library",
             "runtime/pictures",
+            "desk",
+            "bridges",
             "daemon/web_page.py",
             "runtime/choose_runtime.py",
         )

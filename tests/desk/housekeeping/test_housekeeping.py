@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diskprefix.extras.remote.objects import ObjectStore, RemoteUnavailable
-from diskprefix.namespace_key import NamespaceKey
 from diskprefix.native.library import operators
+from diskprefix.prefixstore.namespace_key import NamespaceKey
+from diskprefix.prefixstore.remote.objects import ObjectStore, RemoteUnavailable
+from diskprefix.prefixstore.store.schema import EntryRecord, RootRecord, piece_key
+from diskprefix.prefixstore.store.store import Publication, Store
 from diskprefix.runtime.files.packed_file import PackedMatrix, write_packed
-from diskprefix.store.schema import EntryRecord, RootRecord, piece_key
-from diskprefix.store.store import Publication, Store
 from diskprefix.tokens import root_hash
 from diskprefix.user_key import user_tenant
 from diskprefix.values import SHARED
@@ -32,10 +32,10 @@ from tests.daemon.server.daemon_process import DaemonProcess, ask, running_daemo
 from tests.desk.conftest import Run, holds, opened_elsewhere, saved
 from tests.desk.terminal import Terminal
 from tests.examples import examples
-from tests.extras.remote.made import machine, share_of_each
 from tests.faults.damage import damaged
 from tests.faults.file_damage import PAGE, DataFile
-from tests.store.building import BLOCK, Clock, is_whole, layout_of, of_root, open_store, prompt, publication
+from tests.prefixstore.remote.made import machine, share_of_each
+from tests.prefixstore.store.building import BLOCK, Clock, is_whole, layout_of, of_root, open_store, prompt, publication
 from tests.waiting import wait_for
 
 ALICE = str(SHARED.with_salt("alice"))
@@ -420,7 +420,7 @@ def test_ctrl_c_leaves_the_old_file_and_nothing_else(folder: Path, kept: Publica
     code = f"""
 import os, signal
 from diskprefix.daemon.cli import main
-from diskprefix.store import compact
+from diskprefix.prefixstore.store import compact
 def interrupted(*_):
     os.kill(os.getpid(), signal.SIGINT)
 compact.put_in_place = interrupted

@@ -44,8 +44,8 @@ from diskprefix.runtime.files.tokenizer import Tokenizer
 from tests.daemon.server.chat_model import CHAT_TEMPLATE, write_tokenizer
 from tests.daemon.server.daemon_process import DaemonProcess
 from tests.desk.conftest import Run
+from tests.prefixstore.store.building import open_store
 from tests.runtime.plan import tiny
-from tests.store.building import open_store
 
 CHECKS = {
     "folder",

@@ -22,8 +22,8 @@ from diskprefix.errors import SettingsError
 from diskprefix.units import parse_duration, parse_size
 from tests.desk.conftest import Run, run_fresh, saved
 from tests.desk.terminal import Terminal
+from tests.prefixstore.store.building import BLOCK, open_store, prompt, publication
 from tests.runtime.plan import tiny
-from tests.store.building import BLOCK, open_store, prompt, publication
 from tests.waiting import wait_for
 
 TOOLS = sorted(set(COMMANDS) - {"serve"})

@@ -25,27 +25,27 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from transformers import PreTrainedModel
 
-from diskprefix.cache import cached_request as request_module
-from diskprefix.cache import saving as saving_module
-from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.daemon.settings import Settings
-from diskprefix.extras.simulate.geometry import Geometry
-from diskprefix.extras.simulate.recording import RequestRecorder
-from diskprefix.extras.simulate.simulated_memory import SimulatedMemory
-from diskprefix.extras.simulate.simulator import Outcome, Policy, Simulator
-from diskprefix.extras.simulate.trace import TraceRequest
-from diskprefix.extras.simulate.trace_formats import read_trace
-from diskprefix.kv import kept_blocks
-from diskprefix.kv.page_cache import PageCache
-from diskprefix.kv.sequence import KVSequence, Owner
-from diskprefix.store.codec.codec import Codec
-from diskprefix.store.store import Store
+from diskprefix.prefixstore.cache import cached_request as request_module
+from diskprefix.prefixstore.cache import saving as saving_module
+from diskprefix.prefixstore.cache.policy.scope import parse_scope
+from diskprefix.prefixstore.kv import kept_blocks
+from diskprefix.prefixstore.kv.page_cache import PageCache
+from diskprefix.prefixstore.kv.sequence import KVSequence, Owner
+from diskprefix.prefixstore.recording.recording import RequestRecorder
+from diskprefix.prefixstore.simulate.geometry import Geometry
+from diskprefix.prefixstore.simulate.simulated_memory import SimulatedMemory
+from diskprefix.prefixstore.simulate.simulator import Outcome, Policy, Simulator
+from diskprefix.prefixstore.simulate.trace import TraceRequest
+from diskprefix.prefixstore.simulate.trace_formats import read_trace
+from diskprefix.prefixstore.store.codec.codec import Codec
+from diskprefix.prefixstore.store.store import Store
 from diskprefix.tenant_ids import group_of
 from diskprefix.tokens import TokenIds, as_token_ids, raw_boundaries, root_hash
 from diskprefix.values import SHARED, CacheOptions, Mark, Prompt, Scope, Selection
 from tests.exactness.architectures import tiny_model
 from tests.examples import examples, thorough
-from tests.extras.simulate.workloads import interleaved, one_off
+from tests.prefixstore.simulate.workloads import interleaved, one_off
 from tests.runner import BLOCK, VOCAB, Answer, Runner, random_prompt, tiny_llama, tiny_settings
 
 BEGIN, END, SYSTEM, USER, REPLY = 1, 2, 3, 4, 5

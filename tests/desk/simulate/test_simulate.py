@@ -14,17 +14,17 @@ from msgspec.structs import replace
 
 from diskprefix.daemon.cli.policy_file import find_policy
 from diskprefix.daemon.settings import Settings
-from diskprefix.extras.simulate.comparison import REGIMES
-from diskprefix.extras.simulate.geometry import CHECKPOINTS, SLICEABLE, Geometry
-from diskprefix.extras.simulate.recording import RequestRecorder
-from diskprefix.extras.simulate.simulator import Policy, simulate
-from diskprefix.extras.simulate.trace_formats import read_trace
+from diskprefix.prefixstore.recording.recording import RequestRecorder
+from diskprefix.prefixstore.simulate.comparison import REGIMES
+from diskprefix.prefixstore.simulate.geometry import CHECKPOINTS, SLICEABLE, Geometry
+from diskprefix.prefixstore.simulate.simulator import Policy, simulate
+from diskprefix.prefixstore.simulate.trace_formats import read_trace
 from diskprefix.tokens import as_token_ids
 from diskprefix.units import parse_size
 from diskprefix.values import CacheOptions, CacheReport, Scope, Selection
 from tests.desk.conftest import Ended, Run
 from tests.desk.terminal import Terminal
-from tests.extras.simulate.workloads import CATALOG, interleaved
+from tests.prefixstore.simulate.workloads import CATALOG, interleaved
 
 MIB, GIB = 2**20, 2**30
 SHORT = "--scope", "auto:8", "--regime", "sliceable", "--budget", "unlimited"

@@ -16,12 +16,12 @@ import pytest
 from msgspec.structs import replace
 
 from diskprefix.desk.shared import tooling
-from diskprefix.store.changes import Use, touches
-from diskprefix.store.note_record import NoteKind
-from diskprefix.store.notes import Notes
-from diskprefix.store.schema import EntryRecord, NodeKind, RootRecord
-from diskprefix.store.statistics.lost_tokens import LostTokens, hour_of
-from diskprefix.store.statistics.savings import SavingsLog, Tally
+from diskprefix.prefixstore.store.changes import Use, touches
+from diskprefix.prefixstore.store.note_record import NoteKind
+from diskprefix.prefixstore.store.notes import Notes
+from diskprefix.prefixstore.store.schema import EntryRecord, NodeKind, RootRecord
+from diskprefix.prefixstore.store.statistics.lost_tokens import LostTokens, hour_of
+from diskprefix.prefixstore.store.statistics.savings import SavingsLog, Tally
 from diskprefix.tenant_ids import matches
 from diskprefix.tokens import as_token_ids, picture_ids, root_hash
 from diskprefix.values import Tenant
@@ -30,7 +30,7 @@ from tests.daemon.server.test_auth import write_keys
 from tests.desk.conftest import Ended, Run
 from tests.desk.watch.browse.saved_chats import ALICE, LAYOUT, SavedChats, chat
 from tests.faults.damage import damaged
-from tests.store.building import BLOCK, layout_of, of_root, open_store, prompt, publication
+from tests.prefixstore.store.building import BLOCK, layout_of, of_root, open_store, prompt, publication
 
 BLOCK_BYTES = 19_968
 """Raw bytes of a block in these tests, one piece each."""

@@ -13,8 +13,8 @@ import pytest
 
 from diskprefix.daemon.chat.canonicalisers import shape_of
 from diskprefix.desk.watch.inspect.stored_text import line_at
-from diskprefix.store.ghosts import newest_first
-from diskprefix.store.store import Store
+from diskprefix.prefixstore.store.ghosts import newest_first
+from diskprefix.prefixstore.store.store import Store
 from diskprefix.values import SourceText
 from tests.agent_bodies import words
 from tests.daemon.server.chat_model import weights_of, write_chat_model

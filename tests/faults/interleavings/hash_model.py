@@ -21,9 +21,9 @@ import xxhash
 
 from diskprefix.daemon.engine.running_request import Reply
 from diskprefix.daemon.engine.scheduler import Chunk
-from diskprefix.kv.layout import Group, LayerSpec, Layout, StateGroup, StateSpec, TensorSpec
-from diskprefix.kv.page_table import PageTable
-from diskprefix.kv.sequence import KVSequence
+from diskprefix.prefixstore.kv.layout import Group, LayerSpec, Layout, StateGroup, StateSpec, TensorSpec
+from diskprefix.prefixstore.kv.page_table import PageTable
+from diskprefix.prefixstore.kv.sequence import KVSequence
 from diskprefix.runtime.contract import Rows, StepOutput
 from diskprefix.runtime.files.folder_tokenizer import tokenizer_of_transformers
 from diskprefix.tokens import Logits

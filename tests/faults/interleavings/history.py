@@ -18,27 +18,27 @@ import numpy as np
 import xxhash
 from msgspec.structs import replace
 
-from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.daemon.engine.idle.ahead_jobs import AheadJob
 from diskprefix.daemon.engine.inbox import Ticket
 from diskprefix.daemon.engine.request import DoneEvent, ErrorEvent, Event, GenerateRequest, SamplingParams, TextEvent
 from diskprefix.daemon.settings import Settings
 from diskprefix.errors import CacheError, NotReady, QueueFull
-from diskprefix.kv.layout import Layout
-from diskprefix.kv.page_cache import MemoryWait
-from diskprefix.store.compact import compact_folder, rewrite_folder
-from diskprefix.store.epochs import Purges, purges_of
-from diskprefix.store.eviction import limits_s
-from diskprefix.store.folder import LOCK, FileMark, _read_mark
-from diskprefix.store.note_record import NoteKind, root_limit
-from diskprefix.store.notes import TenantNotes
-from diskprefix.store.opening import inode_of
-from diskprefix.store.purge import PurgeFilter, purge
-from diskprefix.store.reads import LIMIT_S, STALL_S, Patience
-from diskprefix.store.schema import NodeKind
-from diskprefix.store.store import OUTDATED, Store
-from diskprefix.store.store_file import StoreFile
-from diskprefix.store.verify import remove_damaged, verify_index
+from diskprefix.prefixstore.cache.policy.scope import parse_scope
+from diskprefix.prefixstore.kv.layout import Layout
+from diskprefix.prefixstore.kv.page_cache import MemoryWait
+from diskprefix.prefixstore.store.compact import compact_folder, rewrite_folder
+from diskprefix.prefixstore.store.epochs import Purges, purges_of
+from diskprefix.prefixstore.store.eviction import limits_s
+from diskprefix.prefixstore.store.folder import LOCK, FileMark, _read_mark
+from diskprefix.prefixstore.store.note_record import NoteKind, root_limit
+from diskprefix.prefixstore.store.notes import TenantNotes
+from diskprefix.prefixstore.store.opening import inode_of
+from diskprefix.prefixstore.store.purge import PurgeFilter, purge
+from diskprefix.prefixstore.store.reads import LIMIT_S, STALL_S, Patience
+from diskprefix.prefixstore.store.schema import NodeKind
+from diskprefix.prefixstore.store.store import OUTDATED, Store
+from diskprefix.prefixstore.store.store_file import StoreFile
+from diskprefix.prefixstore.store.verify import remove_damaged, verify_index
 from diskprefix.values import SHARED, CacheOptions, Prompt, Tenant
 from tests.faults.interleavings import hash_model, threads, world
 from tests.faults.interleavings.bucket import SimulatedBucket

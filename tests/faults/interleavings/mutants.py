@@ -11,36 +11,36 @@ from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from diskprefix.cache import namespaces
-from diskprefix.cache.build_bits import BuildBits, build_digest
-from diskprefix.cache.cache import PrefixCache
-from diskprefix.cache.matching import Matcher
-from diskprefix.cache.tiers.nodes import Node
 from diskprefix.daemon.engine.active_requests import ActiveRequests
 from diskprefix.daemon.engine.fetches import Fetches, ReadJob
 from diskprefix.daemon.engine.idle.recheck import Recheck
 from diskprefix.daemon.engine.inbox import Ticket
 from diskprefix.daemon.engine.loop import Loop
 from diskprefix.errors import ContextTooLong, NotReady
-from diskprefix.kv.page_cache import PageCache
-from diskprefix.kv.page_table import PageTable
-from diskprefix.kv.pages import Captured, Page, PagePool
-from diskprefix.kv.sequence import Owner
-from diskprefix.store import folder, notes, reads, writer
-from diskprefix.store.epochs import EVERYONE, Purges
-from diskprefix.store.evictor import Evictor
-from diskprefix.store.folder import FileMark, FolderLock
-from diskprefix.store.housekeeping import Housekeeping
-from diskprefix.store.notes import Notes
-from diskprefix.store.purge import PurgeFilter
-from diskprefix.store.reads import Patience, Reads
-from diskprefix.store.save import Save
-from diskprefix.store.schema import NodeKind
-from diskprefix.store.store import Publication, Store
-from diskprefix.store.store_file import StoreFile
-from diskprefix.store.write_lock import WriteLock
-from diskprefix.store.writer import Room, Writer
-from diskprefix.store.written import WriteMeter, WrittenBytes
+from diskprefix.prefixstore.cache import namespaces
+from diskprefix.prefixstore.cache.build_bits import BuildBits, build_digest
+from diskprefix.prefixstore.cache.cache import PrefixCache
+from diskprefix.prefixstore.cache.matching import Matcher
+from diskprefix.prefixstore.cache.tiers.nodes import Node
+from diskprefix.prefixstore.kv.page_cache import PageCache
+from diskprefix.prefixstore.kv.page_table import PageTable
+from diskprefix.prefixstore.kv.pages import Captured, Page, PagePool
+from diskprefix.prefixstore.kv.sequence import Owner
+from diskprefix.prefixstore.store import folder, notes, reads, writer
+from diskprefix.prefixstore.store.epochs import EVERYONE, Purges
+from diskprefix.prefixstore.store.evictor import Evictor
+from diskprefix.prefixstore.store.folder import FileMark, FolderLock
+from diskprefix.prefixstore.store.housekeeping import Housekeeping
+from diskprefix.prefixstore.store.notes import Notes
+from diskprefix.prefixstore.store.purge import PurgeFilter
+from diskprefix.prefixstore.store.reads import Patience, Reads
+from diskprefix.prefixstore.store.save import Save
+from diskprefix.prefixstore.store.schema import NodeKind
+from diskprefix.prefixstore.store.store import Publication, Store
+from diskprefix.prefixstore.store.store_file import StoreFile
+from diskprefix.prefixstore.store.write_lock import WriteLock
+from diskprefix.prefixstore.store.writer import Room, Writer
+from diskprefix.prefixstore.store.written import WriteMeter, WrittenBytes
 from diskprefix.thread_pool import ThreadPool
 from diskprefix.tokens import root_hash
 from tests.faults.interleavings import world

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diskprefix.store.lmdb_engine import open_lmdb
+from diskprefix.prefixstore.store.lmdb_engine import open_lmdb
 from tests.faults.interleavings import threads
 from tests.faults.interleavings.threads import SimulatedLock, scheduler
 

@@ -21,9 +21,6 @@ import lmdb
 from msgspec.structs import replace
 
 from diskprefix import printable, thread_pool
-from diskprefix.cache.cache import PrefixCache
-from diskprefix.cache.tiered_store import open_store
-from diskprefix.cache.tiers.local import DiskView
 from diskprefix.daemon import settings as settings_module
 from diskprefix.daemon.chat.replay import RecordsUnread
 from diskprefix.daemon.engine import device, forward, served_model
@@ -35,21 +32,24 @@ from diskprefix.daemon.server.remembering import StoredTurns
 from diskprefix.daemon.server.threads import _NUM_THREADS
 from diskprefix.daemon.settings import Settings
 from diskprefix.errors import DeviceLost, NotReady, StoreCorrupt
-from diskprefix.extras.remote import objects, remote_tier  # noqa: F401 (imported before its names are replaced)
 from diskprefix.identity import identity_text
-from diskprefix.kv import page_cache, pages, sequence, sizes
-from diskprefix.kv.layout import Layout
-from diskprefix.kv.pages import Captured, PagePool
 from diskprefix.memo import Memo
-from diskprefix.store import compact, environment, evictor, folder, opening, written
-from diskprefix.store.environment import Environment
-from diskprefix.store.evictor import Evictor
-from diskprefix.store.folder import FolderLock
-from diskprefix.store.reads import Patience
-from diskprefix.store.save import Save
-from diskprefix.store.store import Store
-from diskprefix.store.writer import Writer
-from diskprefix.store.written import WriteMeter
+from diskprefix.prefixstore.cache.cache import PrefixCache
+from diskprefix.prefixstore.cache.tiered_store import open_store
+from diskprefix.prefixstore.cache.tiers.local import DiskView
+from diskprefix.prefixstore.kv import page_cache, pages, sequence, sizes
+from diskprefix.prefixstore.kv.layout import Layout
+from diskprefix.prefixstore.kv.pages import Captured, PagePool
+from diskprefix.prefixstore.remote import objects, remote_tier  # noqa: F401 (imported before its names are replaced)
+from diskprefix.prefixstore.store import compact, environment, evictor, folder, opening, written
+from diskprefix.prefixstore.store.environment import Environment
+from diskprefix.prefixstore.store.evictor import Evictor
+from diskprefix.prefixstore.store.folder import FolderLock
+from diskprefix.prefixstore.store.reads import Patience
+from diskprefix.prefixstore.store.save import Save
+from diskprefix.prefixstore.store.store import Store
+from diskprefix.prefixstore.store.writer import Writer
+from diskprefix.prefixstore.store.written import WriteMeter
 from diskprefix.thread_pool import ThreadPool
 from diskprefix.values import Tenant
 from tests.faults.interleavings import hash_model, shared_file, threads

@@ -20,18 +20,18 @@ from msgspec.structs import replace
 
 from diskprefix.errors import CacheError, StoreCorrupt
 from diskprefix.native.library import operators
+from diskprefix.prefixstore.store.changes import NewNode
+from diskprefix.prefixstore.store.epochs import Epochs
+from diskprefix.prefixstore.store.folder import DATA, LOCK, FileMark
+from diskprefix.prefixstore.store.notes import Notes
+from diskprefix.prefixstore.store.opening import DAMAGED
+from diskprefix.prefixstore.store.snapshot import Snapshot
+from diskprefix.prefixstore.store.store import Publication, Store
+from diskprefix.prefixstore.store.verify import remove_damaged, verify_index
 from diskprefix.runtime.files.packed_file import PackedFile, UnusableFile
-from diskprefix.store.changes import NewNode
-from diskprefix.store.epochs import Epochs
-from diskprefix.store.folder import DATA, LOCK, FileMark
-from diskprefix.store.notes import Notes
-from diskprefix.store.opening import DAMAGED
-from diskprefix.store.snapshot import Snapshot
-from diskprefix.store.store import Publication, Store
-from diskprefix.store.verify import remove_damaged, verify_index
 from tests.faults.power import deeds, prompts
 from tests.faults.power.images import UNORDERED, Image
-from tests.store.building import Clock, names_of_every_run, read_payload, recent_prompts
+from tests.prefixstore.store.building import Clock, names_of_every_run, read_payload, recent_prompts
 
 Promise: TypeAlias = Literal["kept", "exact"]
 """"kept": all that was acknowledged is there. "exact": nothing is wrong, but it may be missing."""
@@ -438,8 +438,8 @@ class _Anything(int):
 
 
 def _without_checksums() -> None:
-    from diskprefix.store import schema
-    from diskprefix.store.codec import codec
+    from diskprefix.prefixstore.store import schema
+    from diskprefix.prefixstore.store.codec import codec
     from diskprefix.tokens import checksum
 
     for module in (codec, schema):

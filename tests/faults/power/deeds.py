@@ -28,18 +28,18 @@ from msgspec.structs import replace
 from diskprefix.daemon.cli import cli
 from diskprefix.errors import CacheError
 from diskprefix.native.library import operators
+from diskprefix.prefixstore.store import store_file
+from diskprefix.prefixstore.store.changes import Use, batches, touches
+from diskprefix.prefixstore.store.compact import compact_folder, copy_store, replace_store
+from diskprefix.prefixstore.store.note_record import NoteKind
+from diskprefix.prefixstore.store.notes import Notes
+from diskprefix.prefixstore.store.purge import PurgeFilter, purge
+from diskprefix.prefixstore.store.save import Save
+from diskprefix.prefixstore.store.store import Publication, Store
+from diskprefix.prefixstore.store.writer import Writer
 from diskprefix.runtime.files.packed_file import PackedMatrix
-from diskprefix.store import store_file
-from diskprefix.store.changes import Use, batches, touches
-from diskprefix.store.compact import compact_folder, copy_store, replace_store
-from diskprefix.store.note_record import NoteKind
-from diskprefix.store.notes import Notes
-from diskprefix.store.purge import PurgeFilter, purge
-from diskprefix.store.save import Save
-from diskprefix.store.store import Publication, Store
-from diskprefix.store.writer import Writer
 from tests.faults.power import prompts
-from tests.store.building import Clock, names_of_every_run, part_of
+from tests.prefixstore.store.building import Clock, names_of_every_run, part_of
 
 ON_WRITE, ON_SYNC, ON_NAMES, ON_DSYNC = 1, 2, 4, 8
 KV, OTHER_KV, COPY = "data/kv", "other", "backups/today"
@@ -386,7 +386,7 @@ def _with_lmdb_unsynced() -> None:
 
 
 def _without_sync(of_folders: bool) -> None:
-    from diskprefix.store import folder
+    from diskprefix.prefixstore.store import folder
 
     real = folder.sync
 
@@ -401,7 +401,7 @@ def _without_sync(of_folders: bool) -> None:
 
 
 def _without_export_sync() -> None:
-    from diskprefix.extras.exchange import pack_file
+    from diskprefix.prefixstore.packs import pack_file
 
     vars(pack_file)["os"] = SimpleNamespace(**vars(os) | {"fsync": lambda _fd: None})
 
@@ -425,7 +425,7 @@ REMOVALS: dict[str, Callable[[], None]] = {
 
 
 _MODULES = {
-    "exchange": ("diskprefix.extras.exchange.pack_file",),
+    "exchange": ("diskprefix.prefixstore.packs.pack_file",),
     "profile": ("diskprefix.desk.clients.agent_profile",),
     "models": ("diskprefix.runtime.fetch.made_once",),
     "weights": ("diskprefix.runtime.load.packed_weights",),

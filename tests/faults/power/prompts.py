@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from diskprefix.store.store import Publication, Store
+from diskprefix.prefixstore.store.store import Publication, Store
 from diskprefix.tokens import TokenIds, root_hash
-from tests.store import building
-from tests.store.building import BLOCK, layout_of
+from tests.prefixstore.store import building
+from tests.prefixstore.store.building import BLOCK, layout_of
 
 _FAMILY = 5
 """The number of consecutive prompts that share a beginning and a model."""

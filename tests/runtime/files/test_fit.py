@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 
 from diskprefix.daemon.settings import Settings
 from diskprefix.errors import ModelError
-from diskprefix.kv.pages import PagePool
-from diskprefix.kv.sizes import longest_within
+from diskprefix.prefixstore.kv.pages import PagePool
+from diskprefix.prefixstore.kv.sizes import longest_within
 from diskprefix.runtime.fetch.alternatives import other_forms, require_fit
 from diskprefix.runtime.fetch.hub import listing_of
 from diskprefix.runtime.files.checkpoint import number_type, require_plain_weights, tensors_in

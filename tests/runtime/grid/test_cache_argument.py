@@ -13,8 +13,8 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 import diskprefix
-from diskprefix.kv.pages import PagePool
-from diskprefix.kv.sequence import KVSequence
+from diskprefix.prefixstore.kv.pages import PagePool
+from diskprefix.prefixstore.kv.sequence import KVSequence
 from diskprefix.runtime.contract import Rows
 from diskprefix.runtime.grid.cache_argument import CACHE_ARGUMENTS, cache_argument
 from diskprefix.runtime.grid.grid_runtime import GridRuntime

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from diskprefix.kv.pages import PagePool
-from diskprefix.kv.sequence import KVSequence
+from diskprefix.prefixstore.kv.pages import PagePool
+from diskprefix.prefixstore.kv.sequence import KVSequence
 from diskprefix.runtime.contract import Rows
 from diskprefix.runtime.grid.grid_runtime import GridRuntime
 from diskprefix.runtime.grid.rehearsal import _check_repeats, rehearse

@@ -23,7 +23,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from diskprefix import PrefixCacheSession
 from diskprefix.errors import CacheError, InvalidRequest, InvalidScope, ModelError, SettingsError, StoreUnavailable
-from diskprefix.kv.sequence import KVSequence
+from diskprefix.prefixstore.kv.sequence import KVSequence
 from diskprefix.runtime.grid.cache_argument import CACHE_ARGUMENTS
 from diskprefix.runtime.library import library_model as weights
 from diskprefix.runtime.library.library_model import memory_digest, stamp

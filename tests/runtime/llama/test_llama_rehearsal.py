@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from diskprefix.errors import ModelError
-from diskprefix.kv.layout import Layout
+from diskprefix.prefixstore.kv.layout import Layout
 from diskprefix.runtime.llama import llama_rehearsal
 from diskprefix.runtime.llama.llama_context import LlamaOptions
 from diskprefix.runtime.llama.llama_layout import LlamaLayout

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diskprefix.kv.pages import PagePool
-from diskprefix.kv.sequence import KVSequence, Prefix
+from diskprefix.prefixstore.kv.pages import PagePool
+from diskprefix.prefixstore.kv.sequence import KVSequence, Prefix
 from diskprefix.runtime.contract import Rows, State
 from diskprefix.runtime.llama import llama_runtime
 from diskprefix.runtime.llama.llama_context import Failed, NoMemory

@@ -12,8 +12,8 @@ import pytest
 from diskprefix.daemon.settings import Settings
 from diskprefix.desk.setup.doctor_model import model_findings
 from diskprefix.errors import ModelError, SettingsError
-from diskprefix.kv.pages import PagePool
-from diskprefix.kv.sequence import KVSequence
+from diskprefix.prefixstore.kv.pages import PagePool
+from diskprefix.prefixstore.kv.sequence import KVSequence
 from diskprefix.runtime.contract import Rows
 from diskprefix.runtime.files.gguf.gguf_header import FileTensor, GgufHeader
 from diskprefix.runtime.files.gguf.metadata import Metadata

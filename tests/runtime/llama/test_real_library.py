@@ -13,8 +13,8 @@ import pytest
 
 pytest.importorskip("llama_cpp")
 
-from diskprefix.kv.pages import PagePool
-from diskprefix.kv.sequence import KVSequence
+from diskprefix.prefixstore.kv.pages import PagePool
+from diskprefix.prefixstore.kv.sequence import KVSequence
 from diskprefix.runtime.contract import Rows
 from diskprefix.runtime.llama.devices import device_named
 from diskprefix.runtime.llama.llama_context import LlamaModel, LlamaOptions

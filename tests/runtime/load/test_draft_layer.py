@@ -17,8 +17,8 @@ from transformers.modeling_layers import MtpModel
 
 from diskprefix.daemon.settings import Settings
 from diskprefix.errors import ModelError
-from diskprefix.kv.pages import PagePool
 from diskprefix.native.library import operators
+from diskprefix.prefixstore.kv.pages import PagePool
 from diskprefix.runtime.files.gguf.gguf_weights import GgufWeights
 from diskprefix.runtime.load.loader import LoadedModel, load_model
 from diskprefix.runtime.plan.part_options import ExpertsForm

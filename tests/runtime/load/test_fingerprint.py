@@ -162,7 +162,7 @@ def test_device_and_libraries_count_in_strict_mode_alone(name: str) -> None:
         ("runtime/files/gguf/sources.py", True),
         ("runtime/memory.py", True),
         ("native/matrix.py", True),
-        ("kv/page_table.py", True),
+        ("prefixstore/kv/page_table.py", True),
         ("runtime/fetch/hub.py", False),
         ("runtime/files/gguf/file_tokenizer.py", False),
     ],

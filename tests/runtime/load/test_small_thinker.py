@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 
 from diskprefix.daemon.settings import Settings
 from diskprefix.errors import ModelError
-from diskprefix.kv.pages import PagePool
-from diskprefix.kv.sequence import KVSequence
 from diskprefix.native.library import operators
+from diskprefix.prefixstore.kv.pages import PagePool
+from diskprefix.prefixstore.kv.sequence import KVSequence
 from diskprefix.runtime.contract import Rows
 from diskprefix.runtime.files.file_matrix import MatrixPacking
 from diskprefix.runtime.files.gguf.gguf import GgufModel

@@ -7,8 +7,8 @@ import torch
 from msgspec.structs import replace
 from transformers import PreTrainedConfig
 
-from diskprefix.kv.pages import PagePool
-from diskprefix.kv.sequence import KVSequence
+from diskprefix.prefixstore.kv.pages import PagePool
+from diskprefix.prefixstore.kv.sequence import KVSequence
 from diskprefix.runtime.contract import Rows
 from diskprefix.runtime.plan.families.memory_layout import layout_of
 from diskprefix.runtime.plan.planned import PlanRuntime

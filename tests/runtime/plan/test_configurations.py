@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from diskprefix.errors import SettingsError
-from diskprefix.kv.layout import TensorSpec
+from diskprefix.prefixstore.kv.layout import TensorSpec
 from diskprefix.runtime.grid.state_layout import read_layout
 from diskprefix.runtime.plan.families.memory_layout import layout_of
 from diskprefix.runtime.plan.families.rotary import rotary_of

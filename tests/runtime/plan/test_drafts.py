@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
-from diskprefix.kv.layout import Layout
-from diskprefix.kv.numbers import Array, converted
-from diskprefix.kv.pages import PagePool
-from diskprefix.kv.sequence import KVSequence
+from diskprefix.prefixstore.kv.layout import Layout
+from diskprefix.prefixstore.kv.numbers import Array, converted
+from diskprefix.prefixstore.kv.pages import PagePool
+from diskprefix.prefixstore.kv.sequence import KVSequence
 from diskprefix.runtime.contract import PictureRows, Rows
 from diskprefix.runtime.grid.cache_argument import cache_argument
 from diskprefix.runtime.grid.state_layout import made_up_tokens

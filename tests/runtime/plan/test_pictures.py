@@ -23,9 +23,9 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from diskprefix.daemon.settings import Settings
-from diskprefix.kv.layout import Layout
-from diskprefix.kv.pages import PagePool
-from diskprefix.kv.sequence import KVSequence
+from diskprefix.prefixstore.kv.layout import Layout
+from diskprefix.prefixstore.kv.pages import PagePool
+from diskprefix.prefixstore.kv.sequence import KVSequence
 from diskprefix.runtime.contract import PictureRows, Rows
 from diskprefix.runtime.load.loader import load_model
 from diskprefix.runtime.pictures.vision_encoder import VisionEncoder

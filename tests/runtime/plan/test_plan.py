@@ -12,10 +12,10 @@ import torch
 from msgspec.structs import replace
 from transformers import LlamaConfig, PreTrainedModel
 
-from diskprefix.kv.layout import Layout
-from diskprefix.kv.pages import PagePool
-from diskprefix.kv.sequence import KVSequence
 from diskprefix.native import calls
+from diskprefix.prefixstore.kv.layout import Layout
+from diskprefix.prefixstore.kv.pages import PagePool
+from diskprefix.prefixstore.kv.sequence import KVSequence
 from diskprefix.runtime.contract import Rows
 from diskprefix.runtime.files.file_matrix import regrouped
 from diskprefix.runtime.plan.families.slot_names import SlotNames

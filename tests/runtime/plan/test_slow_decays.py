@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from diskprefix.kv.pages import PagePool
-from diskprefix.kv.sequence import KVSequence
+from diskprefix.prefixstore.kv.pages import PagePool
+from diskprefix.prefixstore.kv.sequence import KVSequence
 from diskprefix.runtime.contract import Rows
 from diskprefix.runtime.files.parameters import set_step_limits
 from tests.exactness.architectures import VOCAB, tiny_model

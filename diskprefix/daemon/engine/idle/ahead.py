@@ -8,16 +8,16 @@ import logging
 import time
 from functools import partial
 
-from diskprefix.cache.cache import PrefixCache
-from diskprefix.cache.cached_request import CachedRequest
-from diskprefix.cache.context import RequestContext
-from diskprefix.cache.matching import Matcher
-from diskprefix.cache.tiers.nodes import PromptNodes
-from diskprefix.cache.tiers.tier import open_views
 from diskprefix.daemon.engine.idle.ahead_jobs import AheadJob, AheadJobs
 from diskprefix.daemon.engine.idle.idle_work import IdleWork, Steps
 from diskprefix.errors import CacheError
-from diskprefix.store.reads import Patience
+from diskprefix.prefixstore.cache.cache import PrefixCache
+from diskprefix.prefixstore.cache.cached_request import CachedRequest
+from diskprefix.prefixstore.cache.context import RequestContext
+from diskprefix.prefixstore.cache.matching import Matcher
+from diskprefix.prefixstore.cache.tiers.nodes import PromptNodes
+from diskprefix.prefixstore.cache.tiers.tier import open_views
+from diskprefix.prefixstore.store.reads import Patience
 from diskprefix.tokens import LEAST_TOKENS, TokenPath, floor_to_grid
 from diskprefix.values import CacheOptions, CacheReport, Prompt
 

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from msgspec import Struct
 
-from diskprefix.cache.context import PromptOrigin
 from diskprefix.daemon.engine.idle.cpu_waits import CpuWaits
 from diskprefix.daemon.engine.scheduler import fair_counts
+from diskprefix.prefixstore.cache.context import PromptOrigin
 from diskprefix.values import CacheOptions, Prompt
 
 if TYPE_CHECKING:
-    from diskprefix.cache.cache import PrefixCache
-    from diskprefix.kv.page_cache import PageCache
-    from diskprefix.kv.sequence import Owner
+    from diskprefix.prefixstore.cache.cache import PrefixCache
+    from diskprefix.prefixstore.kv.page_cache import PageCache
+    from diskprefix.prefixstore.kv.sequence import Owner
     from diskprefix.runtime.contract import Runtime
 
 _MAX_JOBS, _MAX_SHARES = 8, 64

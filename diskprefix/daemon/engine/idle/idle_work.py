@@ -16,8 +16,6 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from msgspec import Struct, field
 
-from diskprefix.cache.cached_request import CachedRequest
-from diskprefix.cache.context import SENT, PromptOrigin
 from diskprefix.daemon.engine.device import raise_if_lost
 from diskprefix.daemon.engine.fetches import ReadJob
 from diskprefix.daemon.engine.idle.ahead_jobs import AheadModel
@@ -25,7 +23,9 @@ from diskprefix.daemon.engine.scheduler import IDLE_ROWS
 from diskprefix.daemon.engine.served_model import ServedModel
 from diskprefix.daemon.engine.stay import Stay
 from diskprefix.errors import CacheError, DiskStalled
-from diskprefix.kv.sequence import KVSequence, Owner
+from diskprefix.prefixstore.cache.cached_request import CachedRequest
+from diskprefix.prefixstore.cache.context import SENT, PromptOrigin
+from diskprefix.prefixstore.kv.sequence import KVSequence, Owner
 from diskprefix.printable import first_line
 from diskprefix.runtime.contract import Rows
 from diskprefix.tokens import TokenIds

@@ -20,10 +20,10 @@ import numpy as np
 
 from diskprefix.daemon.engine.idle.idle_work import IdleWork, Steps
 from diskprefix.errors import CacheError
-from diskprefix.kv.pages import Page
-from diskprefix.kv.sequence import KVSequence
-from diskprefix.store.schema import NodeKind, NodeRecord, is_unverified, node_build, node_kind, node_root
-from diskprefix.store.tree import PrefixTree
+from diskprefix.prefixstore.kv.pages import Page
+from diskprefix.prefixstore.kv.sequence import KVSequence
+from diskprefix.prefixstore.store.schema import NodeKind, NodeRecord, is_unverified, node_build, node_kind, node_root
+from diskprefix.prefixstore.store.tree import PrefixTree
 from diskprefix.tokens import LEAST_TOKENS, TokenIds, floor_to_grid
 from diskprefix.units import counted
 from diskprefix.values import CacheOptions, Prompt, Scope, Tenant

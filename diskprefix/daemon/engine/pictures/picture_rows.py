@@ -16,14 +16,14 @@ from weakref import WeakValueDictionary
 
 from msgspec import Struct, field
 
-from diskprefix.cache.encoded_pictures import EncodedPictures, are_saved
 from diskprefix.daemon.engine.device import raise_if_lost
 from diskprefix.daemon.engine.fetches import ReadJob
 from diskprefix.daemon.engine.pictures.prompt_pictures import PromptPictures
 from diskprefix.daemon.engine.pools import EnginePools
-from diskprefix.kv.numbers import Array
-from diskprefix.store.epochs import Epoch
-from diskprefix.store.reads import Patience
+from diskprefix.prefixstore.cache.encoded_pictures import EncodedPictures, are_saved
+from diskprefix.prefixstore.kv.numbers import Array
+from diskprefix.prefixstore.store.epochs import Epoch
+from diskprefix.prefixstore.store.reads import Patience
 from diskprefix.values import CacheOptions, Picture
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from diskprefix.daemon.engine.scheduler import NO_LIMIT
-from diskprefix.kv.numbers import Array
+from diskprefix.prefixstore.kv.numbers import Array
+from diskprefix.prefixstore.store.reads import Patience
 from diskprefix.runtime.contract import PictureRows
-from diskprefix.store.reads import Patience
 from diskprefix.tokens import TokenIds
 from diskprefix.values import Picture, Prompt
 

@@ -16,20 +16,20 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct, field
 
-from diskprefix.cache.cache import PrefixCache
-from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.daemon.engine.device import raise_if_lost
 from diskprefix.daemon.engine.fetches import ReadJob
 from diskprefix.daemon.engine.idle.ahead_jobs import AheadJob, AheadJobs
 from diskprefix.daemon.engine.running_request import Reply, RunningRequest
 from diskprefix.daemon.engine.stay import Stay
 from diskprefix.errors import ContextTooLong, NotReady, StoreUnavailable
-from diskprefix.kv.page_cache import PageCache
-from diskprefix.kv.sequence import KVSequence
+from diskprefix.prefixstore.cache.cache import PrefixCache
+from diskprefix.prefixstore.cache.cached_request import CachedRequest
+from diskprefix.prefixstore.kv.page_cache import PageCache
+from diskprefix.prefixstore.kv.sequence import KVSequence
+from diskprefix.prefixstore.store.epochs import Epoch
 from diskprefix.printable import first_line
 from diskprefix.runtime.contract import Rows, Runtime
 from diskprefix.runtime.load.loader import LoadedModel
-from diskprefix.store.epochs import Epoch
 from diskprefix.tokens import Logits, TokenIds, as_token_ids, common_prefix_length
 from diskprefix.values import CacheOptions, Prompt
 

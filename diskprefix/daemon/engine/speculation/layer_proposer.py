@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from diskprefix.daemon.engine.running_request import Reply
 from diskprefix.daemon.engine.speculation.drafting import ChainProposer, Draft
 from diskprefix.daemon.engine.speculation.step_times import StepTimes
-from diskprefix.kv.sequence import KVSequence
+from diskprefix.prefixstore.kv.sequence import KVSequence
 from diskprefix.runtime.contract import Runtime
 from diskprefix.runtime.plan.drafts import DraftRow
 

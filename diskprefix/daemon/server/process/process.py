@@ -35,7 +35,7 @@ from diskprefix.daemon.server.process.systemd import is_heard, notify, watchdog_
 from diskprefix.daemon.server.process.token_file import published_token, shown_link
 from diskprefix.daemon.settings import Settings
 from diskprefix.errors import CacheError, DeviceLost, DiskPrefixError
-from diskprefix.store.folder import crash_file, make_folder
+from diskprefix.prefixstore.store.folder import crash_file, make_folder
 from diskprefix.thread_pool import start_helper
 from diskprefix.units import counted, format_size
 

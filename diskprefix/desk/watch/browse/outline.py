@@ -9,11 +9,11 @@ from typing import Any, TypeAlias
 from msgspec import Struct, field
 from msgspec.structs import asdict
 
-from diskprefix.cache.other_settings import models_of_roots, telling_options
 from diskprefix.errors import StoreCorrupt
-from diskprefix.store.schema import NodeKind, NodeRecord
-from diskprefix.store.snapshot import Snapshot
-from diskprefix.store.tree import EntryInfo, PrefixTree, list_entries
+from diskprefix.prefixstore.cache.other_settings import models_of_roots, telling_options
+from diskprefix.prefixstore.store.schema import NodeKind, NodeRecord
+from diskprefix.prefixstore.store.snapshot import Snapshot
+from diskprefix.prefixstore.store.tree import EntryInfo, PrefixTree, list_entries
 
 _Nodes: TypeAlias = dict[bytes, NodeRecord]
 _MAX_ENTRIES = 2000

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from diskprefix.cache.other_settings import options_text
 from diskprefix.daemon.server.tenant_names import TenantNames
 from diskprefix.daemon.server.threads import Threads
 from diskprefix.desk.watch.browse.outline import Outline, outline
-from diskprefix.store.purge import Purged
-from diskprefix.store.reads import Patience
-from diskprefix.store.store import Store
+from diskprefix.prefixstore.cache.other_settings import options_text
+from diskprefix.prefixstore.store.purge import Purged
+from diskprefix.prefixstore.store.reads import Patience
+from diskprefix.prefixstore.store.store import Store
 
 _REST = 100
 """The pause after a reading, as a multiple of its duration."""

@@ -90,7 +90,7 @@ def _remote_problems(remote: dict[str, Any]) -> Iterator[Problem]:
         yield Problem("warning", f"{remote['url']} does not answer, and is left alone for a while", todo)
     if refused := {reason: count for reason, count in remote.get("refused", {}).items() if count}:
         what = f"objects of {remote['url']} were refused: {', '.join(refused)}"
-        todo = "see *Refused objects* in extras/remote/README.md: `mac` may mean that somebody plants state"
+        todo = "see *Refused objects* in prefixstore/remote/README.md: `mac` may mean that somebody plants state"
         yield Problem("warning", what, todo, sum(refused.values()))
     if dropped := remote.get("dropped", 0):
         todo = "make room in the bucket, let the daemon write to it, or start with --remote-write off"

@@ -14,11 +14,11 @@ from msgspec.structs import asdict
 from diskprefix.desk.shared.tooling import SHOWN, print_json, short_id, shortened, tenant_names, terminal_width
 from diskprefix.desk.watch.inspect.stored_text import decoder_of, runs
 from diskprefix.errors import StoreCorrupt
+from diskprefix.prefixstore.store.note_record import NoteKind, decode_note
+from diskprefix.prefixstore.store.schema import NodeRecord, RootRecord
+from diskprefix.prefixstore.store.snapshot import Snapshot
+from diskprefix.prefixstore.store.tree import EntryInfo, PrefixTree
 from diskprefix.printable import printable_only
-from diskprefix.store.note_record import NoteKind, decode_note
-from diskprefix.store.schema import NodeRecord, RootRecord
-from diskprefix.store.snapshot import Snapshot
-from diskprefix.store.tree import EntryInfo, PrefixTree
 from diskprefix.tokens import TokenIds, picture_ids
 from diskprefix.units import ago, format_size
 

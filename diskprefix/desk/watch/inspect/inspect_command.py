@@ -8,7 +8,6 @@ from pathlib import Path
 import click
 from msgspec.structs import asdict
 
-from diskprefix.cache.other_settings import options_text
 from diskprefix.daemon.cli.options import setting_option
 from diskprefix.desk.shared.tooling import (
     find_entry,
@@ -25,10 +24,11 @@ from diskprefix.desk.shared.tooling import (
 )
 from diskprefix.desk.watch.browse.outline import outline
 from diskprefix.errors import SettingsError
+from diskprefix.prefixstore.cache.other_settings import options_text
+from diskprefix.prefixstore.store.snapshot import Snapshot
+from diskprefix.prefixstore.store.store import Store
+from diskprefix.prefixstore.store.tree import EntryInfo, list_entries
 from diskprefix.runtime.load.packed_weights import PackedFiles
-from diskprefix.store.snapshot import Snapshot
-from diskprefix.store.store import Store
-from diskprefix.store.tree import EntryInfo, list_entries
 from diskprefix.units import ago, counted, format_size
 
 _OTHER_COLUMNS = 100

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from itertools import islice
 
-from diskprefix.cache.policy.breaks import costly_differences
-from diskprefix.cache.policy.seen import MAX_PROMPT_BYTES
 from diskprefix.daemon.chat.canonicalisers import shape_of
 from diskprefix.desk.watch.inspect.stored_text import decoder_of, line_at
-from diskprefix.store.ghosts import newest_first
-from diskprefix.store.snapshot import Snapshot
-from diskprefix.store.statistics.lost_tokens import HOURS
+from diskprefix.prefixstore.cache.policy.breaks import costly_differences
+from diskprefix.prefixstore.cache.policy.seen import MAX_PROMPT_BYTES
+from diskprefix.prefixstore.store.ghosts import newest_first
+from diskprefix.prefixstore.store.snapshot import Snapshot
+from diskprefix.prefixstore.store.statistics.lost_tokens import HOURS
 
 _WINDOW = 64
 """The earlier prompts that each prompt is compared with. The scope `auto` compares it with those of its key alone, 30

@@ -11,9 +11,9 @@ from msgspec.structs import asdict
 from diskprefix.desk.shared.tooling import plain, print_json, print_table
 from diskprefix.desk.watch.inspect.lost_lines import lines_in_clear
 from diskprefix.desk.watch.lost_advice import advised, settings_in_effect
-from diskprefix.store.snapshot import Snapshot
-from diskprefix.store.statistics.lost_tokens import of_last_day
-from diskprefix.store.statistics.savings import read_savings
+from diskprefix.prefixstore.store.snapshot import Snapshot
+from diskprefix.prefixstore.store.statistics.lost_tokens import of_last_day
+from diskprefix.prefixstore.store.statistics.savings import read_savings
 from diskprefix.units import counted
 
 

@@ -8,15 +8,15 @@ from typing import Any
 import click
 import msgspec
 
-from diskprefix.cache.other_settings import options_text
 from diskprefix.desk.shared.tooling import print_json, tenant_names
 from diskprefix.desk.watch.browse.outline import Outline, outline
+from diskprefix.prefixstore.cache.other_settings import options_text
+from diskprefix.prefixstore.store.snapshot import Snapshot
+from diskprefix.prefixstore.store.statistics.savings import Savings, Tally, read_savings
+from diskprefix.prefixstore.store.tree import EntryInfo
+from diskprefix.prefixstore.store.written import read_written
 from diskprefix.printable import printable_only
 from diskprefix.runtime.load.packed_weights import PackedFiles
-from diskprefix.store.snapshot import Snapshot
-from diskprefix.store.statistics.savings import Savings, Tally, read_savings
-from diskprefix.store.tree import EntryInfo
-from diskprefix.store.written import read_written
 from diskprefix.units import ago, counted, format_duration, format_size
 
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from diskprefix.cache.other_settings import options_text
 from diskprefix.desk.shared.tooling import SHOWN, plain, print_json, short_id, tenant_names, terminal_width
 from diskprefix.desk.watch.browse.outline import FoldedTree, Trunk, outline
-from diskprefix.store.snapshot import Snapshot
-from diskprefix.store.tree import EntryInfo
+from diskprefix.prefixstore.cache.other_settings import options_text
+from diskprefix.prefixstore.store.snapshot import Snapshot
+from diskprefix.prefixstore.store.tree import EntryInfo
 from diskprefix.units import ago, counted, format_size
 
 if TYPE_CHECKING:

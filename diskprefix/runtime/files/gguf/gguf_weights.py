@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from diskprefix.errors import ModelError
-from diskprefix.kv.numbers import array_dtype, converted
+from diskprefix.prefixstore.kv.numbers import array_dtype, converted
 from diskprefix.runtime.files.file_matrix import FileMatrix, MatrixPacking, in_order
 from diskprefix.runtime.files.gguf.architecture import Architecture, SourcedParameter
 from diskprefix.runtime.files.gguf.gguf_file import within_block

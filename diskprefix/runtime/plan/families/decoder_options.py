@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
-from diskprefix.kv.layout import Layout
 from diskprefix.native import calls
+from diskprefix.prefixstore.kv.layout import Layout
 from diskprefix.runtime.plan.config import (
     DecoderConfig,
     Inputs,

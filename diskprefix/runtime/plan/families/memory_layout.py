@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from diskprefix.errors import SettingsError
-from diskprefix.kv.layout import Group, LayerKind, LayerSpec, Layout, StateGroup, StateSpec, TensorSpec
-from diskprefix.kv.sizes import Q8_BLOCK
+from diskprefix.prefixstore.kv.layout import Group, LayerKind, LayerSpec, Layout, StateGroup, StateSpec, TensorSpec
+from diskprefix.prefixstore.kv.sizes import Q8_BLOCK
 from diskprefix.runtime.plan.draft_layer import with_one_more
 from diskprefix.runtime.plan.families.declared import first_of, option
 from diskprefix.runtime.plan.families.types.known_types import type_of

@@ -21,9 +21,9 @@ from diskprefix.daemon.engine.pictures.prompt_pictures import PromptPictures
 from diskprefix.daemon.engine.pools import EnginePools
 from diskprefix.daemon.engine.scheduler import NO_LIMIT
 from diskprefix.errors import DeviceLost, InvalidRequest
-from diskprefix.kv.numbers import Array
-from diskprefix.store import reads
-from diskprefix.store.epochs import Epoch
+from diskprefix.prefixstore.kv.numbers import Array
+from diskprefix.prefixstore.store import reads
+from diskprefix.prefixstore.store.epochs import Epoch
 from diskprefix.thread_pool import ThreadPool
 from diskprefix.tokens import as_token_ids, picture_ids
 from diskprefix.values import CacheOptions, Picture, Prompt, Scope, Tenant

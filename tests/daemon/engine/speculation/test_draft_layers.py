@@ -21,7 +21,7 @@ from diskprefix.daemon.engine.speculation.choose_drafts import Speculation
 from diskprefix.daemon.engine.speculation.drafting import Draft
 from diskprefix.daemon.engine.speculation.step_times import StepTimes
 from diskprefix.errors import ModelError
-from diskprefix.kv.sequence import KVSequence
+from diskprefix.prefixstore.kv.sequence import KVSequence
 from diskprefix.runtime.plan.drafts import DraftRow
 from diskprefix.runtime.plan.planned import PlanRuntime
 from diskprefix.tokens import as_token_ids

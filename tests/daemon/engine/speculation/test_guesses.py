@@ -19,8 +19,6 @@ import torch
 from msgspec.structs import replace
 from transformers import MistralConfig, MistralForCausalLM
 
-from diskprefix.cache.cached_request import CachedRequest
-from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.daemon.engine.fetches import Fetches
 from diskprefix.daemon.engine.idle import ahead_jobs
 from diskprefix.daemon.engine.loop import Engine, Loop
@@ -32,15 +30,17 @@ from diskprefix.daemon.engine.speculation.guesser import Rates
 from diskprefix.daemon.engine.speculation.model_proposer import ModelProposer
 from diskprefix.daemon.engine.speculation.step_times import StepTimes
 from diskprefix.errors import ModelError
-from diskprefix.kv.numbers import converted, dtype_of
-from diskprefix.kv.pages import PagePool
-from diskprefix.kv.sequence import KVSequence, Owner
-from diskprefix.kv.step import Run
+from diskprefix.prefixstore.cache.cached_request import CachedRequest
+from diskprefix.prefixstore.cache.tiers.nodes import Node, PromptNodes
+from diskprefix.prefixstore.kv.numbers import converted, dtype_of
+from diskprefix.prefixstore.kv.pages import PagePool
+from diskprefix.prefixstore.kv.sequence import KVSequence, Owner
+from diskprefix.prefixstore.kv.step import Run
+from diskprefix.prefixstore.store.changes import NewNode
+from diskprefix.prefixstore.store.pieces import Payload
+from diskprefix.prefixstore.store.purge import PurgeFilter
 from diskprefix.runtime.contract import Rows, StepOutput
 from diskprefix.runtime.plan.drafts import likeliest
-from diskprefix.store.changes import NewNode
-from diskprefix.store.pieces import Payload
-from diskprefix.store.purge import PurgeFilter
 from diskprefix.tokens import Logits, TokenIds, as_token_ids
 from diskprefix.values import SHARED, Tenant
 from tests.daemon.engine.driving import (
@@ -61,7 +61,7 @@ from tests.daemon.engine.driving import (
     weight_of,
     write_model,
 )
-from tests.kv.hashed_state import ids_of
+from tests.prefixstore.kv.hashed_state import ids_of
 from tests.runtime.plan import tiny
 from tests.waiting import wait_for
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from diskprefix.store.snapshot import Snapshot
+from diskprefix.prefixstore.store.snapshot import Snapshot
 from tests.desk.watch.browse.saved_chats import ALICE, SavedChats, chat
 
 

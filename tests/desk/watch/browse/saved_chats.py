@@ -9,14 +9,14 @@ from msgspec.structs import replace
 
 from diskprefix.daemon.api.openai_chat import ChatRequest
 from diskprefix.daemon.chat.renderer import PromptRenderer
+from diskprefix.prefixstore.store.schema import RootRecord
+from diskprefix.prefixstore.store.statistics.savings import SavingsLog, Tally
+from diskprefix.prefixstore.store.store import Publication, Store
 from diskprefix.runtime.files.read_tokenizer import read_tokenizer
-from diskprefix.store.schema import RootRecord
-from diskprefix.store.statistics.savings import SavingsLog, Tally
-from diskprefix.store.store import Publication, Store
 from diskprefix.tokens import TokenPath, root_hash
 from diskprefix.values import SHARED, Tenant
 from tests.daemon.server.chat_model import VOCAB_SIZE, write_tokenizer
-from tests.store.building import BLOCK, Clock, layout_of, open_store, publication
+from tests.prefixstore.store.building import BLOCK, Clock, layout_of, open_store, publication
 
 LAYOUT = layout_of(4_000)
 NOW = 1_800_000_000.0

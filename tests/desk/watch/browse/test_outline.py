@@ -10,14 +10,14 @@ from msgspec.structs import fields, replace
 
 from diskprefix.desk.watch.browse.outline import outline
 from diskprefix.desk.watch.inspect.stats_view import figures
-from diskprefix.store.schema import NodeKind, decode_node
-from diskprefix.store.snapshot import Snapshot
-from diskprefix.store.statistics.savings import read_savings
-from diskprefix.store.store import Publication
-from diskprefix.store.tree import EntryInfo, list_entries
+from diskprefix.prefixstore.store.schema import NodeKind, decode_node
+from diskprefix.prefixstore.store.snapshot import Snapshot
+from diskprefix.prefixstore.store.statistics.savings import read_savings
+from diskprefix.prefixstore.store.store import Publication
+from diskprefix.prefixstore.store.tree import EntryInfo, list_entries
 from tests.desk.watch.browse.saved_chats import ALICE, SavedChats
 from tests.faults.damage import damaged
-from tests.store.building import BLOCK, layout_of, open_store, prompt, publication
+from tests.prefixstore.store.building import BLOCK, layout_of, open_store, prompt, publication
 
 
 def info_of(made: Publication) -> EntryInfo:

@@ -24,13 +24,13 @@ from diskprefix.desk.watch.dashboard.problems import Problem, problems
 from diskprefix.desk.watch.dashboard.watch import Watch
 from diskprefix.desk.watch.lost_advice import InEffect, advised
 from diskprefix.errors import EntryNotFound
-from diskprefix.extras.remote.counts import Counts
-from diskprefix.store.purge import Purged, delete_entry, purge
-from diskprefix.store.statistics.lost_tokens import hour_of
-from diskprefix.store.store import Store
+from diskprefix.prefixstore.remote.counts import Counts
+from diskprefix.prefixstore.store.purge import Purged, delete_entry, purge
+from diskprefix.prefixstore.store.statistics.lost_tokens import hour_of
+from diskprefix.prefixstore.store.store import Store
 from diskprefix.values import MISS_REASONS, words_of
 from tests.daemon.server.scripted import STATS
-from tests.store.building import BLOCK, open_store, prompt, publication
+from tests.prefixstore.store.building import BLOCK, open_store, prompt, publication
 
 
 def daemon(status: str = "ok", **others: Any) -> Any:

@@ -1,1 +1,0 @@
-"""The effect of other settings: `--record` writes the workload of a daemon, `diskprefix simulate` replays it."""

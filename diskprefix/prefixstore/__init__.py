@@ -1,0 +1,1 @@
+"""The store of prefixes: on disk, in memory, in a bucket."""

@@ -1,0 +1,1 @@
+"""Records requests, without their text."""

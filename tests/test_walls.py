@@ -1,0 +1,125 @@
+"""Houses import only the houses below them, in names of strings too."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.test_packages import SOURCES, imported_names
+
+_STREET = ("ground", "prefixstore", "runtime", "daemon", "desk")
+BELOW = {house: frozenset(_STREET[: number + 1]) for number, house in enumerate(_STREET)}
+"""For each house, those that its modules may import, its own among them."""
+BELOW["bridges"] = frozenset({"ground", "prefixstore", "bridges"})
+DOORS = {"__init__", "__main__"}
+"""The modules through which a program enters. They import what they open."""
+NOT_YET = {
+    ("bridges.sglang._sglang_compat", "runtime.load.fingerprint"),
+    ("bridges.sglang._sglang_compat", "runtime.load.kernel_settings"),
+    ("bridges.shared.connector_settings", "daemon.cli.options"),
+    ("bridges.shared.connector_settings", "daemon.cli.policy_file"),
+    ("bridges.shared.connector_settings", "daemon.settings"),
+    ("bridges.shared.shared_store", "daemon.settings"),
+    ("bridges.shared.timed_opening", "daemon.settings"),
+    ("bridges.vllm._vllm_compat", "runtime.load.kernel_settings"),
+    ("bridges.vllm.engine_numbers", "runtime.load.fingerprint"),
+    ("bridges.vllm.engine_numbers", "runtime.load.kernel_settings"),
+    ("bridges.vllm.request_options", "daemon.settings"),
+    ("bridges.vllm.scheduler_side", "daemon.hooks"),
+    ("daemon.cli", "desk.clients.clients_command"),
+    ("daemon.cli", "desk.clients.daemons_command"),
+    ("daemon.cli", "desk.clients.launch_command"),
+    ("daemon.cli", "desk.exchange.commands"),
+    ("daemon.cli", "desk.housekeeping.backup_command"),
+    ("daemon.cli", "desk.housekeeping.purge_command"),
+    ("daemon.cli", "desk.housekeeping.verify_command"),
+    ("daemon.cli", "desk.models.list_command"),
+    ("daemon.cli", "desk.models.pull_command"),
+    ("daemon.cli", "desk.setup.doctor_command"),
+    ("daemon.cli", "desk.setup.service_command"),
+    ("daemon.cli", "desk.simulate.simulate_command"),
+    ("daemon.cli", "desk.talk.chat_command"),
+    ("daemon.cli", "desk.talk.run_command"),
+    ("daemon.cli", "desk.warm.warm_command"),
+    ("daemon.cli", "desk.watch.dashboard.dashboard_command"),
+    ("daemon.cli", "desk.watch.inspect.inspect_command"),
+    ("daemon.cli", "desk.watch.top"),
+    ("daemon.hooks", "desk.watch.dashboard.dashboard_routes"),
+    ("memo", "daemon.settings"),
+    ("prefixstore.cache.cache", "daemon.settings"),
+    ("prefixstore.cache.misses", "daemon.settings"),
+    ("prefixstore.cache.other_settings", "daemon.settings"),
+    ("prefixstore.cache.policy.select", "daemon.settings"),
+    ("prefixstore.cache.tiered_store", "daemon.hooks"),
+    ("prefixstore.cache.tiered_store", "daemon.settings"),
+    ("prefixstore.packs.signatures", "daemon.settings"),
+    ("prefixstore.recording.recording", "daemon.settings"),
+    ("prefixstore.remote.remote_tier", "daemon.settings"),
+    ("prefixstore.remote.upkeep", "daemon.settings"),
+    ("prefixstore.store.store_file", "daemon.settings"),
+    ("runtime.choose_runtime", "daemon.engine.speculation.draft_model"),
+    ("runtime.choose_runtime", "daemon.settings"),
+    ("runtime.fetch.alternatives", "daemon.settings"),
+    ("runtime.fetch.embedded", "daemon.settings"),
+    ("runtime.fetch.found_models", "daemon.settings"),
+    ("runtime.fetch.hub", "daemon.settings"),
+    ("runtime.fetch.made_once", "daemon.settings"),
+    ("runtime.fetch.named_model", "daemon.settings"),
+    ("runtime.fetch.proposals", "daemon.settings"),
+    ("runtime.fetch.recommended_sampling", "daemon.settings"),
+    ("runtime.library.session", "daemon.chat.boundaries"),
+    ("runtime.library.session", "daemon.engine.forward"),
+    ("runtime.library.session", "daemon.settings"),
+    ("runtime.llama.devices", "daemon.settings"),
+    ("runtime.llama.load_llama", "daemon.settings"),
+    ("runtime.load.loader", "daemon.hooks"),
+    ("runtime.load.loader", "daemon.settings"),
+    ("runtime.load.packed_weights", "daemon.settings"),
+    ("user_key", "daemon.settings"),
+}
+"""Module, and the module above it that it imports. Only smaller."""
+
+
+def house_of(module: str) -> str:
+    """Returns the house of a module, whose name is relative to `diskprefix`."""
+    first = module.partition(".")[0]
+    return first if first in BELOW else "ground"
+
+
+def modules_named(source: str) -> Iterator[str]:
+    """Yields the modules that a source imports, and those whose names stand in its strings, as of a command."""
+    for name in imported_names(source):
+        bare = name.removeprefix("diskprefix.")
+        if bare != name:
+            yield bare if bare in SOURCES else bare.rpartition(".")[0]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            named = re.fullmatch(r"(?:diskprefix\.)?([a-z_]+(?:\.\w+)+)(?::\w+)?", node.value)
+            if named and named[1] in SOURCES:
+                yield named[1]
+
+
+def upward(module: str, source: str) -> set[tuple[str, str]]:
+    below = BELOW[house_of(module)]
+    return {(module, other) for other in modules_named(source) if other and house_of(other) not in below}
+
+
+def test_houses_import_only_those_below() -> None:
+    found = {arrow for module, source in SOURCES.items() if module not in DOORS for arrow in upward(module, source)}
+    assert found == NOT_YET
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "other"),
+    [
+        ("prefixstore.kv.pages", "from diskprefix.daemon.app import serve", "daemon.app"),
+        ("daemon.hooks", "name = 'desk.watch'", "desk.watch"),
+        ("units", "def f():\n    import diskprefix.runtime.contract", "runtime.contract"),
+        ("bridges.vllm.connector", "from diskprefix.runtime import contract", "runtime.contract"),
+    ],
+)
+def test_an_arrow_up_is_found(module: str, source: str, other: str) -> None:
+    assert upward(module, source) == {(module, other)}
