@@ -60,8 +60,9 @@ struct Attention {
 enum Scales : int64_t { IN_FLOAT16 = 0, IN_EXPONENTS = 1, IN_BYTES = 2, IN_NIBBLES = 3, SHARED = 4, IN_FLOAT8 = 5 };
 
 // A matrix [rows, columns]: in bfloat16 row after row (`bits` is 16), or in blocks of quants, see
-// model/quants/forms.py. Code i stands for `table[i]`, of 64 numbers; without `has_table` these are consecutive. The rows that
-// quants are multiplied with become integers of `row_bits` bits, 8 or 15; with tiles of bfloat16 they stay as they are.
+// runtime/plan/quants/forms.py. Code i stands for `table[i]`, of 64 numbers; without `has_table` these are consecutive. The
+// rows that quants are multiplied with become integers of `row_bits` bits, 8 or 15; with tiles of bfloat16 they stay as
+// they are.
 struct Matrix {
   int64_t rows, columns, bits, group, has_zeros, scales, has_table, row_bits;
   const void* weights;

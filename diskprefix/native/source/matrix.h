@@ -21,8 +21,8 @@ Form form_of_blocks(const Matrix& matrix) {
   return form_with<Weights>(matrix.columns / INNER / Weights::BLOCKS * Weights::BYTES);
 }
 
-// Returns the form of a matrix; see `model/quants/quant_form.py`. `strip_bytes` is 0 for bfloat16, for an unknown form, and
-// for a row that ends inside a unit.
+// Returns the form of a matrix; see `runtime/plan/quants/quant_form.py`. `strip_bytes` is 0 for bfloat16, for an unknown
+// form, and for a row that ends inside a unit.
 inline Form form_of(const Matrix& matrix) {
 #define FORM(bits_, group_, has_zeros_, scales_, has_table_)                                                        \
   if (matrix.bits == bits_ && matrix.group == group_ && matrix.has_zeros == has_zeros_ && matrix.scales == scales_ && \

@@ -1,4 +1,4 @@
-// Weights of a GGUF file (llama.cpp, ggml/src/ggml-common.h), packed as `model/quants/quant_form.py` describes.
+// Weights of a GGUF file (llama.cpp, ggml/src/ggml-common.h), packed as `runtime/plan/quants/quant_form.py` describes.
 
 #pragma once
 

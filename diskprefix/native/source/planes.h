@@ -1,5 +1,5 @@
-// Floating-point values in planes, as they are stored: `store/README.md` describes the bytes. All variants, and
-// `store/codec/planes.py`, compute the same bytes.
+// Floating-point values in planes, as they are stored: `prefixstore/store/README.md` describes the bytes. All variants, and
+// `prefixstore/store/codec/planes.py`, compute the same bytes.
 
 #pragma once
 

@@ -1,9 +1,10 @@
 // The forms of a matrix's weights in memory, and how their codes are read.
 //
-// A quantised weight is table[code] × scale + zero, rounded to bfloat16 where it is looked up. `model/quants/quant_form.py`
-// describes the layout: strips of 16 rows of the matrix (16 columns of the result), each a sequence of blocks of 32 columns
-// of the matrix. `integer_product.h` multiplies them with rows of integers, `tile_product.h` with rows of bfloat16 by the
-// tiles of AMX, for which the codes lie in another order. Matrices in bfloat16 are multiplied by `dense.h`.
+// A quantised weight is table[code] × scale + zero, rounded to bfloat16 where it is looked up.
+// `runtime/plan/quants/quant_form.py` describes the layout: strips of 16 rows of the matrix (16 columns of the result),
+// each a sequence of blocks of 32 columns of the matrix. `integer_product.h` multiplies them with rows of integers,
+// `tile_product.h` with rows of bfloat16 by the tiles of AMX, for which the codes lie in another order. Matrices in
+// bfloat16 are multiplied by `dense.h`.
 
 #pragma once
 
