@@ -24,9 +24,10 @@ IN_MESSAGES = re.compile(r"\bpositions?\b|\bits cache\b|\bTTFT\b|\btok/s\b|too s
 """Words of the code that no message has: say the model's context or a place in the prompt, whose prompts are saved
 where, time to the first token, tokens/s, and too short for what."""
 OF_MODELS = {
-    *(f"grid/{name}.py" for name in ("grid_cache", "rehearsal", "state_layout")),
-    *(f"model/{name}.py" for name in ("plan", "plan_memory", "gguf/dense_families", "load/gguf_rope")),
-    *("runtime/plan/families/rotary_options.py", "native/calls.py"),
+    *(f"runtime/grid/{name}.py" for name in ("grid_cache", "rehearsal", "state_layout")),
+    *(f"runtime/plan/{name}.py" for name in ("plan", "plan_memory", "families/rotary_options")),
+    *(f"runtime/files/gguf/{name}.py" for name in ("dense_families", "gguf_rope")),
+    "native/calls.py",
 }
 """Files whose messages name parts of a model's file or code."""
 PATH, MOST_CHARS = re.compile(r"/[\w./+=-]{8,}"), 170

@@ -88,7 +88,7 @@ def refusing(kind: str) -> Iterator[Refusal]:
         elif kind == "place":
             patch.setattr(ThreadPool, "submit", _asking(refusal, ThreadPool.submit))
         else:
-            names = tuple(f"diskprefix.{name}." for name in ("engine", "cache", "kv", "store", "model"))
+            names = tuple(f"diskprefix.{name}." for name in ("daemon.engine", "prefixstore", "runtime"))
             modules = [module for name, module in sys.modules.items() if name.startswith(names)]
             for module in modules:
                 if getattr(module, "np", None) is np:

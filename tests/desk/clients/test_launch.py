@@ -475,8 +475,9 @@ def test_a_conversation_keeps_a_daemon_that_does_not_answer_and_has_not_ended(
 ) -> None:
     def typed() -> Iterator[str]:
         process.send_signal(signal.SIGSTOP)
-        for limit in (".daemon_call._CONNECT_S", ".daemon_call._SILENCE_S", ".clients.launched_daemon._PATIENCE_S"):
-            monkeypatch.setattr(f"diskprefix.extras{limit}", 0.1)
+        for limit in ("shared.daemon_call._CONNECT_S", "shared.daemon_call._SILENCE_S"):
+            monkeypatch.setattr(f"diskprefix.desk.{limit}", 0.1)
+        monkeypatch.setattr(launched_daemon, "_PATIENCE_S", 0.1)
         yield "Are you there?"
         kind = fcntl.LOCK_EX | fcntl.LOCK_NB
         with pytest.raises(BlockingIOError), launched_daemon.locked(place.launches / "daemon.users", kind):
