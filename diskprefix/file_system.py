@@ -82,3 +82,9 @@ def lost_with_container(folder: Path) -> str:
     else:
         return ""
     return f"{why}: mount one, as with `-v diskprefix:{volume}`"
+
+
+def file_stamp(file: Path) -> tuple[int, int, int]:
+    """Returns what changes when a file is written or replaced."""
+    status = file.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from diskprefix.daemon.settings import cache_home
 from diskprefix.errors import SettingsError
+from diskprefix.folders import cache_home
 from diskprefix.private_file import distrusted_by_root, make_private_folder, read_private
 from diskprefix.values import Tenant
 

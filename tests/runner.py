@@ -11,13 +11,11 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from diskprefix.daemon.engine.forward import prefill
 from diskprefix.daemon.engine.pictures.prompt_pictures import PromptPictures
 from diskprefix.daemon.settings import Settings
 from diskprefix.prefixstore.cache.cache import PrefixCache
 from diskprefix.prefixstore.cache.cached_request import CachedRequest
 from diskprefix.prefixstore.cache.encoded_pictures import EncodedPictures
-from diskprefix.prefixstore.cache.policy.scope import parse_scope
 from diskprefix.prefixstore.cache.tiered_store import open_store
 from diskprefix.prefixstore.kv.layout import ExactAt, Layout
 from diskprefix.prefixstore.kv.pages import PagePool
@@ -25,6 +23,8 @@ from diskprefix.prefixstore.kv.sequence import KVSequence
 from diskprefix.runtime.contract import Rows
 from diskprefix.runtime.grid.rehearsal import rehearse
 from diskprefix.runtime.pictures.vision_encoder import VisionEncoder
+from diskprefix.runtime.prefill import prefill
+from diskprefix.scope import parse_scope
 from diskprefix.tokens import Logits, TokenIds, as_token_ids
 from diskprefix.values import CacheOptions, CacheReport, Picture, Prompt
 from tests.modules import layout_of, runtime_of

@@ -364,7 +364,7 @@ NAMES_SCOPES = [
                 "daemon/server/README.md",
                 "prefixstore/cache/README.md",
                 "bridges/vllm/README.md",
-                "daemon/settings.py",
+                "prefixstore/store_options.py",
             ),
             *("daemon/api/fields.py", "desk/warm/warm_command.py", "desk/simulate/simulate_command.py"),
         )

@@ -1,5 +1,4 @@
-"""What the words of the code promise: one noun has one meaning, names say what they are, docstrings are plain English,
-and a function fits on one screen."""
+"""The words of the code: one noun has one meaning, names say what they are, docstrings are plain English."""
 
 from __future__ import annotations
 
@@ -138,24 +137,3 @@ def test_a_name_of_a_test_is_short_and_has_a_subject() -> None:
 def test_the_rule_finds_hard_names() -> None:
     assert hard_names(ast.parse("def test_what_is(): pass")) == ["test_what_is"]
     assert hard_names(ast.parse(f"def test_{'x' * 65}(): pass\ndef test_{'x' * 66}(): pass")) == [f"test_{'x' * 66}"]
-
-
-# Functions.
-
-MOST_LINES = 60
-"""The lines of a function with its docstring, which fit on one screen."""
-
-
-def long_functions(tree: ast.Module) -> list[str]:
-    """Returns the names of the functions with more than `MOST_LINES` lines."""
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    return [node.name for node in functions if (node.end_lineno or 0) - node.lineno >= MOST_LINES]
-
-
-def test_a_function_fits_on_one_screen() -> None:
-    assert breaches(CODE, lambda path: long_functions(tree_of(path))) == {}
-
-
-def test_the_rule_finds_long_functions() -> None:
-    bodies = {lines: "def f():\n" + "    pass\n" * (lines - 1) for lines in (MOST_LINES, MOST_LINES + 1)}
-    assert [long_functions(ast.parse(body)) for body in bodies.values()] == [[], ["f"]]

@@ -14,11 +14,12 @@ from functools import partial
 from threading import Event, Thread
 from typing import TYPE_CHECKING
 
-from diskprefix.daemon import hooks
+from diskprefix.daemon.router import open_router
 from diskprefix.daemon.settings import Settings
 from diskprefix.file_system import lost_with_container
 from diskprefix.native.compute_threads import limit_libraries
-from diskprefix.prefixstore.cache.policy.scope import parse_scope
+from diskprefix.prefixstore.recording import open_recorder
+from diskprefix.scope import parse_scope
 from diskprefix.units import format_size
 
 log = logging.getLogger("diskprefix")
@@ -53,7 +54,7 @@ def serve(settings: Settings) -> None:
     if lost := lost_with_container(settings.kv_cache_dir):
         log.warning("[disk-cache] the cache and fetched models end with this container: %s", lost)
     require_on_disk(settings.kv_cache_dir, settings.kv_cache_budget or 0)
-    run_router = hooks.open_router(settings)
+    run_router = open_router(settings)
     if run_router is not None:
         run_router(settings)
         return
@@ -82,7 +83,7 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
         # The store comes first: an unusable folder is reported before the model takes seconds to load.
         opening = _open_beside(partial(open_store, settings), progress)
         opened.callback(opening.add_done_callback, _close_store)
-        recorder = hooks.open_recorder(settings, lambda: opening.result().secret)
+        recorder = open_recorder(settings, lambda: opening.result().secret, settings.served_model_name or "")
         if recorder is not None:
             opened.callback(recorder.close)
         measurement = load_measured(settings, progress)
@@ -112,7 +113,7 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
         exactness = {"exact_at": layout.exact_at, "exact_at_reason": measurement.reason or None}
         identity = measurement.fingerprint.as_dict() | exactness
         draft = None if settings.draft_model is None else load_draft(settings, loaded, cache, progress)
-        engine = Engine(loaded, measurement.runtime, cache, recorder=recorder, identity=identity, draft=draft)
+        engine = Engine(loaded, measurement.runtime, cache, settings, recorder=recorder, identity=identity, draft=draft)
         engine.warm_up()
         opened.pop_all()
     imports_s = loaded.timings["imports"] + imported - started

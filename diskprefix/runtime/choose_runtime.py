@@ -9,13 +9,11 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 from functools import cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from diskprefix.daemon.engine.speculation.draft_model import LoadedDraft
-from diskprefix.daemon.settings import PARTING, Settings
 from diskprefix.errors import ModelError, SettingsError
 from diskprefix.identity import Fingerprint
 from diskprefix.native.library import REMEDY, are_missing, described, of_another_cpu, operators
@@ -28,19 +26,28 @@ from diskprefix.progress import Report
 from diskprefix.runtime.contract import Runtime
 from diskprefix.runtime.llama.devices import is_chosen
 from diskprefix.runtime.load.bits import build_of
+from diskprefix.runtime.load.code_digest import computed_by
 from diskprefix.runtime.load.fingerprint import fingerprint_of_modules
-from diskprefix.runtime.load.kernel_settings import computed_by
 from diskprefix.runtime.load.loader import LoadedModel, begin_load, load_model, require_own_type
 from diskprefix.runtime.load.plan_fingerprint import fingerprint_of_plan
 from diskprefix.runtime.load.self_check import check
 from diskprefix.runtime.plan.families.rotary import factors_in_use
 from diskprefix.runtime.plan.planned import NotExact, PlanRuntime
+from diskprefix.runtime.runtime_options import PARTING, RuntimeOptions
 from diskprefix.tokens import TokenIds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 log = logging.getLogger("diskprefix")
+
+
+class LoadedDraft(NamedTuple):
+    """A loaded draft model, and its cache in the store of the served model."""
+
+    loaded: LoadedModel
+    runtime: Runtime
+    cache: PrefixCache
 
 
 class MeasuredModel(Struct, frozen=True):
@@ -56,7 +63,7 @@ class MeasuredModel(Struct, frozen=True):
 
     def cache(
         self,
-        settings: Settings,
+        settings: RuntimeOptions,
         store: Store,
         on_prompts: Callable[[bytes, Iterable[TokenIds]], None] | None = None,
         beside: PrefixCache | None = None,
@@ -71,11 +78,11 @@ class MeasuredModel(Struct, frozen=True):
             beside=beside,
         )
 
-    def identity(self, settings: Settings, tenant: str = "") -> str:
+    def identity(self, settings: RuntimeOptions, tenant: str = "") -> str:
         """Returns the identity of the model's numbers for a tenant."""
         return self.fingerprint.identity(settings.block_size, LAYOUT_VERSION, self.layout.describe(), tenant)
 
-    def options(self, settings: Settings) -> dict[str, OptionValue]:
+    def options(self, settings: RuntimeOptions) -> dict[str, OptionValue]:
         """Returns the options that part the cache, by the names of the settings, for the record of the model."""
         given = {name: "" if (value := getattr(settings, name)) is None else str(value) for name in PARTING}
         used = {name: given[name] for name in ("kv_type", "block_size", "fingerprint")}
@@ -96,7 +103,7 @@ class MeasuredModel(Struct, frozen=True):
         return {name: OptionValue(given[name], used.get(name, "")) for name in PARTING}
 
 
-def load_measured(settings: Settings, progress: Report) -> MeasuredModel:
+def load_measured(settings: RuntimeOptions, progress: Report) -> MeasuredModel:
     """Loads the model of `settings` for the engine that they name or that fits, and measures where it is exact. Raises
     the errors of `measured` and `begin_load`."""
     if is_chosen(settings, progress):
@@ -110,7 +117,7 @@ def load_measured(settings: Settings, progress: Report) -> MeasuredModel:
     return measured(begin_load(settings, progress), settings)
 
 
-def measured(loaded: LoadedModel, settings: Settings) -> MeasuredModel:
+def measured(loaded: LoadedModel, settings: RuntimeOptions) -> MeasuredModel:
     """Measures whether a model is exact at every token or only on the grid. Raises the errors of torch when memory runs
     out, and the errors of `load_model`."""
     if loaded.runtime is not None:
@@ -129,7 +136,7 @@ def measured(loaded: LoadedModel, settings: Settings) -> MeasuredModel:
     return _by_modules(loaded, settings)
 
 
-def _by_plan(loaded: LoadedModel, runtime: PlanRuntime, settings: Settings) -> MeasuredModel:
+def _by_plan(loaded: LoadedModel, runtime: PlanRuntime, settings: RuntimeOptions) -> MeasuredModel:
     """Measures a model with a plan. Raises `NotExact` if the plan does not pass its check."""
     compiled = operators()
     assert compiled is not None, "plans need them"
@@ -156,7 +163,7 @@ def _runs_encoder(read: Callable[[], PreTrainedModel], versions: str) -> str:
     return f"{computed_by(modules)} {versions}" if versions else ""
 
 
-def _by_modules(loaded: LoadedModel, settings: Settings) -> MeasuredModel:
+def _by_modules(loaded: LoadedModel, settings: RuntimeOptions) -> MeasuredModel:
     from diskprefix.runtime.grid.grid_runtime import GridRuntime
     from diskprefix.runtime.grid.rehearsal import rehearse
 
@@ -171,7 +178,7 @@ def _by_modules(loaded: LoadedModel, settings: Settings) -> MeasuredModel:
     return MeasuredModel(loaded, layout, GridRuntime(loaded.model, layout), fingerprint, reason)
 
 
-def load_draft(settings: Settings, served: LoadedModel, cache: PrefixCache, progress: Report) -> LoadedDraft:
+def load_draft(settings: RuntimeOptions, served: LoadedModel, cache: PrefixCache, progress: Report) -> LoadedDraft:
     """Loads the draft model of `settings`, with a cache in the store of `cache`. Raises `ModelError` if it cannot guess
     for the served model."""
     own = dataclasses.replace(

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from diskprefix.prefixstore.cache.policy.scope import parse_scope
 from diskprefix.prefixstore.store.eviction import RECENT_CHECKPOINTS
 from diskprefix.prefixstore.store.schema import NodeKind
+from diskprefix.scope import parse_scope
 from diskprefix.tokens import LEAST_TOKENS, TokenIds, as_token_ids, common_prefix_length
 from diskprefix.values import CacheOptions, Prompt
 from tests.exactness.architectures import tiny_model

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from msgspec.structs import replace
 
-from diskprefix.daemon.engine.forward import prefill
 from diskprefix.prefixstore.cache.cached_request import CachedRequest
-from diskprefix.prefixstore.cache.policy.scope import parse_scope
 from diskprefix.prefixstore.kv.layout import ExactAt
 from diskprefix.prefixstore.kv.sequence import KVSequence
+from diskprefix.runtime.prefill import prefill
+from diskprefix.scope import parse_scope
 from diskprefix.values import CacheOptions, Prompt
 from tests import forked
 from tests.exactness.architectures import tiny_model

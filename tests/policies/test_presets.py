@@ -12,11 +12,11 @@ import pytest
 from diskprefix.daemon.cli.policy_file import find_policy, read_policy
 from diskprefix.daemon.settings import Settings
 from diskprefix.errors import SettingsError
-from diskprefix.prefixstore.cache.policy.scope import parse_scope
 from diskprefix.prefixstore.simulate.comparison import GEOMETRIES, REGIMES, Regime
 from diskprefix.prefixstore.simulate.geometry import TOKEN
 from diskprefix.prefixstore.simulate.simulator import Policy, Simulator, Totals, simulate
 from diskprefix.prefixstore.simulate.trace import Trace, TraceRequest
+from diskprefix.scope import parse_scope
 from diskprefix.tokens import TokenIds
 from diskprefix.units import parse_duration, parse_size
 from diskprefix.values import Prompt, Scope

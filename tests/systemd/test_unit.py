@@ -15,8 +15,10 @@ import pytest
 from diskprefix.daemon.engine import served_model
 from diskprefix.daemon.router import workers
 from diskprefix.daemon.server.process import process
-from diskprefix.daemon.settings import SETTINGS, Settings, default_kv_cache_dir, flag_of
+from diskprefix.daemon.settings import SETTINGS, Settings
 from diskprefix.errors import DeviceLost, SettingsError
+from diskprefix.folders import default_kv_cache_dir
+from diskprefix.setting import flag_of
 from diskprefix.units import parse_duration, parse_size
 from tests.closing import needs
 

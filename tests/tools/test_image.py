@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from diskprefix.daemon.settings import default_kv_cache_dir
 from diskprefix.file_system import VOLUME
+from diskprefix.folders import default_kv_cache_dir
 from tests.closing import needs
 from tools.releasing.environment import ReleaseError
 from tools.releasing.image import CONFIG, pack, write_image

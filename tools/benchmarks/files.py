@@ -30,7 +30,8 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from diskprefix.daemon.settings import Settings, cache_home
+from diskprefix.daemon.settings import Settings
+from diskprefix.folders import cache_home
 from diskprefix.prefixstore.kv.layout import Layout
 from diskprefix.prefixstore.kv.numbers import converted
 from diskprefix.prefixstore.kv.pages import PagePool

@@ -11,12 +11,12 @@ import click
 import numpy as np
 
 from diskprefix.daemon.cli.options import build_settings, setting_options
-from diskprefix.daemon.engine.forward import prefill
 from diskprefix.daemon.settings import SETTINGS, Settings
 from diskprefix.prefixstore.kv.pages import PagePool
 from diskprefix.prefixstore.kv.sequence import KVSequence
 from diskprefix.runtime.contract import Rows
 from diskprefix.runtime.load.loader import load_model
+from diskprefix.runtime.prefill import prefill
 from tools.models.real import print_report
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from diskprefix.daemon.settings import cache_home
+from diskprefix.folders import cache_home
 from diskprefix.progress import Report
 from diskprefix.runtime.fetch.made_once import require_disk
 from diskprefix.runtime.files.folder_tokenizer import copy_for_transformers

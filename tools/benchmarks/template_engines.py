@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
-from diskprefix.daemon.settings import cache_home
+from diskprefix.folders import cache_home
 from diskprefix.progress import Report
 from diskprefix.runtime.files.chat_template import render_template
 from tools.measuring.environments import install_once, npm_install, python_of

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 from jinja2 import TemplateSyntaxError, meta
 
-from diskprefix.daemon.settings import cache_home
+from diskprefix.folders import cache_home
 from diskprefix.progress import Report
 from diskprefix.runtime.files.template_sandbox import BoundedSandbox
 from tests.daemon.chat.families.sources import LLAMA_CPP, Package, SourcesMissing, download, sources

@@ -24,8 +24,8 @@ from rich.console import Console
 from tokenizers import Tokenizer as Backend
 
 from diskprefix.daemon.chat.encoder import Encoder
-from diskprefix.daemon.settings import cache_home
 from diskprefix.errors import ModelError
+from diskprefix.folders import cache_home
 from diskprefix.progress import Report
 from diskprefix.runtime.files.gguf.file_tokenizer import make_tokenizer, parts_are_exact
 from diskprefix.runtime.files.gguf.gguf_header import read_header

@@ -16,7 +16,7 @@ import click
 import httpx
 from rich.console import Console
 
-from diskprefix.daemon.settings import cache_home
+from diskprefix.folders import cache_home
 from diskprefix.progress import Report
 from tools.measuring.environments import install_once, npm_install, python_of, run_installer
 from tools.measuring.live_server import LiveServer, step

@@ -14,8 +14,8 @@ import click
 import httpx
 from rich.console import Console
 
-from diskprefix.daemon.settings import cache_home
 from diskprefix.errors import DiskPrefixError
+from diskprefix.folders import cache_home
 from diskprefix.progress import Report
 from tools.connector.real_chunks import real_chunks
 from tools.measuring.environments import python_of

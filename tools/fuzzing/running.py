@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from diskprefix.daemon.settings import cache_home
 from diskprefix.errors import DiskPrefixError
+from diskprefix.folders import cache_home
 from tools.fuzzing import compiled, corpus
 from tools.measuring.environments import install_once, run_installer
 

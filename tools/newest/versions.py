@@ -20,8 +20,8 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 from rich.console import Console
 
-from diskprefix.daemon.settings import cache_home
 from diskprefix.errors import DiskPrefixError
+from diskprefix.folders import cache_home
 from tools.measuring.environments import NotInstalled, install_once, run_installer
 from tools.measuring.options import JSON, run_tool
 from tools.measuring.report import new_table, print_report, say

@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from diskprefix.daemon.settings import cache_home
+from diskprefix.folders import cache_home
 from diskprefix.progress import Report
 from tools.measuring.environments import NotInstalled, install_once, npm_install, reason_of, run_installer
 from tools.real_agents.agents import Agent

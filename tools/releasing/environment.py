@@ -8,8 +8,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from diskprefix.daemon.settings import cache_home
 from diskprefix.errors import DiskPrefixError
+from diskprefix.folders import cache_home
 from tools.measuring.environments import install_once, run_installer
 
 ROOT = Path(__file__).parent.parent.parent

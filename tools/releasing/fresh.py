@@ -15,7 +15,7 @@ from subprocess import Popen
 
 import click
 
-from diskprefix.daemon.settings import cache_home
+from diskprefix.folders import cache_home
 from diskprefix.version import __version__
 from tools.measuring.options import run_tool
 from tools.measuring.processes import free_port

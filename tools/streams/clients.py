@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from diskprefix.daemon.settings import cache_home
+from diskprefix.folders import cache_home
 from diskprefix.progress import Report
 from tools.measuring.environments import REQUIREMENTS, NotInstalled, install_once, npm_install, python_of
 from tools.streams.recording import (

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from diskprefix.prefixstore.cache.policy.scope import parse_scope
 from diskprefix.prefixstore.simulate.geometry import Geometry
 from diskprefix.prefixstore.simulate.simulator import Policy, Simulator
 from diskprefix.prefixstore.simulate.trace import Trace
+from diskprefix.scope import parse_scope
 from tools.workloads.generated import GENERATED, generated
 from tools.workloads.published import published
 

@@ -10,8 +10,8 @@ import torch
 
 from diskprefix.bridges.shared.versions import check_interface
 from diskprefix.identity import canonical
-from diskprefix.runtime.load.fingerprint import weights_digest
-from diskprefix.runtime.load.kernel_settings import device_kind
+from diskprefix.kernel_settings import device_kind
+from diskprefix.model_identity import weights_digest
 
 TRIED = ("0.5.23",)
 

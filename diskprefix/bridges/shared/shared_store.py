@@ -8,8 +8,8 @@ import threading
 from pathlib import Path
 
 from diskprefix.bridges.shared.processors import unbound
-from diskprefix.daemon.settings import Settings
 from diskprefix.prefixstore.cache.tiered_store import TieredStore, open_store
+from diskprefix.prefixstore.store_options import StoreOptions
 
 _CLOSE_TIMEOUT_S = 20.0
 
@@ -17,7 +17,7 @@ _CLOSE_TIMEOUT_S = 20.0
 class SharedStore(TieredStore):
     """The store of all connectors of this process with the same path. Each user calls `release` at the end."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: StoreOptions) -> None:
         """Raises `CacheError` and `SettingsError`."""
         store = open_store(settings)
         try:
@@ -44,7 +44,7 @@ _open: dict[tuple[int, Path], SharedStore] = {}
 """The open stores by process and path. A forked process does not use the store that it inherits."""
 
 
-def open_shared(settings: Settings) -> SharedStore:
+def open_shared(settings: StoreOptions) -> SharedStore:
     """Returns the store of these settings, and opens it if needed.
 
     Raises `SettingsError`, and `CacheError` if the folder cannot be used. A full or read-only folder can be used.
@@ -58,5 +58,5 @@ def open_shared(settings: Settings) -> SharedStore:
         return shared
 
 
-def _key(settings: Settings) -> tuple[int, Path]:
+def _key(settings: StoreOptions) -> tuple[int, Path]:
     return os.getpid(), settings.kv_cache_dir.resolve()

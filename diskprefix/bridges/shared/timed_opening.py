@@ -7,8 +7,8 @@ import threading
 from concurrent.futures import Future, wait
 
 from diskprefix.bridges.shared.shared_store import SharedStore, open_shared
-from diskprefix.daemon.settings import Settings
 from diskprefix.errors import DiskPrefixError
+from diskprefix.prefixstore.store_options import StoreOptions
 
 log = logging.getLogger("diskprefix")
 
@@ -16,7 +16,7 @@ _OPEN_S = 30.0
 """Checking a large store takes seconds. A process that was suspended inside a write keeps others waiting for good."""
 
 
-def open_in_time(settings: Settings) -> SharedStore | None:
+def open_in_time(settings: StoreOptions) -> SharedStore | None:
     """Returns the store of these settings, or None, with one line in the log, if it is not open after `_OPEN_S`
     seconds. Raises the errors of `open_shared`."""
     opening: Future[SharedStore] = Future()

@@ -32,7 +32,7 @@ except ImportError as error:
 from diskprefix.bridges.shared.versions import VERSIONS, missing, untried
 from diskprefix.bridges.vllm import engine_numbers
 from diskprefix.bridges.vllm.engine_pages import EngineGroup, UnsupportedPages
-from diskprefix.runtime.load.kernel_settings import device_kind
+from diskprefix.kernel_settings import device_kind
 
 __all__ = [
     "CacheHitSource",

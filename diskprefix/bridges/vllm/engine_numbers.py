@@ -10,8 +10,8 @@ import huggingface_hub
 import torch
 
 from diskprefix.identity import canonical, plain
-from diskprefix.runtime.load.fingerprint import architecture, weights_digest
-from diskprefix.runtime.load.kernel_settings import cpu_kind, environment
+from diskprefix.kernel_settings import cpu_kind, environment
+from diskprefix.model_identity import architecture, weights_digest
 
 _NUMERIC_ENVIRONMENT = (
     *("VLLM_BATCH_INVARIANT", "VLLM_CPU_ATTN_SPLIT_KV", "VLLM_CPU_INT4_W4A8", "VLLM_CPU_SGL_KERNEL"),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from diskprefix.daemon.settings import Settings
 from diskprefix.errors import DiskPrefixError
-from diskprefix.prefixstore.cache.policy.scope import parse_scope
+from diskprefix.prefixstore.store_options import StoreOptions
+from diskprefix.scope import parse_scope
 from diskprefix.units import parse_duration
 from diskprefix.values import MAX_MARKS, CacheOptions, Mark
 
@@ -16,7 +16,7 @@ class BadParameters(ValueError):
     """The options of a request are invalid. The message names the field."""
 
 
-def options_of(parameters: Mapping[str, Any] | None, settings: Settings) -> tuple[CacheOptions, tuple[Mark, ...]]:
+def options_of(parameters: Mapping[str, Any] | None, settings: StoreOptions) -> tuple[CacheOptions, tuple[Mark, ...]]:
     """Returns the cache options in `kv_transfer_params`, and the positions to keep. Ignores unknown fields, which are
     for other connectors. Raises `BadParameters`."""
     given = {name: value for name, value in (parameters or {}).items() if value is not None}

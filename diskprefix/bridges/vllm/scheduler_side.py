@@ -24,13 +24,13 @@ from diskprefix.bridges.shared.plans import (
 from diskprefix.bridges.shared.shared_store import SharedStore
 from diskprefix.bridges.vllm.fetching import PromptFetch, PromptFetcher, fetched_names
 from diskprefix.bridges.vllm.request_options import BadParameters, options_of
-from diskprefix.daemon import hooks
 from diskprefix.errors import CacheError
 from diskprefix.prefixstore.cache.choosing import refused_tokens, selection_of, sighting_of, ttl_at
 from diskprefix.prefixstore.cache.namespaces import TenantNamespace, TenantNamespaces
 from diskprefix.prefixstore.cache.policy.select import Rules
 from diskprefix.prefixstore.cache.tiers.nodes import Node
 from diskprefix.prefixstore.cache.tiers.tier import View, open_views
+from diskprefix.prefixstore.recording import open_recorder
 from diskprefix.prefixstore.store.pieces import PayloadLayout
 from diskprefix.prefixstore.store.save import Save
 from diskprefix.prefixstore.store.schema import NodeKind, node_name
@@ -128,7 +128,7 @@ class SchedulerSide:
         self._uploads: list[PlannedUpload] = []
         self._is_off = False
         self._fetcher = None if shared.remote is None else PromptFetcher(shared, shared.remote, self._ranks)
-        self._recorder = hooks.open_recorder(shared.settings, lambda: shared.store.secret)
+        self._recorder = open_recorder(shared.settings, lambda: shared.store.secret)
         layouts = (PayloadLayout.parse(rank.layout) for rank in ranks)
         block_bytes = sum(layout.payload_bytes(self._block_size, NodeKind.BLOCK) for layout in layouts)
         self._bytes_per_token = block_bytes // self._block_size

@@ -33,8 +33,8 @@ from diskprefix.daemon.api.unread import OrUnread, Unread, or_unread, read_or_no
 from diskprefix.daemon.chat.messages import CacheMark, JsonObject
 from diskprefix.daemon.engine.request import SamplingParams
 from diskprefix.errors import GOT, InvalidRequest, SettingsError
-from diskprefix.prefixstore.cache.policy.scope import parse_scope
 from diskprefix.printable import shown
+from diskprefix.scope import parse_scope
 from diskprefix.tenant_ids import group_of
 from diskprefix.units import parse_duration
 from diskprefix.values import MAX_STOP_CHARS, MAX_VALUE, CacheOptions, Scope, Tenant

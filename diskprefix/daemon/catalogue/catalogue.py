@@ -16,11 +16,12 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from diskprefix.daemon.catalogue.adviser import none_known
+from diskprefix.daemon.catalogue.built_in_names import BUILT_IN, without_latest
 from diskprefix.daemon.catalogue.models_file import read_models_file
 from diskprefix.daemon.cli.policy_file import toml_value
-from diskprefix.daemon.server.built_in_names import BUILT_IN, without_latest
-from diskprefix.daemon.settings import OF_ONE_MODEL, Settings, config_home, flag_of
+from diskprefix.daemon.settings import OF_ONE_MODEL, Settings
 from diskprefix.errors import ModelError, ModelNotFound, SettingsError
+from diskprefix.folders import config_home
 from diskprefix.native import build
 from diskprefix.nearest import nearest
 from diskprefix.printable import first_line, shown
@@ -32,6 +33,7 @@ from diskprefix.runtime.fetch.proposals import names_meant
 from diskprefix.runtime.files.checkpoint import checkpoint_files, require_weights, weight_files
 from diskprefix.runtime.files.fit import ModelNeeds, needs_of_folder, needs_of_gguf
 from diskprefix.runtime.files.gguf.gguf_file import model_stem, part_paths, read_tensors
+from diskprefix.setting import flag_of
 from diskprefix.values import MOST_NAME_CHARS, require_model_name
 
 log = logging.getLogger("diskprefix")

@@ -11,10 +11,11 @@ from msgspec import Struct
 
 from diskprefix.daemon.cli.options import build_settings, policy_value
 from diskprefix.daemon.cli.policy_file import checked_value, read_toml
-from diskprefix.daemon.settings import PER_MODEL, Settings, flag_of
+from diskprefix.daemon.settings import PER_MODEL, Settings
 from diskprefix.errors import SettingsError
 from diskprefix.nearest import meant
 from diskprefix.runtime.fetch.proposals import meant_name
+from diskprefix.setting import flag_of
 from diskprefix.units import parse_duration
 
 _FLAG = "--models-file"

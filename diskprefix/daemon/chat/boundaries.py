@@ -55,20 +55,6 @@ def template_boundaries(
     return tuple(filter(is_written, raw_boundaries(token_ids, marker_ids)))
 
 
-def text_boundaries(
-    token_ids: TokenIds, num_added: tuple[int, int], marker_ids: Collection[int], bos_id: int | None
-) -> tuple[int, ...]:
-    """Returns the positions after special tokens and markers in a text without a template.
-
-    The `num_added` tokens that the tokenizer adds before and after the text are no boundaries: BOS would be the only
-    boundary of a plain text, and then only that token could be saved.
-    """
-    begin, end = num_added[0], len(token_ids) - num_added[1]
-    boundaries = tuple(position for position in raw_boundaries(token_ids, marker_ids) if begin < position <= end)
-    first = next((i for i, token_id in enumerate(token_ids.tolist()) if token_id != bos_id), len(token_ids))
-    return boundaries if any(position > first for position in boundaries) else ()
-
-
 def last_agreed(boundaries: Sequence[int], offsets: Offsets, rendered: str, probe_rendered: str) -> int:
     """Returns the last of `boundaries` before the first difference from a probe's rendering; 0 if there is none.
 

@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from diskprefix.daemon.chat.canonicaliser_rules import read_canonicalisers
 from diskprefix.daemon.chat.messages import Conversation
 from diskprefix.daemon.chat.tool_order import RECORD_ID, ToolOrder
-from diskprefix.daemon.settings import policies_folder
 from diskprefix.errors import SettingsError
+from diskprefix.folders import policies_folder
 from diskprefix.values import Change, Rewriting
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from diskprefix.daemon.chat.alternation import alternate, alternation_of
-from diskprefix.daemon.chat.boundaries import bound, text_boundaries
+from diskprefix.daemon.chat.boundaries import bound
 from diskprefix.daemon.chat.canonicalisers import Canonicalisers, canonicalise
 from diskprefix.daemon.chat.client_text import with_stand_ins
 from diskprefix.daemon.chat.content import note_unread, place_pictures, read_pictures
@@ -34,7 +34,7 @@ from diskprefix.daemon.chat.template_date import TemplateClock, set_date, writte
 from diskprefix.daemon.chat.template_input import PART_SEPARATOR, MessageForm, TemplateInput, require_few_arguments
 from diskprefix.errors import InvalidRequest
 from diskprefix.printable import printable_only
-from diskprefix.tokens import as_token_ids, common_prefix_length, raw_boundaries
+from diskprefix.tokens import as_token_ids, common_prefix_length, raw_boundaries, text_boundaries
 from diskprefix.values import NO_ASKER, Asker, Picture, Prompt, SourceText
 
 if TYPE_CHECKING:

@@ -12,13 +12,13 @@ from click.core import ParameterSource
 
 from diskprefix.daemon.chat.canonicalisers import Canonicalisers
 from diskprefix.daemon.cli.policy_file import find_policy, read_policy
-from diskprefix.daemon.settings import SETTINGS, Settings, expanded, flag_of
+from diskprefix.daemon.settings import SETTINGS, Settings
 from diskprefix.errors import SettingsError
 from diskprefix.native.library import require_kernels
 from diskprefix.nearest import meant, nearest
-from diskprefix.prefixstore.cache.policy.scope import parse_scope
 from diskprefix.runtime.fetch.proposals import meant_name
-from diskprefix.units import parse_duration, parse_size, whole_size
+from diskprefix.setting import flag_of, parsed
+from diskprefix.units import whole_size
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
@@ -258,17 +258,10 @@ def build_settings(flags: Mapping[str, Any]) -> Settings:
 
 
 def _parsed(name: str, value: Any) -> Any:
-    kind, flag = SETTINGS[name].kind, flag_of(name)
-    if name == "disk_prefix_cache":
-        return str(parse_scope(value, param=flag))
     if name == "prefill_compression":
         return str(value).lower()
     if name == "canonicalise":
-        Canonicalisers.parse(value, param=flag)
-    if kind == "size":
-        return parse_size(value, param=flag)
-    if kind == "duration":
-        return parse_duration(value, param=flag)
+        Canonicalisers.parse(value, param=flag_of(name))
     if name in ("model", "draft_model"):
         return ",".join(map(meant_name, value.split(",")))
-    return expanded(value) if kind in ("file", "folder") else value
+    return parsed(name, SETTINGS[name], value)

@@ -10,9 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from diskprefix.daemon.settings import SETTINGS, flag_of, policies_folder
+from diskprefix.daemon.settings import SETTINGS
 from diskprefix.errors import DiskPrefixError, SettingsError
+from diskprefix.folders import policies_folder
 from diskprefix.nearest import meant
+from diskprefix.setting import flag_of, require_kind
 
 
 def find_policy(name_or_path: str) -> Path:
@@ -63,10 +65,7 @@ def read_toml(path: Path, flag: str) -> tuple[str, dict[str, Any]]:
 
 def checked_value(name: str, value: object, convert: Callable[[str, Any], Any] | None = None) -> Any:
     """Returns the value of a field in a TOML file, after `convert`. Raises `SettingsError` with the reason alone."""
-    setting, is_switch = SETTINGS[name], SETTINGS[name].kind == "switch"
-    if not isinstance(value, str | int | float) or isinstance(value, bool) != is_switch:
-        wanted = f"one of {', '.join(setting.choices)}, in quotes" if setting.choices else "a number or a text"
-        raise SettingsError("must be true or false" if is_switch else f"must be {wanted}")
+    require_kind(SETTINGS[name], value)
     try:
         return value if convert is None else convert(name, value)
     except DiskPrefixError as error:

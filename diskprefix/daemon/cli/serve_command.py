@@ -21,7 +21,8 @@ from diskprefix.daemon.cli.options import (
     variable_of,
 )
 from diskprefix.daemon.cli.policy_file import toml_value
-from diskprefix.daemon.settings import CACHE, SETTINGS, Settings, flag_of
+from diskprefix.daemon.settings import SETTINGS, Settings
+from diskprefix.setting import CACHE, flag_of
 from diskprefix.units import whole_size
 
 _COLUMN = 44

@@ -39,8 +39,14 @@ class _Round(Struct):
         return [*self.exchanges[:-1], *([*self.opening, *last] for last in self.exchanges[-1:])]
 
 
-def compress_of(settings: Settings, max_positions: int, served: int) -> Compress:
-    """See `hooks.open_compression`. Raises `SettingsError` if no prompt of the model can exceed the threshold."""
+def open_compression(settings: Settings, max_positions: int, served: int) -> Compress | None:
+    """Returns the function that shortens conversations, None if the settings ask for none.
+
+    Of the model's `max_positions`, KV memory has room for `served`. Raises `SettingsError` if no prompt of the model
+    can exceed the threshold.
+    """
+    if settings.prefill_compression == "off":
+        return None
     limit = max_positions * 3 // 4 if settings.prefill_compression == "auto" else int(settings.prefill_compression)
     if limit >= max_positions:
         context = f"the model's context of {max_positions} tokens"

@@ -1,20 +1,18 @@
-"""Computes the step of an engine in one call, and a whole prompt for callers without an engine."""
+"""Computes the step of an engine in one call."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from diskprefix.daemon.engine.device import raise_if_lost
-from diskprefix.daemon.engine.pictures.prompt_pictures import PromptPictures
 from diskprefix.daemon.engine.running_request import Reply
 from diskprefix.daemon.engine.scheduler import Chunk
 from diskprefix.prefixstore.kv.sequence import KVSequence
 from diskprefix.printable import first_line
 from diskprefix.runtime.contract import Hidden, Rows, Runtime
-from diskprefix.tokens import Logits, TokenIds, floor_to_grid
+from diskprefix.tokens import Logits
 
 log = logging.getLogger("diskprefix")
 
@@ -71,36 +69,3 @@ def _rows(chunk: Chunk[Reply]) -> Rows:
     ids, may_lag = reply.ids(chunk.start, chunk.end), chunk.start >= reply.prompt_tokens
     num_logits = chunk.num_rows if reply.scores(chunk) else 1 + chunk.num_drafted
     return Rows(reply.state, ids, num_logits, of_pictures, may_lag, chunk.num_drafted)
-
-
-def prefill(
-    runtime: Runtime,
-    sequence: KVSequence,
-    token_ids: TokenIds,
-    *,
-    start: int,
-    block_size: int,
-    after_step: Callable[[KVSequence], None],
-    stops: Sequence[int] = (),
-    pictures: PromptPictures | None = None,
-) -> Logits:
-    """Computes a prompt from position `start` to its end. Returns the next-token logits, shape [vocab].
-
-    Steps end at multiples of `block_size`, as in a cold run: other steps could change the last bits. They also end at
-    `stops`. `start` and `stops` are grid points unless the model is exact at every token. `after_step` is called after
-    each step. `pictures` has the rows of all pictures, if the prompt has any.
-    """
-    is_exact = sequence.layout.exact_at == "token"
-    assert is_exact or not any(at % block_size for at in (start, *stops)), "state enters and leaves at grid points only"
-    assert start < len(token_ids), "at least one token must be computed"
-    ids = token_ids.astype(np.int64) if pictures is None else pictures.token_ids
-    first = floor_to_grid(start, block_size) + block_size
-    ends = {*range(first, len(token_ids), block_size), *stops, len(token_ids)}
-    for begin, stop in () if pictures is None else pictures.spans:
-        ends -= {*range(begin + 1, stop)}
-    for end in sorted(at for at in ends if start < at <= len(token_ids)):
-        of_pictures = None if pictures is None else pictures.rows(sequence.num_tokens, end)
-        step = Rows(sequence, ids[sequence.num_tokens : end], pictures=of_pictures)
-        logits: Logits = runtime.run([step]).logits[0][-1]
-        after_step(sequence)
-    return logits

@@ -25,7 +25,7 @@ from diskprefix.daemon.engine.request import GenerateRequest
 from diskprefix.daemon.engine.running_request import Reply, RunningRequest
 from diskprefix.daemon.engine.scheduler import MAX_ROWS, Chunk, Pace
 from diskprefix.daemon.engine.speculation.choose_drafts import Speculation
-from diskprefix.daemon.engine.speculation.draft_model import DraftModel, LoadedDraft
+from diskprefix.daemon.engine.speculation.draft_model import DraftModel
 from diskprefix.daemon.engine.speculation.drafting import ChainProposer
 from diskprefix.daemon.engine.speculation.guesser import Guesser
 from diskprefix.daemon.engine.speculation.layer_proposer import LayerProposer
@@ -33,7 +33,7 @@ from diskprefix.daemon.engine.speculation.model_proposer import ModelProposer
 from diskprefix.daemon.engine.speculation.ngram import NgramProposer
 from diskprefix.daemon.engine.speculation.step_times import StepTimes
 from diskprefix.daemon.engine.stay import Stay
-from diskprefix.daemon.hooks import Recorder
+from diskprefix.daemon.settings import Settings
 from diskprefix.errors import CacheError, ContextTooLong, InvalidRequest, ModelError, NotReady, SettingsError
 from diskprefix.prefixstore.cache.cache import PrefixCache
 from diskprefix.prefixstore.cache.cached_request import save_idle
@@ -42,7 +42,9 @@ from diskprefix.prefixstore.kv.kept_blocks import KeptBlock
 from diskprefix.prefixstore.kv.layout import Layout, is_out_of_memory
 from diskprefix.prefixstore.kv.page_cache import PageCache
 from diskprefix.prefixstore.kv.sequence import KVSequence
+from diskprefix.prefixstore.recording.recording import RequestRecorder
 from diskprefix.printable import first_line
+from diskprefix.runtime.choose_runtime import LoadedDraft
 from diskprefix.runtime.contract import Rows, Runtime
 from diskprefix.runtime.fetch.recommended_sampling import recommended_stop
 from diskprefix.runtime.load.loader import LoadedModel
@@ -80,15 +82,16 @@ class ServedModel:
         loaded: LoadedModel,
         runtime: Runtime,
         cache: PrefixCache,
+        settings: Settings,
         *,
-        recorder: Recorder | None = None,
+        recorder: RequestRecorder | None = None,
         identity: dict[str, Any] | None = None,
         draft: LoadedDraft | None = None,
     ) -> None:
         """Allocates KV memory. `close` closes `cache` and `recorder`. `identity` holds the fields of the fingerprint,
         for `/props`. Raises `ModelError` for a model that cannot be run step by step, `SettingsError` if KV
         memory has no room for a block, and the errors of torch when memory runs out."""
-        self.runtime = runtime
+        self.runtime, self.settings = runtime, settings
         self.config, self.dtype, self.device = loaded.config, loaded.dtype, loaded.device
         self.tokenizer: Any = loaded.tokenizer
         self.processor = loaded.processor
@@ -100,7 +103,7 @@ class ServedModel:
         self.cache = cache
         self._check_pictures()
         self.figures, self.recorder, self._identity = EngineFigures(), recorder, identity or {}
-        self.max_sequences = cache.settings.max_sequences
+        self.max_sequences = settings.max_sequences
         self.packs = cache.layout.packs
         """True if one step can compute several sequences."""
         self.max_rows = MAX_ROWS
@@ -123,7 +126,7 @@ class ServedModel:
         self.speculation = self._make_speculation()
         self.startup_timings: dict[str, float] = {}
         """The seconds of each step of loading."""
-        self.end_ids = _end_ids(loaded.stops, recommended_stop(cache.settings, loaded.origin), self.tokenizer)
+        self.end_ids = _end_ids(loaded.stops, recommended_stop(settings, loaded.origin), self.tokenizer)
         """The tokens that end a reply."""
         self.suppressed = np.array(sorted({*loaded.suppressed} & {*range(runtime.vocab_size)}), np.int64)
         """The tokens of the vocabulary that never come in a reply."""
@@ -235,7 +238,7 @@ class ServedModel:
 
     def _limit_positions(self) -> int:
         """Returns the number of positions of the model, or fewer with --context."""
-        context, has = self.cache.settings.context, _max_positions(self.config)
+        context, has = self.settings.context, _max_positions(self.config)
         if context is not None and context > has:
             log.warning("[engine] --context %d is more than the %d tokens that this model takes", context, has)
         return has if context is None else min(context, has)
@@ -381,13 +384,13 @@ class ServedModel:
 
     def _share_kv_memory(self, draft: LoadedDraft | None) -> int:
         """Returns the limit, in bytes, for the pages of the model and of the draft model."""
-        if draft is None or self.cache.settings.kv_memory is not None:
+        if draft is None or self.settings.kv_memory is not None:
             return self.fit.kv_limit
         return min(self.fit.kv_limit, draft.loaded.fit.kv_limit)
 
     def _make_ahead(self) -> AheadJobs:
         cache = self.cache
-        jobs = AheadJobs(0.0 if cache.layout.unsupported else cache.settings.ahead_s)
+        jobs = AheadJobs(0.0 if cache.layout.unsupported else self.settings.ahead_s)
         cache.on_forget.append(jobs.drop_gone)
         return jobs
 
@@ -397,7 +400,7 @@ class ServedModel:
 
     def _make_speculation(self) -> Speculation:
         """Makes the proposers. Raises `ModelError` if the settings ask for a draft layer that the model lacks."""
-        wanted, has_layer = self.cache.settings.speculative, self.cache.layout.has_draft_layer
+        wanted, has_layer = self.settings.speculative, self.cache.layout.has_draft_layer
         if wanted == "mtp" and not has_layer:
             raise ModelError(
                 f"--speculative mtp: {self.model_name} has no draft layer that is used on {self.device}; "
@@ -428,7 +431,7 @@ class ServedModel:
             block_size=cache.settings.block_size,
             limit_bytes=int(share * self._kv_limit),
             free_bytes=kv_bytes,
-            keeps=cache.settings.kv_memory_keeps,
+            keeps=self.settings.kv_memory_keeps,
         )
 
     def _touch_memory(self) -> None:

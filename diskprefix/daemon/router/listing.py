@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from diskprefix.daemon.catalogue.adviser import none_known
+from diskprefix.daemon.catalogue.built_in_names import BuiltInNames
 from diskprefix.daemon.catalogue.catalogue import (
     Catalogue,
     KnownModel,
@@ -23,7 +24,6 @@ from diskprefix.daemon.catalogue.catalogue import (
     offered_by,
 )
 from diskprefix.daemon.ollama.ollama_models import facts_of
-from diskprefix.daemon.server.built_in_names import BuiltInNames
 from diskprefix.daemon.settings import Settings
 from diskprefix.errors import DiskPrefixError, ModelError, ModelNotFound
 from diskprefix.printable import first_line, shown

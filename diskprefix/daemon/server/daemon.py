@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from diskprefix.daemon import hooks
+from diskprefix.daemon.catalogue.built_in_names import BuiltInNames
 from diskprefix.daemon.chat.canonicalisers import Canonicalisers
 from diskprefix.daemon.chat.renderer import PromptRenderer
 from diskprefix.daemon.chat.template_cost import template_cost
 from diskprefix.daemon.chat.template_date import TemplateClock
+from diskprefix.daemon.compression.compression import open_compression
 from diskprefix.daemon.engine.inbox import Inbox
 from diskprefix.daemon.server.body import Bodies
-from diskprefix.daemon.server.built_in_names import BuiltInNames
 from diskprefix.daemon.server.import_checks import ImportChecks
 from diskprefix.daemon.server.limits import InFlight, Turns
 from diskprefix.daemon.server.openings import compute_openings
@@ -33,10 +34,10 @@ from diskprefix.daemon.server.threads import Threads
 from diskprefix.daemon.settings import Settings
 from diskprefix.errors import DiskPrefixError, NotReady, SettingsError
 from diskprefix.memo import PREFILL_SPEEDS
-from diskprefix.prefixstore.cache.policy.scope import parse_scope
 from diskprefix.runtime.fetch.named_model import path_of
 from diskprefix.runtime.fetch.recommended_sampling import sampling_defaults, sampling_line
 from diskprefix.runtime.files.gguf.gguf_file import forget_headers
+from diskprefix.scope import parse_scope
 
 if TYPE_CHECKING:
     from diskprefix.daemon.engine.loop import Engine
@@ -244,7 +245,7 @@ class Daemon:
             forget_headers()
         log.info("replies, where a request says nothing: %s", sampling_line(self.sampling.record))
         try:
-            compress = hooks.open_compression(self.settings, engine.model_positions, engine.max_positions)
+            compress = open_compression(self.settings, engine.model_positions, engine.max_positions)
         except SettingsError:
             engine.close()
             raise

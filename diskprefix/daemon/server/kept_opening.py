@@ -6,7 +6,7 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
-from diskprefix.prefixstore.cache.policy.scope import parse_scope
+from diskprefix.scope import parse_scope
 from diskprefix.values import CacheOptions, Tenant
 
 

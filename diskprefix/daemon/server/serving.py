@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
+from diskprefix.daemon.catalogue.built_in_names import BuiltInNames, without_latest
 from diskprefix.daemon.chat.renderer import PromptRenderer
-from diskprefix.daemon.server.built_in_names import BuiltInNames, without_latest
 from diskprefix.daemon.server.threads import Threads
 from diskprefix.errors import ModelNotFound
 from diskprefix.printable import shown

@@ -12,7 +12,6 @@ import click
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
-from diskprefix.daemon import hooks
 from diskprefix.daemon.cli.options import nonempty, setting_option
 from diskprefix.desk.shared.tooling import (
     confirmed,
@@ -214,7 +213,9 @@ def _bucket(
         return None, f"others share it: {_OWN_TOOLS}"
     if remote_tier is None or namespace_key_file is None:
         return None, f"give it with --remote-tier and --namespace-key-file, or {_OWN_TOOLS}"
-    return hooks.open_bucket(remote_tier, namespace_key_file), None
+    from diskprefix.prefixstore.remote.upkeep import open_bucket
+
+    return open_bucket(remote_tier, namespace_key_file), None
 
 
 def _purge_bucket(purged: Purged, purge_filter: PurgeFilter, bucket: Bucket) -> None:

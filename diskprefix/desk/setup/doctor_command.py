@@ -11,10 +11,11 @@ from msgspec.structs import asdict, replace
 from diskprefix.daemon.catalogue.adviser import advice_lines, proposed
 from diskprefix.daemon.catalogue.catalogue import open_catalogue
 from diskprefix.daemon.cli.options import GroupedCommand, build_settings, option, policy_option, setting_options
-from diskprefix.daemon.settings import CACHE, SETTINGS, Settings
+from diskprefix.daemon.settings import SETTINGS, Settings
 from diskprefix.desk.setup.doctor_machine import Finding
 from diskprefix.desk.shared.tooling import print_json, status
 from diskprefix.printable import printable_only
+from diskprefix.setting import CACHE
 from diskprefix.units import counted, format_size
 
 _SIGNS = {"ok": "ok", "note": "note", "problem": "PROBLEM", "skipped": "–"}

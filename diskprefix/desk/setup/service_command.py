@@ -22,11 +22,13 @@ import click
 from diskprefix.daemon.cli.options import GroupedCommand, build_settings, policy_option, policy_values, setting_options
 from diskprefix.daemon.cli.serve_command import policy_text
 from diskprefix.daemon.server.process.listener import listen
-from diskprefix.daemon.settings import CACHE, SETTINGS, Settings, config_home, units_folder
+from diskprefix.daemon.settings import SETTINGS, Settings
 from diskprefix.desk.shared.tooling import json_option, print_json
 from diskprefix.errors import NotReady, SettingsError
+from diskprefix.folders import config_home, units_folder
 from diskprefix.printable import printable_only
 from diskprefix.private_file import make_private_folder
+from diskprefix.setting import CACHE
 
 _PROGRAM = "%h/.local/bin/diskprefix"
 """The program in the units of `systemd/user`."""

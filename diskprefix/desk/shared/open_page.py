@@ -13,9 +13,9 @@ from pathlib import Path
 import click
 
 from diskprefix.daemon.server.process.token_file import page_link
-from diskprefix.daemon.settings import cache_home
 from diskprefix.desk.shared.daemon_call import full_url, running_daemon, token_of
 from diskprefix.errors import NotReady, SettingsError
+from diskprefix.folders import cache_home
 from diskprefix.private_file import distrusted_by_root, make_private_folder
 
 

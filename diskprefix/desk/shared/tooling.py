@@ -14,8 +14,8 @@ from typing import Any
 import click
 
 from diskprefix.daemon.cli.options import Decorated, PathType, setting_option, variable_of
-from diskprefix.daemon.settings import DEFAULT_DIR, default_kv_cache_dir, expanded
 from diskprefix.errors import SettingsError, StoreCorrupt, StoreUnavailable
+from diskprefix.folders import DEFAULT_DIR, default_kv_cache_dir, expanded
 from diskprefix.prefixstore.store.folder import DATA
 from diskprefix.prefixstore.store.store import Store
 from diskprefix.prefixstore.store.tree import EntryInfo

@@ -11,17 +11,19 @@ import click
 from msgspec.structs import replace
 
 from diskprefix.daemon.cli.options import build_settings, nonempty, option, policy_values, setting_option
-from diskprefix.daemon.settings import MAX_BUDGET, MIN_BUDGET, Settings, expanded
+from diskprefix.daemon.settings import Settings
 from diskprefix.desk.shared.tooling import print_json, progress, status
 from diskprefix.desk.simulate.table import show
 from diskprefix.errors import SettingsError
-from diskprefix.prefixstore.cache.policy.scope import parse_scope
+from diskprefix.folders import expanded
 from diskprefix.prefixstore.simulate.comparison import GEOMETRIES, REGIMES, Case, Regime, cases, compare, regime_of
 from diskprefix.prefixstore.simulate.geometry import Geometry
 from diskprefix.prefixstore.simulate.simulator import Policy
 from diskprefix.prefixstore.simulate.trace import RecordedDaemon, Trace
 from diskprefix.prefixstore.simulate.trace_formats import read_trace
+from diskprefix.prefixstore.store_options import MAX_BUDGET, MIN_BUDGET
 from diskprefix.printable import printable_only
+from diskprefix.scope import parse_scope
 from diskprefix.units import parse_size
 from diskprefix.values import Scope
 

@@ -21,8 +21,8 @@ from diskprefix.desk.shared.own_daemon import daemon_url, url_option
 from diskprefix.desk.shared.tooling import print_json, say, status
 from diskprefix.desk.warm.warm_prompts import AgentItem, Json, WarmItem, read_items
 from diskprefix.errors import InvalidRequest, NotReady, SettingsError
-from diskprefix.prefixstore.cache.policy.scope import parse_scope
 from diskprefix.printable import printable_only, shown
+from diskprefix.scope import parse_scope
 from diskprefix.units import counted
 
 _NOT_LOADED = {"pending_bytes": 0, "saved_bytes": 0, "dropped": 0, "evicted_blocks": 0, "error": None}

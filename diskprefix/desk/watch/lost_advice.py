@@ -12,10 +12,11 @@ from msgspec import Struct
 
 from diskprefix.daemon.chat.canonicalisers import Canonicalisers
 from diskprefix.daemon.server.process.token_file import own_settings
-from diskprefix.daemon.settings import PARTING, flag_of
 from diskprefix.prefixstore.cache.other_settings import options_text
 from diskprefix.prefixstore.store.statistics.lost_tokens import hour_of
 from diskprefix.printable import printable_only
+from diskprefix.runtime.runtime_options import PARTING
+from diskprefix.setting import flag_of
 from diskprefix.units import format_age
 from diskprefix.values import words_of
 

@@ -15,13 +15,11 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from diskprefix.daemon.settings import Settings
 from diskprefix.errors import CacheError
 from diskprefix.prefixstore.cache.build_bits import BuildBits
 from diskprefix.prefixstore.cache.cost_model import CostModel
 from diskprefix.prefixstore.cache.namespaces import Beginning, TenantNamespaces
 from diskprefix.prefixstore.cache.other_settings import count_stored_otherwise
-from diskprefix.prefixstore.cache.policy.scope import parse_scope
 from diskprefix.prefixstore.cache.policy.write_budget import Spending
 from diskprefix.prefixstore.cache.tiered_store import TieredStore
 from diskprefix.prefixstore.cache.tiers.loading import READER_THREADS
@@ -37,6 +35,8 @@ from diskprefix.prefixstore.store.statistics.lost_tokens import LostTokens, of_l
 from diskprefix.prefixstore.store.statistics.savings import Savings, Tally
 from diskprefix.prefixstore.store.store import Store
 from diskprefix.prefixstore.store.written import WrittenBytes
+from diskprefix.prefixstore.store_options import StoreOptions
+from diskprefix.scope import parse_scope
 from diskprefix.tokens import TokenIds, root_hash
 from diskprefix.units import counted
 from diskprefix.values import SHARED, CacheOptions, Tenant
@@ -62,7 +62,7 @@ class PrefixCache:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: StoreOptions,
         store: Store,
         layout: Layout,
         identity: Callable[[str], str],

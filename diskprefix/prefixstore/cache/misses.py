@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from diskprefix.daemon.settings import Settings
 from diskprefix.prefixstore.cache.matching import RestoreResult
 from diskprefix.prefixstore.cache.policy.breaks import common_end, find_break
 from diskprefix.prefixstore.cache.policy.seen import Sighting
+from diskprefix.prefixstore.store_options import StoreOptions
 from diskprefix.tokens import LEAST_TOKENS
 from diskprefix.values import Break, Lost, MissReason, Prompt, Selection
 
@@ -24,7 +24,7 @@ def why_missed(
     restored: RestoreResult,
     selection: Selection,
     broken: Break | None,
-    settings: Settings,
+    settings: StoreOptions,
 ) -> MissReason:
     """Returns the reason why no more was restored: `partial` if what is stored was computed for a prompt that was not
     computed to its end; `other_key` if another key of the same user would have hit;

@@ -10,12 +10,12 @@ from typing import cast, get_args
 
 from msgspec import Struct
 
-from diskprefix.daemon.settings import flag_of
 from diskprefix.errors import StoreCorrupt
 from diskprefix.identity import has_same_weights, identity_of_tenant
 from diskprefix.prefixstore.cache.policy.select import StateKind
 from diskprefix.prefixstore.store.schema import ModelRecord, OptionValue
 from diskprefix.prefixstore.store.snapshot import Snapshot
+from diskprefix.setting import flag_of
 from diskprefix.tokens import root_hash
 
 

@@ -6,8 +6,6 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from diskprefix.daemon import hooks
-from diskprefix.daemon.settings import Settings
 from diskprefix.errors import StoreUnavailable
 from diskprefix.prefixstore.cache.policy.write_budget import SpentByShare
 from diskprefix.prefixstore.cache.tiers.loading import MAX_LOADS, READER_THREADS
@@ -18,6 +16,7 @@ from diskprefix.prefixstore.store.folder import require_on_disk
 from diskprefix.prefixstore.store.statistics.savings import SavingsLog
 from diskprefix.prefixstore.store.store import Store
 from diskprefix.prefixstore.store.writer import Writer
+from diskprefix.prefixstore.store_options import StoreOptions
 from diskprefix.thread_pool import ThreadPool
 
 log = logging.getLogger("diskprefix")
@@ -25,7 +24,7 @@ log = logging.getLogger("diskprefix")
 _REMOTE_CLOSE_S = 5.0
 
 
-def open_store(settings: Settings, on_wait: Callable[[str], None] = lambda _why: None) -> Store:
+def open_store(settings: StoreOptions, on_wait: Callable[[str], None] = lambda _why: None) -> Store:
     """Opens the store of a cache; `on_wait` as for `Store`. Raises `CacheError` if the folder cannot be used, but not
     if it is full or read-only, and `SettingsError` if a key file cannot be read, or for a budget above the disk."""
     require_on_disk(settings.kv_cache_dir, settings.kv_cache_budget or 0)
@@ -53,13 +52,22 @@ def open_store(settings: Settings, on_wait: Callable[[str], None] = lambda _why:
     return store
 
 
+def _open_remote(settings: StoreOptions) -> SharedTier | None:
+    if settings.remote_tier is None:
+        return None
+    # Its library is an optional dependency.
+    from diskprefix.prefixstore.remote.remote_tier import open_tier
+
+    return open_tier(settings)
+
+
 class TieredStore:
     """An open store with its writer, the tiers of this machine, and the tier that machines share."""
 
-    def __init__(self, settings: Settings, store: Store) -> None:
+    def __init__(self, settings: StoreOptions, store: Store) -> None:
         """Raises `SettingsError` if the shared tier cannot be opened."""
         self.settings, self.store = settings, store
-        self.remote: SharedTier | None = hooks.open_tier(settings)
+        self.remote = _open_remote(settings)
         self.savings = SavingsLog(store)
         self.writer = Writer(
             store,

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from diskprefix.daemon.settings import config_home
 from diskprefix.errors import SettingsError
+from diskprefix.folders import config_home
 from diskprefix.printable import shown
 from diskprefix.private_file import read_trusted
 

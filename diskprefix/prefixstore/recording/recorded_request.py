@@ -15,7 +15,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-from diskprefix.prefixstore.cache.policy.scope import parse_scope
+from diskprefix.scope import parse_scope
 
 VERSION = 1
 

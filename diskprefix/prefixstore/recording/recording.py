@@ -15,12 +15,12 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from diskprefix.daemon.settings import Settings
-from diskprefix.prefixstore.cache.policy.scope import parse_scope
 from diskprefix.prefixstore.recording.radix_tree import RadixTree
 from diskprefix.prefixstore.recording.recorded_request import VERSION, RecordedRequest
 from diskprefix.prefixstore.recording.recording_file import append
+from diskprefix.prefixstore.store_options import StoreOptions
 from diskprefix.printable import first_line
+from diskprefix.scope import parse_scope
 from diskprefix.thread_pool import standing_thread
 from diskprefix.tokens import TokenIds
 from diskprefix.values import CacheOptions, CacheReport, Prompt
@@ -43,10 +43,10 @@ class RequestRecorder:
     thread, the other methods in one thread only.
     """
 
-    def __init__(self, path: Path, settings: Settings, secret_of: Callable[[], int]) -> None:
+    def __init__(self, path: Path, settings: StoreOptions, secret_of: Callable[[], int], model_name: str = "") -> None:
         """Raises `SettingsError` if the file cannot be written or is no recording."""
         self._path = path
-        self._settings = settings
+        self._settings, self._model_name = settings, model_name
         self._default_scope = parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache")
         self._secret_of = secret_of
         self._random_key = secrets.token_bytes(_KEY_BYTES)
@@ -89,7 +89,9 @@ class RequestRecorder:
         remembered: bool,
         is_ahead: bool = False,
     ) -> None:
-        """Queues a finished request. See `hooks.Recorder` for the arguments."""
+        """Queues a finished request, which arrived at `when` (seconds since 1970). `reply` has the tokens that were
+        computed after the prompt. `remembered`: the prompt was computed to its end and has no pictures. `is_ahead`:
+        nobody sent the prompt, which is computed while nobody waits."""
         layout = self._layout
         reply = (reply if layout.get("exact_at") == "token" else reply[:0]).copy()
 
@@ -105,7 +107,7 @@ class RequestRecorder:
                 own_scope=options.scope != self._default_scope,
                 save=options.save,
                 ttl_s=options.ttl_s,
-                model=self._settings.served_model_name or "",
+                model=self._model_name,
                 reply_tokens=len(reply),
                 boundaries=list(prompt.boundaries),
                 system_end=prompt.system_end,

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from diskprefix.daemon.settings import Settings
 from diskprefix.errors import CacheError
 from diskprefix.prefixstore.cache.tiers.tier import Prefetched, PrefetchRequest, Upload, open_views
 from diskprefix.prefixstore.namespace_key import NamespaceKey
@@ -29,6 +28,7 @@ from diskprefix.prefixstore.remote.upload import num_first_blocks, write_prompt
 from diskprefix.prefixstore.store.changes import NewNode
 from diskprefix.prefixstore.store.following import GoneText
 from diskprefix.prefixstore.store.schema import NodeKind
+from diskprefix.prefixstore.store_options import StoreOptions
 from diskprefix.thread_pool import standing_thread
 
 log = logging.getLogger("diskprefix")
@@ -38,7 +38,7 @@ _FLUSH_SHARE = 0.8
 """The share of the closing time for queued uploads. The rest is for the upload that is being written."""
 
 
-def open_tier(settings: Settings) -> RemoteTier:
+def open_tier(settings: StoreOptions) -> RemoteTier:
     """Returns the tier of `--remote-tier`. A thread makes one request, so that a refusal is known at the start; this
     does not wait for it. Raises `SettingsError`."""
     assert settings.remote_tier is not None, "the caller has looked"

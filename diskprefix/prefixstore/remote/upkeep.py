@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from diskprefix.daemon.settings import expanded
+from diskprefix.folders import expanded
 from diskprefix.prefixstore.namespace_key import NamespaceKey
 from diskprefix.prefixstore.remote.bundle import ABOUT, ABOUT_MAX_BYTES, object_path
 from diskprefix.prefixstore.remote.objects import ObjectStore

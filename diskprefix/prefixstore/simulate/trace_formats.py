@@ -18,10 +18,10 @@ import msgspec
 import numpy as np
 
 from diskprefix.errors import InvalidScope, SettingsError
-from diskprefix.prefixstore.cache.policy.scope import parse_scope
 from diskprefix.prefixstore.recording.recorded_request import MAX_TOKENS, VERSION, Count, RecordedRequest, joined
 from diskprefix.prefixstore.simulate.geometry import Geometry
 from diskprefix.prefixstore.simulate.trace import RecordedDaemon, Trace, TraceRequest
+from diskprefix.scope import parse_scope
 from diskprefix.tokens import TokenIds
 from diskprefix.values import Mark, Prompt
 

@@ -12,7 +12,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from diskprefix.daemon.settings import MAX_BUDGET, MIN_BUDGET
 from diskprefix.errors import (
     CacheError,
     ReaderStays,
@@ -34,6 +33,7 @@ from diskprefix.prefixstore.store.schema import NO_BUILD, NamesRecord
 from diskprefix.prefixstore.store.snapshot import Snapshot
 from diskprefix.prefixstore.store.store_identity import identify, require_namespace
 from diskprefix.prefixstore.store.written import WriteMeter
+from diskprefix.prefixstore.store_options import MAX_BUDGET, MIN_BUDGET
 from diskprefix.units import format_size
 
 log = logging.getLogger("diskprefix")

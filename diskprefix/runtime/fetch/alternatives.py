@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 
-from diskprefix.daemon.settings import Settings
 from diskprefix.errors import ModelError
 from diskprefix.runtime.fetch.embedded import EMBEDDED
 from diskprefix.runtime.fetch.hub import listing_of
 from diskprefix.runtime.fetch.named_model import own_path
 from diskprefix.runtime.files.fit import Fit, ModelNeeds, fitted, needs_of_gguf
+from diskprefix.runtime.runtime_options import RuntimeOptions
 
 _MOST_OTHERS = 8
 """Other files whose headers are read."""
 
 
-def require_fit(needs: ModelNeeds, free_bytes: int, settings: Settings) -> Fit:
+def require_fit(needs: ModelNeeds, free_bytes: int, settings: RuntimeOptions) -> Fit:
     """Returns how the model of `settings` fits, with its KV memory. Raises `ModelError` if it does not."""
     fit_of_needs = fitted(needs, free_bytes, settings.kv_memory)
     if not fit_of_needs.is_enough:
@@ -24,7 +24,7 @@ def require_fit(needs: ModelNeeds, free_bytes: int, settings: Settings) -> Fit:
     return fit_of_needs
 
 
-def other_forms(settings: Settings) -> Iterator[tuple[str, ModelNeeds]]:
+def other_forms(settings: RuntimeOptions) -> Iterator[tuple[str, ModelNeeds]]:
     """Yields what else may be made of the model that `settings` name, each with how it is asked for: other files
     in the folder of a `.gguf` file or in the repository. What cannot be read is left out."""
     is_plain = settings.dtype in ("auto", "bfloat16") and settings.device in ("auto", "cpu")

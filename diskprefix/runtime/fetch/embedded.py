@@ -16,10 +16,10 @@ from pathlib import Path
 
 from msgspec import Struct, field
 
-from diskprefix.daemon.settings import EMBEDDED_NAME
 from diskprefix.errors import ModelError
 from diskprefix.progress import Report
 from diskprefix.runtime.fetch.made_once import build_once, require_disk
+from diskprefix.runtime.runtime_options import EMBEDDED_NAME
 from diskprefix.units import format_size
 
 _UNREACHABLE = ("Retrying (", "Connection", "ProxyError", "SSLError", "Read timed out")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from diskprefix.daemon.settings import cache_home
+from diskprefix.folders import cache_home
 from diskprefix.runtime.fetch.hub import cached_models, gguf_models_in, is_model_folder
 from diskprefix.runtime.files.gguf.gguf_file import model_stem
 from diskprefix.runtime.files.manifests import FoundModel, llama_cpp_models, ollama_models, ollama_roots

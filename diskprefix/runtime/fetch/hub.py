@@ -16,7 +16,6 @@ from typing import Any
 
 from msgspec import Struct
 
-from diskprefix.daemon.settings import EMBEDDED_NAME
 from diskprefix.errors import ModelError
 from diskprefix.printable import first_line, shown
 from diskprefix.progress import Report, progress_bar
@@ -33,6 +32,7 @@ from diskprefix.runtime.files.fit import ROOM_BYTES, ModelNeeds, TokenState, nee
 from diskprefix.runtime.files.gguf.gguf_file import QUANT, first_parts, model_stem, packs_folder, part_paths
 from diskprefix.runtime.files.projector import preferred_projectors
 from diskprefix.runtime.memory import available_ram_bytes
+from diskprefix.runtime.runtime_options import EMBEDDED_NAME
 from diskprefix.units import counted, format_size
 
 _FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]

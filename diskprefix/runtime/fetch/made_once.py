@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from diskprefix.daemon.settings import cache_home
 from diskprefix.errors import ModelError
+from diskprefix.folders import cache_home
 from diskprefix.prefixstore.store.folder import sync
 from diskprefix.printable import first_line
 from diskprefix.private_file import distrusted_by_root, make_private_folder

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from diskprefix.daemon.settings import cache_home
 from diskprefix.errors import ModelError
+from diskprefix.folders import cache_home
 from diskprefix.nearest import nearest
 from diskprefix.printable import escaped
 from diskprefix.progress import Report

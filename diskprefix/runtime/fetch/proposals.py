@@ -8,10 +8,10 @@ from math import prod
 
 from msgspec import Struct
 
-from diskprefix.daemon.settings import EMBEDDED_NAME
 from diskprefix.errors import SettingsError
 from diskprefix.nearest import nearest
 from diskprefix.printable import shown
+from diskprefix.runtime.runtime_options import EMBEDDED_NAME
 
 _TABLE = """
 short name, repository and quant, billions of parameters, read for each token, vocabulary, width, tied, full layers,

@@ -16,7 +16,6 @@ from typing import Any, TypeAlias
 
 from msgspec import Struct
 
-from diskprefix.daemon.settings import SAMPLING_BOUNDS, Settings
 from diskprefix.errors import ModelError
 from diskprefix.printable import first_line, shown
 from diskprefix.runtime.fetch.embedded import EMBEDDED
@@ -24,6 +23,7 @@ from diskprefix.runtime.fetch.named_model import is_embedded, is_embedded_file
 from diskprefix.runtime.files.checkpoint import read_config
 from diskprefix.runtime.files.gguf.gguf_file import part_paths, read_tensors
 from diskprefix.runtime.files.manifests import parameters_of
+from diskprefix.runtime.runtime_options import SAMPLING_BOUNDS, RuntimeOptions
 from diskprefix.values import MAX_STOP_CHARS, MAX_STOPS
 
 Number: TypeAlias = int | float
@@ -158,7 +158,7 @@ def _unused_penalty(source: str, values: Mapping[str, Any], name: str | None, va
     return f"it is for the last {shown(repr(window))} tokens ({window_name}), and would count the whole text here"
 
 
-def sampling_defaults(settings: Settings, path: Path | None) -> SamplingDefaults:
+def sampling_defaults(settings: RuntimeOptions, path: Path | None) -> SamplingDefaults:
     """Returns the sampling of requests that set none, for a model whose folder or `.gguf` file is `path`, None if it is
     not on this machine. Files that cannot be read are among `ignored`: loading the model says what is wrong with
     them."""
@@ -175,7 +175,7 @@ def sampling_defaults(settings: Settings, path: Path | None) -> SamplingDefaults
     return SamplingDefaults(values=values, sources=sources, stop=files.stop, ignored=tuple(files.ignored))
 
 
-def recommended_stop(settings: Settings, path: Path) -> tuple[str, ...]:
+def recommended_stop(settings: RuntimeOptions, path: Path) -> tuple[str, ...]:
     """Returns the `stop` of `sampling_defaults`, without a look at what never has one."""
     files = _Recommended()
     if settings.samples_as_model and path.is_file() and not isinstance(said := _of_ollama(settings, path), str):
@@ -183,14 +183,14 @@ def recommended_stop(settings: Settings, path: Path) -> tuple[str, ...]:
     return files.stop
 
 
-def _of_ollama(settings: Settings, path: Path) -> dict[str, Any] | str:
+def _of_ollama(settings: RuntimeOptions, path: Path) -> dict[str, Any] | str:
     # Several models may share the file of a path. The name is then the one under which it is served.
     is_path = os.path.exists(os.path.expanduser(settings.model or ""))
     return parameters_of(path, settings.served_model_name if is_path else settings.model)
 
 
 def _recommendations(
-    settings: Settings, path: Path | None
+    settings: RuntimeOptions, path: Path | None
 ) -> Iterator[tuple[str, Mapping[str, Any] | str, Mapping[str, str]]]:
     """Yields what each source has, by its own names, or why it cannot be read; the strongest source first."""
     if path is not None and path.is_file():

@@ -18,7 +18,7 @@ from diskprefix.prefixstore.kv.pages import PagePool
 from diskprefix.runtime.contract import Rows
 from diskprefix.runtime.grid.grid_runtime import GridRuntime
 from diskprefix.runtime.grid.state_layout import Unsupported, made_up_tokens, or_unsupported, read_layout
-from diskprefix.runtime.load.kernel_settings import computed_by
+from diskprefix.runtime.load.code_digest import computed_by
 from diskprefix.runtime.load.self_check import sequence_with_room
 
 if TYPE_CHECKING:

@@ -24,13 +24,10 @@ from msgspec.structs import replace
 from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import ModelOutput
 
-from diskprefix.daemon.chat.boundaries import text_boundaries
-from diskprefix.daemon.engine.forward import prefill
-from diskprefix.daemon.settings import Settings, expanded
 from diskprefix.errors import CacheError, InvalidRequest, ModelError, StoreUnavailable
+from diskprefix.folders import expanded
 from diskprefix.prefixstore.cache.cache import PrefixCache
 from diskprefix.prefixstore.cache.cached_request import CachedRequest
-from diskprefix.prefixstore.cache.policy.scope import parse_scope
 from diskprefix.prefixstore.cache.tiered_store import open_store
 from diskprefix.prefixstore.kv.layout import Layout
 from diskprefix.prefixstore.kv.pages import PagePool
@@ -46,7 +43,10 @@ from diskprefix.runtime.library.library_cache import StateSpaceCache
 from diskprefix.runtime.library.library_model import Ids, in_main_memory, memory_digest, stamp, unpacked, with_prefill
 from diskprefix.runtime.load.fingerprint import fingerprint_of_modules
 from diskprefix.runtime.memory import kv_bytes
-from diskprefix.tokens import Logits, TokenIds, floor_to_grid
+from diskprefix.runtime.prefill import prefill
+from diskprefix.runtime.runtime_options import RuntimeOptions
+from diskprefix.scope import parse_scope
+from diskprefix.tokens import Logits, TokenIds, floor_to_grid, text_boundaries
 from diskprefix.units import parse_size
 from diskprefix.values import CacheOptions, CacheReport, Prompt
 
@@ -76,7 +76,7 @@ class PrefixCacheSession:
         cache_dir: str | Path | None = None,
         scope: str | int | None = None,
         budget: int | str | None = None,
-        settings: Settings | None = None,
+        settings: RuntimeOptions | None = None,
     ) -> None:
         """Opens the cache for `model` and reads all weights once.
 
@@ -100,7 +100,7 @@ class PrefixCacheSession:
         changes = {name: value for name, value in given.items() if value is not None}
         self.model = model
         self.tokenizer = tokenizer
-        self.settings = dataclasses.replace(settings or Settings(), **changes)
+        self.settings = dataclasses.replace(settings or RuntimeOptions(), **changes)
         self.report: CacheReport | None = None
         self._options = CacheOptions(scope=parse_scope(self.settings.disk_prefix_cache, param="scope"))
         self._special_ids = _special_ids(tokenizer)

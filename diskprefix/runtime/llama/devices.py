@@ -6,10 +6,10 @@ import logging
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from diskprefix.daemon.settings import Settings
 from diskprefix.errors import ModelError, SettingsError
 from diskprefix.progress import Report
 from diskprefix.runtime.load.loader import find_model
+from diskprefix.runtime.runtime_options import RuntimeOptions
 
 if TYPE_CHECKING:
     from diskprefix.runtime.llama.llama_library import Device, Library
@@ -20,7 +20,7 @@ _NAMES = {"mps": ("metal", "mtl"), "xpu": ("sycl",), "cuda": ("cuda", "rocm", "m
 """The beginnings of the names of devices in the library, by the kinds that `--device` has for every engine."""
 
 
-def is_chosen(settings: Settings, progress: Report) -> bool:
+def is_chosen(settings: RuntimeOptions, progress: Report) -> bool:
     """Returns whether the library computes the model of `settings`: if `--engine` says so, or with `auto` if the model
     is a `.gguf` file, and the library is installed and has the device that `--device` names, or any GPU. Fetches the
     model if that decides it. Raises the errors of `find_model`."""

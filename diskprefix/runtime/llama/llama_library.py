@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeAlias
 from msgspec import Struct
 
 from diskprefix.errors import ModelError, SettingsError
-from diskprefix.runtime.load.fingerprint import remembered_digest
+from diskprefix.model_identity import remembered_digest
 
 log = logging.getLogger("diskprefix")
 

@@ -13,9 +13,10 @@ from typing import Any, NoReturn
 
 from msgspec import Struct
 
-from diskprefix.daemon.settings import Settings
 from diskprefix.errors import ModelError, SettingsError
 from diskprefix.identity import Fingerprint, canonical
+from diskprefix.kernel_settings import processor
+from diskprefix.model_identity import weights_digest
 from diskprefix.native.compute_threads import num_threads
 from diskprefix.printable import first_line
 from diskprefix.progress import Report
@@ -30,10 +31,9 @@ from diskprefix.runtime.llama.llama_context import CPU, LlamaModel, LlamaOptions
 from diskprefix.runtime.llama.llama_library import Device, Library, open_library
 from diskprefix.runtime.llama.llama_rehearsal import rehearsed
 from diskprefix.runtime.llama.llama_runtime import LlamaRuntime
-from diskprefix.runtime.load.fingerprint import weights_digest
-from diskprefix.runtime.load.kernel_settings import processor
 from diskprefix.runtime.load.loader import LoadedModel, clock_into, find_model
 from diskprefix.runtime.memory import available_ram_bytes
+from diskprefix.runtime.runtime_options import RuntimeOptions
 from diskprefix.units import format_size
 
 log = logging.getLogger("diskprefix")
@@ -137,7 +137,7 @@ class _File(Struct, frozen=True):
     shape: _Shape
 
 
-def load_llama(settings: Settings, progress: Report) -> LoadedLlama:
+def load_llama(settings: RuntimeOptions, progress: Report) -> LoadedLlama:
     """Loads the model of `settings` into the library, after a rehearsal. Raises `SettingsError` and `ModelError`, each
     with a message of one line."""
     _require_possible(settings)
@@ -203,7 +203,7 @@ def cells_of(metadata: Metadata, context: int | None) -> tuple[int, int]:
     return (0, original) if min(context or positions, positions) <= original else (original + 1, 0)
 
 
-def _read_file(settings: Settings, progress: Report) -> _File:
+def _read_file(settings: RuntimeOptions, progress: Report) -> _File:
     path, name = find_model(settings.model, progress)
     offer_packs(path, progress)
     if not path.is_file():
@@ -234,7 +234,7 @@ def _no_modules() -> NoReturn:
     raise AssertionError("the library computes the model")
 
 
-def _require_possible(settings: Settings) -> None:
+def _require_possible(settings: RuntimeOptions) -> None:
     """Raises `SettingsError` for settings that the library does not know."""
     wrong = {
         "--draft-model": settings.draft_model is not None,
@@ -263,19 +263,19 @@ def _most(metadata: Metadata, key: str) -> int:
         return int(max(metadata.numbers(key), default=0))
 
 
-def placement_of(settings: Settings) -> Placement:
+def placement_of(settings: RuntimeOptions) -> Placement:
     """Returns which layers of the model of `settings`, which is on this machine, a device would compute now, and what
     main memory the rest takes. Raises `SettingsError` and `ModelError`."""
     device = device_named(open_library(), settings.device)
     return _placement(_read_file(settings, lambda _line: None), settings, device)
 
 
-def _placement(file: _File, settings: Settings, device: Device | None) -> Placement:
+def _placement(file: _File, settings: RuntimeOptions, device: Device | None) -> Placement:
     num_layers = _num_layers(settings, file.shape, device)
     return Placement(device, num_layers, file.shape.num_layers, _needs(file, num_layers, settings))
 
 
-def _options(file: _File, settings: Settings, placement: Placement) -> LlamaOptions:
+def _options(file: _File, settings: RuntimeOptions, placement: Placement) -> LlamaOptions:
     least_cells, most_cells = cells_of(file.metadata, settings.context)
     return LlamaOptions(
         step=settings.block_size,
@@ -288,7 +288,7 @@ def _options(file: _File, settings: Settings, placement: Placement) -> LlamaOpti
     )
 
 
-def _num_layers(settings: Settings, shape: _Shape, device: Device | None) -> int:
+def _num_layers(settings: RuntimeOptions, shape: _Shape, device: Device | None) -> int:
     """Returns how many layers the device computes: all of them and the head, or as many as have room there."""
     if device is None:
         if settings.gpu_layers:
@@ -308,7 +308,7 @@ def _num_layers(settings: Settings, shape: _Shape, device: Device | None) -> int
     return min(fitting, shape.num_blocks)
 
 
-def _needs(file: _File, num_layers: int, settings: Settings) -> ModelNeeds:
+def _needs(file: _File, num_layers: int, settings: RuntimeOptions) -> ModelNeeds:
     """Returns the needs of main memory: weights that no device has, and pages."""
     shape = file.shape
     state = TokenState(
@@ -338,7 +338,7 @@ def _named(digest: str, options: LlamaOptions, device: Device | None) -> dict[st
     }
 
 
-def _fingerprint(named: Mapping[str, str], golden: str, settings: Settings) -> Fingerprint:
+def _fingerprint(named: Mapping[str, str], golden: str, settings: RuntimeOptions) -> Fingerprint:
     """Returns the identity of the numbers. The library counts by what it computes, `golden`, so a build of other bytes
     and equal bits keeps the cache."""
     fields = {**named, "golden": golden, "mode": settings.fingerprint}

@@ -14,14 +14,15 @@ from itertools import accumulate, chain
 
 import numpy as np
 
+from diskprefix.kernel_settings import processor
 from diskprefix.memo import Memo
+from diskprefix.model_identity import remembered_digest
 from diskprefix.native import address_of, calls
 from diskprefix.native.build import LIBRARY
 from diskprefix.native.compute_threads import num_threads
 from diskprefix.native.library import Operators
 from diskprefix.prefixstore.kv.sizes import Q8_BLOCK_BYTES
-from diskprefix.runtime.load.fingerprint import remembered_digest
-from diskprefix.runtime.load.kernel_settings import code_digest, processor
+from diskprefix.runtime.load.code_digest import code_digest
 from diskprefix.runtime.load.tiny_models import (
     MODELS,
     NAMES,

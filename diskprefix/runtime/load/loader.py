@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from msgspec import Struct
 from msgspec.structs import replace
 
-from diskprefix.daemon import hooks
-from diskprefix.daemon.settings import Settings
 from diskprefix.errors import DiskPrefixError, ModelError, SettingsError
+from diskprefix.file_system import file_stamp
+from diskprefix.model_identity import known_weights_digest, weights_digest
 from diskprefix.native.library import choose, operators
 from diskprefix.prefixstore.kv.numbers import item_bytes
 from diskprefix.printable import first_line
@@ -41,18 +41,19 @@ from diskprefix.runtime.files.checkpoint import (
 )
 from diskprefix.runtime.files.fit import Fit, ModelNeeds, needs_of_file_model, needs_of_folder
 from diskprefix.runtime.files.generation_config import reply_tokens
-from diskprefix.runtime.files.gguf.gguf_file import file_stamp, forget_headers, offer_packs, part_paths
+from diskprefix.runtime.files.gguf.gguf_file import forget_headers, offer_packs, part_paths
 from diskprefix.runtime.files.kinds import ModelKind, config_of_plan, kind_of_plan, plan_config, require_served_kind
 from diskprefix.runtime.files.read_tokenizer import check_parts, read_tokenizer
 from diskprefix.runtime.files.tokenizer import Tokenizer
 from diskprefix.runtime.imports import INSTALL, transformers_quietly
-from diskprefix.runtime.load.fingerprint import known_weights_digest, weights_digest
 from diskprefix.runtime.load.packed_weights import PackedFiles
 from diskprefix.runtime.memory import available_bytes, explain_out_of_memory, use_gpu
+from diskprefix.runtime.pictures import open_pictures
 from diskprefix.runtime.pictures.picture_processor import PictureProcessor, PicturesModel
 from diskprefix.runtime.plan.draft_layer import further_layers, has_known_draft_layer
 from diskprefix.runtime.plan.model_config import ModelConfig
 from diskprefix.runtime.plan.reply_tokens import ReplyTokens
+from diskprefix.runtime.runtime_options import RuntimeOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -260,14 +261,14 @@ class _ModelSource(Struct, frozen=True, kw_only=True, eq=False, dict=True):
         return modules
 
 
-def load_model(settings: Settings, progress: Report, flag: str = "--model") -> LoadedModel:
+def load_model(settings: RuntimeOptions, progress: Report, flag: str = "--model") -> LoadedModel:
     """Loads a model completely. Arguments and errors as `begin_load`."""
     loaded = begin_load(settings, progress, flag)
     loaded.finish()
     return loaded
 
 
-def begin_load(settings: Settings, progress: Report, flag: str = "--model") -> LoadedModel:
+def begin_load(settings: RuntimeOptions, progress: Report, flag: str = "--model") -> LoadedModel:
     """Finds, fetches and checks the model that `settings` name, and begins to read its weights.
 
     `progress` takes lines of text for people, `flag` is what named the model. Raises `ModelError` if it cannot be
@@ -328,7 +329,7 @@ def begin_load(settings: Settings, progress: Report, flag: str = "--model") -> L
     )
 
 
-def _require_fit(settings: Settings, needs: ModelNeeds) -> Fit:
+def _require_fit(settings: RuntimeOptions, needs: ModelNeeds) -> Fit:
     return require_fit(needs, available_bytes(pick_device(settings.device)), settings)
 
 
@@ -370,7 +371,7 @@ def _done_once(work: Callable[[], None]) -> tuple[Callable[[], None], Future[Non
     return finish, end
 
 
-def unread_weights(settings: Settings) -> tuple[Weights, Any] | str:
+def unread_weights(settings: RuntimeOptions) -> tuple[Weights, Any] | str:
     """Returns the weights and the configuration of a model that has a plan, or why it has none. The weights are not
     read: their memory has any numbers, and takes no room as long as nothing is written there. Raises `ModelError` and
     `SettingsError`."""
@@ -382,7 +383,7 @@ def unread_weights(settings: Settings) -> tuple[Weights, Any] | str:
 
 
 def _source(
-    settings: Settings,
+    settings: RuntimeOptions,
     progress: Report,
     clock: Clock,
     flag: str = "--model",
@@ -442,7 +443,7 @@ def _source(
         return source.for_modules() if source.reason else source
 
 
-def _no_plan(settings: Settings, reason: str) -> str:
+def _no_plan(settings: RuntimeOptions, reason: str) -> str:
     """Returns why the model gets no plan: a `reason`, or because `--engine` asks for another engine. Raises
     `SettingsError` if it asks for a plan and there is none."""
     if settings.engine == "plan" and reason:
@@ -484,7 +485,7 @@ def _read_folder(path: Path, files: list[Path], *, uses_draft_layer: bool) -> _H
     return _Headers(config=config, kind=kind, files=files, given=given)
 
 
-def require_own_type(settings: Settings, reason: str) -> None:
+def require_own_type(settings: RuntimeOptions, reason: str) -> None:
     """Raises `SettingsError` for a `--kv-type` of a model that has no plan, for a `reason`."""
     if settings.kv_type != "auto":
         raise SettingsError(f"--kv-type {settings.kv_type} is for models with a plan, this one has none: {reason}")
@@ -559,7 +560,7 @@ def _gpus() -> dict[str, int]:
     }
 
 
-def _pick_weights(settings: Settings, device: str) -> str:
+def _pick_weights(settings: RuntimeOptions, device: str) -> str:
     """Returns `auto` where the quants of a `.gguf` file, or of gpt-oss, are kept, or else `native`."""
     can_keep = device == "cpu" and settings.dtype in ("auto", "bfloat16") and operators() is not None
     return settings.weights if can_keep else "native"
@@ -582,7 +583,7 @@ def _load_processor(source: _ModelSource, tokenizer: Tokenizer, read_encoder: Ca
 
     files = sorted(source.path.iterdir()) if source.gguf is None else source.files
     model = PicturesModel(source.path, files, lambda: source.whole, problem, read_encoder, make)
-    processor = hooks.open_pictures(model)
+    processor = open_pictures(model)
     if processor.problem is not None:
         log.warning("this model is served for text only: %s", processor.problem)
     return processor

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from msgspec import Struct
 
-from diskprefix.daemon.settings import cache_home, expanded
 from diskprefix.errors import SettingsError
+from diskprefix.folders import cache_home, expanded
 from diskprefix.prefixstore.store.folder import sync
 from diskprefix.private_file import distrusted_by_root, make_private_folder
 from diskprefix.runtime.files.packed_file import (

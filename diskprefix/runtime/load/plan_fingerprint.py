@@ -22,7 +22,7 @@ from diskprefix.native import address_of
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix
 from diskprefix.runtime.load.bits import bits_of_build
-from diskprefix.runtime.load.kernel_settings import code_digest
+from diskprefix.runtime.load.code_digest import code_digest
 from diskprefix.runtime.plan.config import DecoderConfig
 from diskprefix.runtime.plan.operands import Buffer, HeadMatrices, Weight
 from diskprefix.runtime.plan.plan import ComputePlan

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from diskprefix.errors import InvalidRequest
 from diskprefix.fair_cache import FairCache
+from diskprefix.file_system import file_stamp
 from diskprefix.memo import Memo
 from diskprefix.prefixstore.kv.layout import is_out_of_memory
 from diskprefix.printable import first_line
 from diskprefix.runtime.files.gguf.file_processor import lenient_class
-from diskprefix.runtime.files.gguf.gguf_file import file_stamp
 from diskprefix.runtime.imports import INSTALL
 from diskprefix.runtime.pictures.picture_processor import Detail, PicturesModel
 from diskprefix.values import NO_ASKER, Asker, Picture, Tenant

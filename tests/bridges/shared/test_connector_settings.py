@@ -12,8 +12,8 @@ import torch
 from diskprefix.bridges.shared.connector_settings import connector_settings
 from diskprefix.bridges.vllm.engine_pages import EngineGroup, Pages, UnsupportedPages
 from diskprefix.bridges.vllm.request_options import BadParameters, options_of
-from diskprefix.daemon.settings import Settings
 from diskprefix.errors import DiskPrefixError
+from diskprefix.prefixstore.store_options import StoreOptions
 from diskprefix.values import Mark
 from tests.bridges.vllm.engine import DIM, FULL, HEADS, NUM_BLOCKS, PAGE, SLIDING, caches
 
@@ -59,11 +59,11 @@ def test_what_is_wrong_is_named_by_its_key(config: dict[str, Any], problem: str)
 
 def test_a_request_may_choose_its_own() -> None:
     options, marks = options_of(
-        {"window": 5, "save": False, "ttl": "1h", "marks": [7, 3], "remote_host": "x"}, Settings()
+        {"window": 5, "save": False, "ttl": "1h", "marks": [7, 3], "remote_host": "x"}, StoreOptions()
     )
     assert (str(options.scope), options.save, options.ttl_s) == ("auto:5", False, 3600.0)
     assert marks == (Mark(3), Mark(7))
-    assert str(options_of(None, Settings())[0].scope) == "auto:30"
+    assert str(options_of(None, StoreOptions())[0].scope) == "auto:30"
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_request_may_choose_its_own() -> None:
 )
 def test_what_a_request_asks_wrongly_is_named(parameters: dict[str, Any], problem: str) -> None:
     with pytest.raises(BadParameters) as raised:
-        options_of(parameters, Settings())
+        options_of(parameters, StoreOptions())
     assert str(raised.value).startswith(problem)
 
 

@@ -14,10 +14,10 @@ import pytest
 from diskprefix.bridges.shared import timed_opening
 from diskprefix.bridges.shared.connector_settings import connector_settings
 from diskprefix.bridges.shared.timed_opening import open_in_time
-from diskprefix.daemon.settings import Settings
 from diskprefix.errors import SettingsError
 from diskprefix.prefixstore.store import processes
 from diskprefix.prefixstore.store.store import Store
+from diskprefix.prefixstore.store_options import StoreOptions
 from tests.bridges.vllm.engine import BLOCK, Engine, Request, prompt
 from tests.waiting import wait_for
 
@@ -46,7 +46,7 @@ def suspended(tmp_path: Path) -> Iterator[int]:
         yield process.pid
 
 
-def settings_of(folder: Path) -> Settings:
+def settings_of(folder: Path) -> StoreOptions:
     return connector_settings({"kv_cache_dir": str(folder), "kv_cache_budget": "64MiB"}, 16)
 
 

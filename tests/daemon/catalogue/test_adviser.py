@@ -11,9 +11,10 @@ import pytest
 from diskprefix.daemon.catalogue import adviser
 from diskprefix.daemon.catalogue.adviser import advised, cost_text, memory_bytes, proposed
 from diskprefix.daemon.catalogue.catalogue import Catalogue
-from diskprefix.daemon.settings import Settings, cache_home
+from diskprefix.daemon.settings import Settings
 from diskprefix.desk.models import list_command, pull_command
 from diskprefix.errors import SettingsError
+from diskprefix.folders import cache_home
 from diskprefix.memo import PREFILL_SPEEDS
 from diskprefix.runtime.fetch.embedded import EMBEDDED
 from diskprefix.runtime.fetch.hub import HubListing, split_name

@@ -18,10 +18,10 @@ from diskprefix.daemon.compression.compression import fit
 from diskprefix.daemon.json_values import MAX_PARTS
 from diskprefix.daemon.server.body import parse_json
 from diskprefix.errors import ContextTooLong, InvalidRequest
-from diskprefix.prefixstore.cache.policy.scope import parse_scope
 from diskprefix.prefixstore.cache.policy.seen import Earlier, SeenPrompt, Sighting
 from diskprefix.prefixstore.cache.policy.select import Rules, select
 from diskprefix.runtime.files.chat_template import render_template
+from diskprefix.scope import parse_scope
 from diskprefix.tokens import common_prefix_length
 from diskprefix.values import Prompt
 from tests.daemon.chat.rendering import rendered, renderer_of, tokenizer_with

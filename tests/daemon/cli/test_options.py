@@ -18,8 +18,9 @@ from diskprefix.daemon.cli import cli
 from diskprefix.daemon.cli.options import variable_of
 from diskprefix.daemon.cli.policy_file import toml_value
 from diskprefix.daemon.server.process.listener import listen
-from diskprefix.daemon.settings import SETTINGS, Settings, flag_of
+from diskprefix.daemon.settings import SETTINGS, Settings
 from diskprefix.desk.setup import service_command
+from diskprefix.setting import flag_of
 from tests.daemon.server.daemon_process import DaemonProcess, clean_environment, reply_to, wait_until
 from tests.desk.conftest import Run
 from tests.desk.terminal import Terminal

@@ -16,8 +16,9 @@ import diskprefix.daemon.cli.serve_command
 from diskprefix import __version__
 from diskprefix.daemon.cli import COMMANDS, cli, main
 from diskprefix.daemon.cli.options import variable_of
-from diskprefix.daemon.settings import SETTINGS, Settings, flag_of
+from diskprefix.daemon.settings import SETTINGS, Settings
 from diskprefix.errors import ModelError
+from diskprefix.setting import flag_of
 from tests.desk.conftest import Run
 
 SettingsOf = Callable[..., Settings]

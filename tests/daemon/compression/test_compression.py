@@ -14,7 +14,9 @@ from msgspec.structs import replace
 
 from diskprefix.daemon.chat.messages import CacheMark, Conversation, Message, NewTool, TextPart, ToolCall
 from diskprefix.daemon.chat.renderer import PromptRenderer
-from diskprefix.daemon.compression.compression import PLACEHOLDER, fit, shortened
+from diskprefix.daemon.compression.compression import PLACEHOLDER, fit, open_compression, shortened
+from diskprefix.daemon.settings import Settings
+from diskprefix.errors import SettingsError
 from diskprefix.prefixstore.cache.policy.seen import Sighting
 from diskprefix.prefixstore.cache.policy.select import Rules, select
 from diskprefix.values import LeftOut, Prompt, Scope
@@ -222,3 +224,15 @@ def test_a_tool_that_came_with_a_message_that_is_left_out_is_offered_from_the_be
     assert "m3 " not in written
     assert [written.count(f'"name": "{name}"') for name in ("first", "early", "newest")] == [1, 1, 1]
     assert written.index('"early"') < written.index("m1 ") < written.index('"newest"')
+
+
+def test_the_threshold_is_the_models_and_at_most_what_is_served() -> None:
+    def threshold(wanted: str, served: int) -> int:
+        compress: Any = open_compression(Settings(prefill_compression=wanted), 32768, served)
+        return int(compress.args[0])
+
+    assert open_compression(Settings(), 1024, 1024) is None
+    assert [threshold("auto", served) for served in (32768, 30000, 20480)] == [24576, 22500, 15360]
+    assert [threshold("30000", served) for served in (32768, 20480)] == [30000, 15360]
+    with pytest.raises(SettingsError, match="40000 is not below the model's context of 32768 tokens"):
+        threshold("40000", 20480)

@@ -32,12 +32,12 @@ from diskprefix.daemon.engine.request import (
 from diskprefix.daemon.engine.running_request import Reply
 from diskprefix.daemon.engine.speculation.drafting import Proposer
 from diskprefix.daemon.settings import Settings
-from diskprefix.prefixstore.cache.policy.scope import parse_scope
 from diskprefix.prefixstore.kv.page_cache import PageCache
 from diskprefix.prefixstore.recording.recorded_request import RecordedRequest
 from diskprefix.runtime.contract import StepOutput
 from diskprefix.runtime.grid.grid_runtime import GridRuntime
 from diskprefix.runtime.plan.planned import PlanRuntime
+from diskprefix.scope import parse_scope
 from diskprefix.tokens import TokenIds
 from diskprefix.values import SHARED, CacheOptions, Prompt, Tenant
 from tests.exactness.architectures import tiny_model

@@ -31,11 +31,11 @@ from diskprefix.daemon.engine.request import (
 from diskprefix.daemon.engine.speculation.choose_drafts import Speculation
 from diskprefix.daemon.engine.speculation.step_times import StepTimes
 from diskprefix.errors import CacheError
-from diskprefix.prefixstore.cache.policy.scope import parse_scope
 from diskprefix.prefixstore.cache.tiers.loading import Loader
 from diskprefix.prefixstore.kv.sequence import KVSequence
 from diskprefix.prefixstore.store.purge import PurgeFilter, purge
 from diskprefix.runtime.contract import Rows
+from diskprefix.scope import parse_scope
 from diskprefix.tokens import TokenIds
 from diskprefix.values import SHARED, CacheOptions, Prompt, Tenant
 from tests.daemon.engine.driving import (

@@ -17,9 +17,10 @@ from msgspec import Struct
 
 from diskprefix.daemon.cli import cli
 from diskprefix.daemon.cli.options import build_settings, policy_values
-from diskprefix.daemon.settings import SETTINGS, Settings, flag_of
+from diskprefix.daemon.settings import SETTINGS, Settings
 from diskprefix.prefixstore.cache.other_settings import differing_options
 from diskprefix.runtime.choose_runtime import MeasuredModel, load_measured
+from diskprefix.setting import flag_of
 from diskprefix.tokens import TokenIds
 from diskprefix.values import CacheReport, is_miss
 from tests.daemon.cli.test_options import by_a_policy, values_of

@@ -250,7 +250,7 @@ def test_memory_is_taken_ahead_for_the_longest_prompt_and_a_turn_or_less_where_l
     cache: Any = SimpleNamespace(layout=layout, settings=Settings(), store=store, close=bool, on_forget=[])
     for free in (0, 200 * layout.bytes_per_token, 1 << 40):
         set_free_memory(monkeypatch, lambda free=free: free)  # type: ignore[misc]
-        Engine(loaded, runtime_of(model, cache.layout, 256), cache)
+        Engine(loaded, runtime_of(model, cache.layout, 256), cache, Settings())
     assert reserved == [0, 90, 5048]
 
 

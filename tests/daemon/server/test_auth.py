@@ -23,8 +23,8 @@ from diskprefix.daemon.server.guards import BrowserGuard, is_loopback
 from diskprefix.daemon.server.keys import ApiKeys, Caller, OwnerToken
 from diskprefix.daemon.server.process.token_file import agents_key
 from diskprefix.daemon.server.status import WELCOME
-from diskprefix.daemon.settings import cache_home
 from diskprefix.errors import SettingsError
+from diskprefix.folders import cache_home
 from diskprefix.user_key import user_key, user_tenant
 from diskprefix.values import SHARED, Tenant
 from tests.daemon.server.daemon_process import DaemonProcess, open_raw, running_daemon, wait_until

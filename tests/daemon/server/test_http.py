@@ -25,7 +25,8 @@ from diskprefix.daemon.engine.request import Timings
 from diskprefix.daemon.server.keys import Caller
 from diskprefix.daemon.server.log_context import LogContext
 from diskprefix.daemon.server.recent import MAX_FAILURES, MAX_REPLIES, RecentRequests
-from diskprefix.daemon.settings import SAMPLING_BOUNDS, Settings
+from diskprefix.daemon.settings import Settings
+from diskprefix.runtime.runtime_options import SAMPLING_BOUNDS
 from tests.daemon.server.chat_model import POSITIONS, VOCAB_SIZE
 from tests.daemon.server.daemon_process import DaemonProcess, wait_until
 from tests.daemon.server.scripted import ScriptedEngine, done, scripted_app

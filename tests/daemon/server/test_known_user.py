@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from diskprefix.daemon.server.process.token_file import agents_key
-from diskprefix.daemon.settings import cache_home
 from diskprefix.desk.shared.daemon_call import key_for
 from diskprefix.desk.shared.daemon_call import running_daemon as caller_of_daemon
+from diskprefix.folders import cache_home
 from tests.daemon.server.daemon_process import DaemonProcess, running_as, serve_flags
 from tests.daemon.server.other_user import NOBODY, OTHER_USER, url_as
 from tests.daemon.server.test_auth import bearer

@@ -19,10 +19,10 @@ import pytest
 from diskprefix.daemon.server.keys import OwnerToken
 from diskprefix.daemon.server.process import token_file
 from diskprefix.daemon.server.process.token_file import log_key, published_token, shown_link, token_at, token_of_peer
-from diskprefix.daemon.settings import cache_home
 from diskprefix.desk.shared import daemon_call
 from diskprefix.desk.shared.daemon_call import running_daemon as caller_of_daemon
 from diskprefix.errors import NotReady
+from diskprefix.folders import cache_home
 from tests.daemon.server.daemon_process import DaemonProcess, running_as, running_daemon
 from tests.daemon.server.other_user import NOBODY, OTHER_USER, url_as
 from tests.daemon.server.test_auth import bearer

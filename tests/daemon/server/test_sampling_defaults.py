@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from diskprefix.daemon.api.responses import ResponseRequest, Responses
 from diskprefix.daemon.engine.request import SamplingParams
 from diskprefix.daemon.server import answer
-from diskprefix.daemon.settings import SAMPLING_BOUNDS
+from diskprefix.runtime.runtime_options import SAMPLING_BOUNDS
 from tests.daemon.server.scripted import AppServer, ScriptedEngine, events_of, scripted_app
 from tests.desk.conftest import Run
 from tests.desk.conftest import run as run

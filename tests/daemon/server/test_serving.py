@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from diskprefix.daemon import hooks
-from diskprefix.daemon.server.built_in_names import BuiltInNames
+from diskprefix.daemon.catalogue.built_in_names import BuiltInNames
 from diskprefix.daemon.server.serving import Serving
 from diskprefix.daemon.settings import Settings
 from diskprefix.errors import ModelNotFound

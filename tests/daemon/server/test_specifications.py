@@ -24,7 +24,7 @@ import pytest
 from openai.types import Completion
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from diskprefix.daemon.settings import cache_home
+from diskprefix.folders import cache_home
 from tests.daemon.chat.families.sources import Package, SourcesMissing, download
 from tests.daemon.server.agent_model import call, saying, thought
 from tests.daemon.server.scripted import ScriptedEngine, scripted_app

@@ -22,7 +22,6 @@ from huggingface_hub import constants
 from msgspec.structs import replace
 
 from diskprefix.daemon.server.process.token_file import agents_key, published_token, token_for
-from diskprefix.daemon.settings import cache_home
 from diskprefix.desk.clients import daemon_choice, launch_command, launched_daemon, model_choice
 from diskprefix.desk.clients.first_prompt_size import counted_tokens
 from diskprefix.desk.clients.model_choice import NoAgentModel
@@ -32,6 +31,7 @@ from diskprefix.desk.shared.daemon_call import Answer
 from diskprefix.desk.shared.own_daemon import own_urls
 from diskprefix.desk.talk import run_command
 from diskprefix.errors import SettingsError
+from diskprefix.folders import cache_home
 from diskprefix.user_key import user_key
 from tests.daemon.server.daemon_process import DaemonProcess, running_daemon
 from tests.desk.conftest import Ended, Run

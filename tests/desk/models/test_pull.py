@@ -628,6 +628,6 @@ def test_a_model_is_removed_from_all_snapshots_and_is_not_read_for_it(
     (repository / "tiny-q8_0.gguf").write_bytes((repository / "tiny-q4_0.gguf").read_bytes())
     run("pull", f"{REPO}:Q8_0")
     assert hub.fetched() == ["tiny-q8_0.gguf"]
-    monkeypatch.setattr("diskprefix.runtime.load.fingerprint.file_digest", lambda _path: pytest.fail("it was read"))
+    monkeypatch.setattr("diskprefix.model_identity.file_digest", lambda _path: pytest.fail("it was read"))
     run("rm", f"{REPO}:Q8_0", "--yes")
     assert listed(run) == []

@@ -28,7 +28,6 @@ from transformers import PreTrainedModel
 from diskprefix.daemon.settings import Settings
 from diskprefix.prefixstore.cache import cached_request as request_module
 from diskprefix.prefixstore.cache import saving as saving_module
-from diskprefix.prefixstore.cache.policy.scope import parse_scope
 from diskprefix.prefixstore.kv import kept_blocks
 from diskprefix.prefixstore.kv.page_cache import PageCache
 from diskprefix.prefixstore.kv.sequence import KVSequence, Owner
@@ -40,6 +39,7 @@ from diskprefix.prefixstore.simulate.trace import TraceRequest
 from diskprefix.prefixstore.simulate.trace_formats import read_trace
 from diskprefix.prefixstore.store.codec.codec import Codec
 from diskprefix.prefixstore.store.store import Store
+from diskprefix.scope import parse_scope
 from diskprefix.tenant_ids import group_of
 from diskprefix.tokens import TokenIds, as_token_ids, raw_boundaries, root_hash
 from diskprefix.values import SHARED, CacheOptions, Mark, Prompt, Scope, Selection

@@ -176,8 +176,8 @@ def record(
     model: str | None = None,
     options: CacheOptions = DEFAULT,
 ) -> Path:
-    settings = Settings(block_size=block_size, kv_cache_min_tokens=64, served_model_name=model)
-    recorder = RequestRecorder(path, settings, lambda: 1)
+    settings = Settings(block_size=block_size, kv_cache_min_tokens=64)
+    recorder = RequestRecorder(path, settings, lambda: 1, model or "")
     recorder.describe(
         bytes_per_token=bytes_per_token,
         state_bytes=state_bytes,

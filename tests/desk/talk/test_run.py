@@ -15,11 +15,11 @@ from typing import Any, NoReturn
 
 import pytest
 
-from diskprefix.daemon.settings import config_home
 from diskprefix.desk.clients import daemon_choice, daemons_command, model_choice
 from diskprefix.desk.models import pull_command
 from diskprefix.desk.talk import run_command
 from diskprefix.errors import NotReady
+from diskprefix.folders import config_home
 from diskprefix.runtime.fetch.proposals import full_name, meant_name
 from tests.desk.conftest import Run
 from tests.desk.small_daemon import models, small_daemon

@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from diskprefix.daemon.server.process.token_file import published_token
-from diskprefix.daemon.settings import cache_home
+from diskprefix.folders import cache_home
 from tests.desk.conftest import Run
 from tests.desk.small_daemon import small_daemon
 

@@ -23,7 +23,6 @@ from diskprefix.daemon.engine.inbox import Ticket
 from diskprefix.daemon.engine.request import DoneEvent, ErrorEvent, Event, GenerateRequest, SamplingParams, TextEvent
 from diskprefix.daemon.settings import Settings
 from diskprefix.errors import CacheError, NotReady, QueueFull
-from diskprefix.prefixstore.cache.policy.scope import parse_scope
 from diskprefix.prefixstore.kv.layout import Layout
 from diskprefix.prefixstore.kv.page_cache import MemoryWait
 from diskprefix.prefixstore.store.compact import compact_folder, rewrite_folder
@@ -39,6 +38,7 @@ from diskprefix.prefixstore.store.schema import NodeKind
 from diskprefix.prefixstore.store.store import OUTDATED, Store
 from diskprefix.prefixstore.store.store_file import StoreFile
 from diskprefix.prefixstore.store.verify import remove_damaged, verify_index
+from diskprefix.scope import parse_scope
 from diskprefix.values import SHARED, CacheOptions, Prompt, Tenant
 from tests.faults.interleavings import hash_model, threads, world
 from tests.faults.interleavings.bucket import SimulatedBucket

@@ -21,7 +21,6 @@ import lmdb
 from msgspec.structs import replace
 
 from diskprefix import printable, thread_pool
-from diskprefix.daemon import settings as settings_module
 from diskprefix.daemon.chat.replay import RecordsUnread
 from diskprefix.daemon.engine import device, forward, served_model
 from diskprefix.daemon.engine.idle import ahead, ahead_jobs, idle_work
@@ -34,6 +33,7 @@ from diskprefix.daemon.settings import Settings
 from diskprefix.errors import DeviceLost, NotReady, StoreCorrupt
 from diskprefix.identity import identity_text
 from diskprefix.memo import Memo
+from diskprefix.prefixstore import store_options
 from diskprefix.prefixstore.cache.cache import PrefixCache
 from diskprefix.prefixstore.cache.tiered_store import open_store
 from diskprefix.prefixstore.cache.tiers.local import DiskView
@@ -399,7 +399,7 @@ def replaced() -> list[tuple[Any, str, Any]]:
         (Memo, "put", lambda _self, _key, _value: None),
         # The kernel counts for this thread, which is that of all tasks. Without it, pages of records are counted.
         (written, "_written_by_thread", lambda: None),
-        (settings_module, "_MIN_WRITTEN", 0),
+        (store_options, "_MIN_WRITTEN", 0),
         # Prompts are short. So are the rows of a step.
         (pages, "_SLAB_BYTES", 1024),
         (pages, "zeros", _refused_zeros),
@@ -481,7 +481,7 @@ class Daemon:
         kv_limit = int(num_sequences * pool.sequence_bytes(LONGEST))
         self.cache = PrefixCache(settings, self.store, layout, identity, "hash", build=BUILDS[build])
         runtime: Any = hash_model.HashRuntime(layout, build)
-        self.engine = Engine(hash_model.loaded(kv_limit), runtime, self.cache)
+        self.engine = Engine(hash_model.loaded(kv_limit), runtime, self.cache, settings)
         self.engine.warm_up()
         self.fatal: list[DeviceLost] = []
         self.inbox = Inbox(self.engine.serve, self.fatal.append)

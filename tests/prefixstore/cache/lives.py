@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from diskprefix.daemon.engine.forward import prefill
 from diskprefix.prefixstore.cache.cached_request import CachedRequest
 from diskprefix.prefixstore.cache.context import SENT, PromptOrigin
 from diskprefix.prefixstore.kv.sequence import KVSequence
@@ -21,6 +20,7 @@ from diskprefix.prefixstore.store.purge import PurgeFilter, purge
 from diskprefix.prefixstore.store.schema import DATABASES, PromptRecord, decode_node, decode_record
 from diskprefix.prefixstore.store.snapshot import Snapshot
 from diskprefix.prefixstore.store.verify import verify_index
+from diskprefix.runtime.prefill import prefill
 from diskprefix.tokens import LEAST_TOKENS, PromptDigest, TokenIds, as_token_ids
 from diskprefix.values import CacheOptions, Prompt, Scope, Tenant
 from tests.runner import Runner

@@ -17,7 +17,6 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from diskprefix.daemon.engine.forward import prefill
 from diskprefix.errors import StoreUnavailable
 from diskprefix.prefixstore.cache import namespaces as namespaces_module
 from diskprefix.prefixstore.cache.cached_request import CachedRequest, save_idle
@@ -30,6 +29,7 @@ from diskprefix.prefixstore.store.purge import PurgeFilter, purge
 from diskprefix.prefixstore.store.schema import NodeKind, node_name, piece_key
 from diskprefix.prefixstore.store.snapshot import Snapshot
 from diskprefix.prefixstore.store.tree import list_entries
+from diskprefix.runtime.prefill import prefill
 from diskprefix.tokens import LEAST_TOKENS, TokenIds
 from diskprefix.values import LONG_PROMPT, SHARED, CacheOptions, CacheReport, Mark, Prompt, Scope, Tenant
 from tests.devices import DEVICES

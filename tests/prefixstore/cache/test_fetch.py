@@ -11,11 +11,11 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from diskprefix.daemon.engine.forward import prefill
 from diskprefix.errors import StoreUnavailable
 from diskprefix.prefixstore.cache.cached_request import CachedRequest
 from diskprefix.prefixstore.kv.sequence import KVSequence
 from diskprefix.prefixstore.store.purge import PurgeFilter, purge
+from diskprefix.runtime.prefill import prefill
 from diskprefix.tokens import Logits, TokenIds, floor_to_grid
 from diskprefix.values import SHARED, CacheOptions, Prompt
 from tests.prefixstore.cache.opening import AUTO, FULL, Opened

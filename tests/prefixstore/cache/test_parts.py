@@ -10,13 +10,13 @@ import numpy.typing as npt
 import pytest
 from msgspec.structs import replace
 
-from diskprefix.daemon.engine.forward import prefill
 from diskprefix.prefixstore.cache.cached_request import CachedRequest
 from diskprefix.prefixstore.kv.sequence import KVSequence
 from diskprefix.prefixstore.kv.step import Run
 from diskprefix.prefixstore.store.note_record import NoteKind, StoredNote
 from diskprefix.prefixstore.store.schema import NodeKind, decode_node, node_name
 from diskprefix.prefixstore.store.tree import list_entries
+from diskprefix.runtime.prefill import prefill
 from diskprefix.tokens import LEAST_TOKENS, TokenIds
 from diskprefix.values import SHARED, CacheOptions, Mark, Prompt, Scope
 from tests.prefixstore.cache.opening import AUTO, FULL, OFF, Opened, gated, is_sound

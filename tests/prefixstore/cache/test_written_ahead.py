@@ -10,14 +10,14 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from diskprefix.daemon.engine.forward import prefill
 from diskprefix.prefixstore.cache import saving
 from diskprefix.prefixstore.cache.cached_request import CachedRequest
-from diskprefix.prefixstore.cache.policy.scope import parse_scope
 from diskprefix.prefixstore.cache.policy.write_budget import Spending
 from diskprefix.prefixstore.kv.sequence import KVSequence
 from diskprefix.prefixstore.store.schema import EntryRecord, NodeKind, NodeRecord
 from diskprefix.prefixstore.store.verify import verify_index
+from diskprefix.runtime.prefill import prefill
+from diskprefix.scope import parse_scope
 from diskprefix.tokens import TokenIds
 from diskprefix.values import SHARED, CacheOptions, Prompt
 from tests.exactness.architectures import tiny_model

@@ -21,7 +21,6 @@ from hypothesis.stateful import (
 )
 
 from diskprefix.errors import ContextTooLong
-from diskprefix.prefixstore.cache.policy.scope import parse_scope
 from diskprefix.prefixstore.kv import kept_blocks
 from diskprefix.prefixstore.kv import page_cache as page_cache_module
 from diskprefix.prefixstore.kv.page_cache import PageCache
@@ -30,6 +29,7 @@ from diskprefix.prefixstore.kv.pages import Captured, Page, PagePool
 from diskprefix.prefixstore.kv.prefix_match import PrefixMatch
 from diskprefix.prefixstore.kv.sequence import KVSequence, Owner
 from diskprefix.prefixstore.store.epochs import EVERYONE, Purges
+from diskprefix.scope import parse_scope
 from diskprefix.tokens import Logits, TokenIds, TokenPath
 from diskprefix.values import CacheOptions
 from tests.examples import examples

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from diskprefix.errors import ContextTooLong, NotReady
-from diskprefix.prefixstore.cache.policy.scope import parse_scope
 from diskprefix.prefixstore.kv import pages
 from diskprefix.prefixstore.kv.kept_blocks import KeptBlock, KeptBlocks
 from diskprefix.prefixstore.kv.page_cache import MemoryWait, PageCache, PrefixWait
 from diskprefix.prefixstore.kv.pages import Page
 from diskprefix.prefixstore.kv.sequence import KVSequence, Owner
 from diskprefix.prefixstore.store.epochs import Purges, of_tenants
+from diskprefix.scope import parse_scope
 from diskprefix.tokens import LEAST_TOKENS, TokenIds
 from diskprefix.values import CacheOptions
 from tests.prefixstore.kv.hashed_state import (

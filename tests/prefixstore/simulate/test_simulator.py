@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from diskprefix.prefixstore.cache.policy.scope import parse_scope
 from diskprefix.prefixstore.cache.tiers.nodes import Node
 from diskprefix.prefixstore.simulate.comparison import OPTIMUM, Case, Regime, cases, compare
 from diskprefix.prefixstore.simulate.geometry import CHECKPOINTS, SLICEABLE, TOKEN, Geometry
@@ -23,6 +22,7 @@ from diskprefix.prefixstore.simulate.trace import Trace, TraceRequest
 from diskprefix.prefixstore.store.changes import node_bytes
 from diskprefix.prefixstore.store.eviction import UsageTable, bytes_to_free, choose_victims, usable_bytes
 from diskprefix.prefixstore.store.schema import USAGE_DTYPE, NodeKind
+from diskprefix.scope import parse_scope
 from diskprefix.tokens import TokenIds, as_token_ids, common_prefix_length
 from diskprefix.values import Prompt, Scope
 from tests.prefixstore.simulate.workloads import CATALOG, interleaved, thinking

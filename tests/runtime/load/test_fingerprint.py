@@ -21,11 +21,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from diskprefix import PrefixCacheSession
+from diskprefix import PrefixCacheSession, model_identity
 from diskprefix.daemon.settings import Settings
-from diskprefix.runtime.load import fingerprint, kernel_settings
-from diskprefix.runtime.load.fingerprint import fingerprint_of_modules, remembered_digest, weights_digest
-from diskprefix.runtime.load.kernel_settings import cpu_kind
+from diskprefix.kernel_settings import cpu_kind
+from diskprefix.model_identity import remembered_digest, weights_digest
+from diskprefix.runtime.load import code_digest, fingerprint
+from diskprefix.runtime.load.fingerprint import fingerprint_of_modules
 from diskprefix.tokens import file_digest, root_hash
 from tests.daemon.engine.driving import done, load, run, tokens
 from tests.runtime.load.test_plan_fingerprint import literal
@@ -121,7 +122,7 @@ def test_options_that_change_no_number_keep_the_root(changed: Callable[[], Any],
 def test_the_maximum_context_counts_where_rope_computes_with_it(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert root_of(tiny(**deepcopy(one))) != root_of(tiny(**deepcopy(other)))
     by_kind = [{"rope_parameters": {"full_attention": DYNAMIC}, "max_position_embeddings": n} for n in (128, 256)]
-    assert fingerprint.architecture(by_kind[0]) != fingerprint.architecture(by_kind[1])
+    assert model_identity.architecture(by_kind[0]) != model_identity.architecture(by_kind[1])
 
 
 @pytest.mark.parametrize("other", [{"weight": 0.25}, {"weight": 0.5, "rank": 8}, {"weight": 0.5, "active": "none"}])
@@ -170,29 +171,36 @@ def test_device_and_libraries_count_in_strict_mode_alone(name: str) -> None:
 def test_a_change_of_computing_code_changes_the_root_and_outdates_checks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, computes: bool, mode: str
 ) -> None:
-    before, key = root_of(tiny(), mode), kernel_settings.computed_by(tiny())
-    shutil.copytree(kernel_settings._PACKAGE, tmp_path / "package", ignore=shutil.ignore_patterns("*.so", "*.pyc"))
-    monkeypatch.setattr(kernel_settings, "_PACKAGE", tmp_path / "package")
-    monkeypatch.setattr(kernel_settings, "code_digest", kernel_settings.code_digest.__wrapped__)
-    monkeypatch.setattr(fingerprint, "code_digest", kernel_settings.code_digest)
+    before, key = root_of(tiny(), mode), code_digest.computed_by(tiny())
+    shutil.copytree(code_digest._PACKAGE, tmp_path / "package", ignore=shutil.ignore_patterns("*.so", "*.pyc"))
+    monkeypatch.setattr(code_digest, "_PACKAGE", tmp_path / "package")
+    monkeypatch.setattr(code_digest, "code_digest", code_digest.code_digest.__wrapped__)
+    monkeypatch.setattr(fingerprint, "code_digest", code_digest.code_digest)
     assert root_of(tiny(), mode) == before
     with (tmp_path / "package" / file).open("a") as code:
         code.write("# another norm\n")
     assert (root_of(tiny(), mode) != before) is computes
-    assert (kernel_settings.computed_by(tiny()) != key) is computes
+    assert (code_digest.computed_by(tiny()) != key) is computes
 
 
 def test_no_module_that_computes_imports_one_that_is_left_out_of_the_digest() -> None:
-    """But those that look for files, the processor of pictures, whose tokenizer transformers gets, and the strings of a
-    file, which are searched by their hashes."""
-    left_out, importing = kernel_settings._COMPUTE_NOTHING, set()
-    paths = [path for pattern in kernel_settings._CODE for path in kernel_settings._PACKAGE.glob(pattern)]
+    """But those that read options or look for files, the processor of pictures, whose tokenizer transformers gets, and
+    the strings of a file, which are searched by their hashes."""
+    left_out, importing = code_digest._COMPUTE_NOTHING, set()
+    paths = [path for pattern in code_digest._CODE for path in code_digest._PACKAGE.glob(pattern)]
     assert left_out <= {path.stem for path in paths}
     for path in paths:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and str(node.module).rpartition(".")[2] in left_out - {path.stem}:
                 importing.add(path.stem)
-    assert importing - left_out == {"loader", "gguf_file", "gguf_strings", "projector", "file_processor"}
+    assert importing - left_out == {
+        "choose_runtime",
+        "loader",
+        "gguf_file",
+        "gguf_strings",
+        "projector",
+        "file_processor",
+    }
 
 
 def test_weights_and_modes_never_share_a_root() -> None:
@@ -230,7 +238,7 @@ def forbid_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path) -> str:
         raise AssertionError(f"{path} was read again")
 
-    monkeypatch.setattr(fingerprint, "file_digest", refuse)
+    monkeypatch.setattr(model_identity, "file_digest", refuse)
 
 
 @pytest.mark.usefixtures("cache")
@@ -316,7 +324,7 @@ def test_a_compiled_model_has_another_identity() -> None:
 
 @pytest.mark.slow
 def test_another_instruction_set_of_torch_is_another_kind_of_cpu() -> None:
-    code = "from diskprefix.runtime.load.kernel_settings import cpu_kind; print(cpu_kind())"
+    code = "from diskprefix.kernel_settings import cpu_kind; print(cpu_kind())"
     environment = os.environ | {"ATEN_CPU_CAPABILITY": "default"}
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert answer.stdout.strip() != cpu_kind()
@@ -334,9 +342,7 @@ def test_packages_whose_kernels_transformers_takes_count_unless_machines_share_a
 
 def test_a_kernel_package_is_found_where_it_can_be_imported(tmp_path: Path) -> None:
     (tmp_path / "mamba_ssm").mkdir()
-    code = (
-        "import json; from diskprefix.runtime.load.kernel_settings import kernel_packages as f; print(json.dumps(f()))"
-    )
+    code = "import json; from diskprefix.kernel_settings import kernel_packages as f; print(json.dumps(f()))"
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert json.loads(found.stdout)["mamba_ssm"] == "unknown"

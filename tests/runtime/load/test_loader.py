@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from diskprefix.daemon.settings import Settings
 from diskprefix.errors import ModelError, SettingsError
+from diskprefix.model_identity import weights_digest
 from diskprefix.runtime.fetch.embedded import EMBEDDED
 from diskprefix.runtime.fetch.named_model import name_faster, require_named
 from diskprefix.runtime.files import read_tokenizer
@@ -25,7 +26,6 @@ from diskprefix.runtime.files.chat_template import render_template
 from diskprefix.runtime.files.checkpoint import tensors_in, weight_files_of
 from diskprefix.runtime.files.folder_weights import FolderWeights
 from diskprefix.runtime.load import loader
-from diskprefix.runtime.load.fingerprint import weights_digest
 from diskprefix.runtime.load.loader import LoadedModel, load_model, load_tokenizer
 from tests.daemon.server.picture_models import write_llava
 from tests.runtime.plan import tiny

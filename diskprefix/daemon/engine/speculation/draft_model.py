@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +28,6 @@ from diskprefix.prefixstore.kv.sequence import KVSequence
 from diskprefix.prefixstore.store.epochs import Epoch
 from diskprefix.printable import first_line
 from diskprefix.runtime.contract import Rows, Runtime
-from diskprefix.runtime.load.loader import LoadedModel
 from diskprefix.tokens import Logits, TokenIds, as_token_ids, common_prefix_length
 from diskprefix.values import CacheOptions, Prompt
 
@@ -37,14 +35,6 @@ log = logging.getLogger("diskprefix")
 
 MIN_LACKING = 32
 """The minimum number of tokens that are worth computing ahead. The next turn computes fewer tokens at once."""
-
-
-class LoadedDraft(NamedTuple):
-    """A loaded draft model, and its cache in the store of the served model."""
-
-    loaded: LoadedModel
-    runtime: Runtime
-    cache: PrefixCache
 
 
 class DraftSequence(Struct, eq=False):

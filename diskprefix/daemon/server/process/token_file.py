@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote, urlsplit
 
 from diskprefix.daemon.server.process.peer_user import NAMES_USERS
-from diskprefix.daemon.settings import cache_home
+from diskprefix.folders import cache_home
 from diskprefix.private_file import distrusted_by_root, make_private_folder
 
 log = logging.getLogger("diskprefix")

@@ -30,8 +30,8 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from msgspec import Struct
 
-from diskprefix.daemon.settings import Settings
 from diskprefix.prefixstore.cache.policy.seen import ENOUGH_TRIALS, Earlier, Sighting
+from diskprefix.prefixstore.store_options import StoreOptions
 from diskprefix.tokens import LEAST_TOKENS, floor_to_grid
 from diskprefix.values import Prompt, Reason, Scope, Selection
 
@@ -80,7 +80,7 @@ class Rules(Struct, frozen=True, kw_only=True):
         return max(self.min_tokens, 1, self.grid, self.state_bytes // _BYTES_FOR_A_TOKEN)
 
     @classmethod
-    def of(cls, settings: Settings, state: StateKind, state_bytes: int = 0) -> Rules:
+    def of(cls, settings: StoreOptions, state: StateKind, state_bytes: int = 0) -> Rules:
         """Returns the rules of a daemon's settings, for a model with this kind and size of state."""
         return cls(
             block_size=settings.block_size,

@@ -14,6 +14,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from diskprefix.errors import ModelError
+from diskprefix.file_system import file_stamp
 from diskprefix.progress import Report
 from diskprefix.runtime.files.gguf.gguf_header import MAGIC, FileTensor, GgufHeader, read_header, require_beginning
 from diskprefix.runtime.files.lfs_pointer import fault_or_pointer
@@ -179,9 +180,3 @@ def _require_one_model(parts: Sequence[Path], headers: Sequence[GgufHeader], ten
         raise ModelError(
             f"{parts[0]} and its other parts hold {len(tensors)} tensors of {total}: they are not one model"
         )
-
-
-def file_stamp(file: Path) -> tuple[int, int, int]:
-    """Returns what changes when a file is written or replaced."""
-    status = file.stat()
-    return status.st_ino, status.st_size, status.st_mtime_ns

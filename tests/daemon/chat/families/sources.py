@@ -27,7 +27,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from diskprefix.daemon.settings import cache_home
+from diskprefix.folders import cache_home
 from diskprefix.runtime.files.gguf.file_tokenizer import make_tokenizer
 from diskprefix.runtime.files.gguf.gguf_header import read_header
 from diskprefix.runtime.files.tokenizer import set_ends

@@ -27,7 +27,7 @@ from diskprefix.daemon.server.process import process
 from diskprefix.daemon.server.process.token_file import token_at
 from diskprefix.daemon.settings import Settings
 from diskprefix.errors import DeviceLost
-from diskprefix.prefixstore.cache.policy.scope import parse_scope
+from diskprefix.scope import parse_scope
 from tests.daemon.server import scripted
 from tests.daemon.server.chat_model import weights_of
 from tests.daemon.server.daemon_process import (

@@ -17,8 +17,8 @@ import httpx
 import pytest
 
 from diskprefix.daemon.server.process.token_file import page_link
-from diskprefix.daemon.settings import cache_home
 from diskprefix.daemon.web_page import DASHBOARD_PAGE
+from diskprefix.folders import cache_home
 from tests.closing import needs
 from tests.daemon.server.daemon_process import DaemonProcess, serve_flags, wait_until
 from tests.daemon.server.test_auth import ADMIN, write_keys

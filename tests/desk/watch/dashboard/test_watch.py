@@ -17,7 +17,7 @@ import pytest
 from diskprefix.daemon.server.recent import EndedRequest
 from diskprefix.daemon.server.tenant_names import TenantNames
 from diskprefix.daemon.server.threads import Threads
-from diskprefix.daemon.settings import SETTINGS, Settings, flag_of
+from diskprefix.daemon.settings import SETTINGS, Settings
 from diskprefix.desk.watch.dashboard import entries
 from diskprefix.desk.watch.dashboard.entries import SavedPrompts
 from diskprefix.desk.watch.dashboard.problems import Problem, problems
@@ -28,6 +28,7 @@ from diskprefix.prefixstore.remote.counts import Counts
 from diskprefix.prefixstore.store.purge import Purged, delete_entry, purge
 from diskprefix.prefixstore.store.statistics.lost_tokens import hour_of
 from diskprefix.prefixstore.store.store import Store
+from diskprefix.setting import flag_of
 from diskprefix.values import MISS_REASONS, words_of
 from tests.daemon.server.scripted import STATS
 from tests.prefixstore.store.building import BLOCK, open_store, prompt, publication

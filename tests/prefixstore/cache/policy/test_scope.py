@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diskprefix.errors import InvalidScope
-from diskprefix.prefixstore.cache.policy.scope import parse_scope
+from diskprefix.scope import parse_scope
 from diskprefix.values import DEFAULT_WINDOW, MAX_VALUE, Scope
 
 FIELD = "prefix_cache.scope"

@@ -14,7 +14,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from diskprefix.daemon.settings import cache_home
+from diskprefix.folders import cache_home
 from diskprefix.runtime.load.tiny_models import below
 
 Array = np.ndarray[Any, Any]
