@@ -30,11 +30,11 @@ for _row in (
     "prefixstore.store_options",
     "prefixstore.namespace_key memo native user_key kernel_settings",
     "model_identity runtime.runtime_options prefixstore.store",
-    "daemon.settings prefixstore.kv",
+    "daemon.settings prefixstore.kv prefixstore.state_identity",
     "prefixstore.cache.tiers",
     "prefixstore.recording prefixstore.remote",
     "runtime prefixstore.cache",
-    "prefixstore.packs runtime.grid runtime.llama",
+    "prefixstore.packs prefixstore.prefix_store runtime.grid runtime.llama",
     "prefixstore.simulate",
     "daemon.hooks",
     "daemon.engine daemon.chat",
@@ -52,6 +52,7 @@ for _row in (
 ):
     BELOW |= dict.fromkeys(_row.split(), frozenset(BELOW))
 BELOW["__main__"] = frozenset({"daemon.cli"})
+BELOW["prefixstore"] = BELOW["daemon.engine"]  # The names of its library, each on its first use.
 BELOW["__init__"] = frozenset({"runtime.library", "version"})  # The library, on its first use.
 for _house in ("daemon", "prefixstore", "runtime"):
     BELOW.setdefault(_house, frozenset())  # Of what stands in no room.

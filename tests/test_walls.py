@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
 
+from diskprefix import prefixstore
 from tests.test_packages import SOURCES, imported_names
 
 _STREET = ("ground", "prefixstore", "runtime", "daemon", "desk")
@@ -62,6 +64,20 @@ def modules_named(source: str) -> Iterator[str]:
 def upward(module: str, source: str) -> set[tuple[str, str]]:
     below = BELOW[house_of(module)]
     return {(module, other) for other in modules_named(source) if other and house_of(other) not in below}
+
+
+PAST_THE_FACE = {"bridges": 47, "daemon": 56, "runtime": 30}
+"""How many names from inside `prefixstore` each house imports, beside those of `prefixstore/__init__.py`. Only smaller.
+The desk may look inside: its commands are the store's own tools."""
+
+
+def test_houses_import_ever_fewer_names_from_inside_the_store() -> None:
+    face, names = {f"diskprefix.prefixstore.{name}" for name in dir(prefixstore)}, defaultdict[str, set[str]](set)
+    for module, source in SOURCES.items():
+        if (house := house_of(module)) in PAST_THE_FACE:
+            imported = (name for name in imported_names(source) if name.startswith("diskprefix.prefixstore."))
+            names[house].update(set(imported) - face)
+    assert {house: len(found) for house, found in names.items()} == PAST_THE_FACE
 
 
 def test_houses_import_only_those_below() -> None:

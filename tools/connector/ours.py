@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-from diskprefix.bridges.shared.plans import RankIdentity
 from diskprefix.bridges.vllm.connector import DiskPrefixConnector, RankMetadata
+from diskprefix.prefixstore.state_identity import StateIdentity
 from diskprefix.prefixstore.store.pieces import LAYOUT_VERSION, LayoutText
 
 MODEL = "DISKPREFIX_TESTS_MODEL"
@@ -49,7 +49,7 @@ def pytest_configure() -> None:
         connector = scheduler.connector
         assert isinstance(connector, Ours)
         layout = LayoutText(LAYOUT_VERSION, (), (0, "float32")).text()
-        identity = RankIdentity("test", connector.block_size, layout, LAYOUT_VERSION, {"engine": "test"})
+        identity = StateIdentity("test", connector.block_size, layout, LAYOUT_VERSION, {"engine": "test"})
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): RankMetadata(identity)})
         return scheduler
 

@@ -17,11 +17,11 @@ import numpy as np
 from diskprefix.bridges.lmcache import _lmcache_compat as compat
 from diskprefix.bridges.shared.chunk_store import DIGEST_BYTES, NUM_IDS, ChunkGroup, ChunkKey, chunk_layout, chunks_in
 from diskprefix.bridges.shared.connector_settings import tier_settings
-from diskprefix.bridges.shared.plans import RankIdentity
 from diskprefix.bridges.shared.processors import unbind
 from diskprefix.bridges.shared.timed_opening import open_in_time
 from diskprefix.errors import CacheError
 from diskprefix.identity import identity_fields
+from diskprefix.prefixstore.state_identity import StateIdentity
 from diskprefix.prefixstore.store.codec.planes import Bytes
 from diskprefix.prefixstore.store.pieces import LAYOUT_VERSION
 from diskprefix.prefixstore.store.store import Store
@@ -454,7 +454,7 @@ def _form_group(chunk: ChunkKey) -> FormGroup:
 
 def _chunk_group(group: FormGroup) -> ChunkGroup:
     objects, form = group
-    identity = RankIdentity(
+    identity = StateIdentity(
         model=objects.model_name,
         block_size=NUM_IDS,
         layout=chunk_layout(form.num_bytes, form.dtype),

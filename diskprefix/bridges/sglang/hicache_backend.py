@@ -15,10 +15,10 @@ import torch
 from diskprefix.bridges.sglang import _sglang_compat as compat
 from diskprefix.bridges.shared.chunk_store import DIGEST_BYTES, NUM_IDS, ChunkGroup, ChunkKey, chunk_layout, chunks_in
 from diskprefix.bridges.shared.connector_settings import tier_settings
-from diskprefix.bridges.shared.plans import RankIdentity
 from diskprefix.bridges.shared.timed_opening import open_in_time
 from diskprefix.errors import CacheError
 from diskprefix.identity import identity_fields
+from diskprefix.prefixstore.state_identity import StateIdentity
 from diskprefix.prefixstore.store.changes import batches
 from diskprefix.prefixstore.store.codec.planes import Bytes
 from diskprefix.prefixstore.store.pieces import LAYOUT_VERSION
@@ -202,7 +202,7 @@ class DiskPrefixHiCache(compat.HiCacheStorage):  # type: ignore[misc]
         return str(self._config.model_name or "sglang").rstrip("/").rpartition("/")[2]
 
     def _chunk_group(self, group: PoolPages) -> ChunkGroup:
-        identity = RankIdentity(
+        identity = StateIdentity(
             model=self._model,
             block_size=NUM_IDS,
             layout=chunk_layout(group.num_bytes, group.dtype),

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from diskprefix.bridges.shared.plans import RankIdentity
 from diskprefix.bridges.shared.processors import unbind
 from diskprefix.bridges.shared.shared_store import SharedStore
 from diskprefix.bridges.shared.staging import Staging
@@ -29,6 +28,7 @@ from diskprefix.errors import CacheError, StoreCorrupt
 from diskprefix.prefixstore.cache.tiers.loading import READER_THREADS
 from diskprefix.prefixstore.cache.tiers.nodes import Node
 from diskprefix.prefixstore.cache.tiers.tier import View, open_views
+from diskprefix.prefixstore.state_identity import StateIdentity
 from diskprefix.prefixstore.store.changes import NewNode, batches
 from diskprefix.prefixstore.store.codec.codec import Piece
 from diskprefix.prefixstore.store.codec.planes import Bytes
@@ -83,7 +83,7 @@ class ChunkGroup(NamedTuple):
     """The root and the size of a group's chunks. `identity` has a layout from `chunk_layout`; `tenant` is the text of a
     `values.Tenant`."""
 
-    identity: RankIdentity
+    identity: StateIdentity
     chunk_bytes: int
     tenant: str = ""
 

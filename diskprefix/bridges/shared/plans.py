@@ -1,19 +1,12 @@
-"""The plans that the scheduler's side sends to the workers in each step, and the identity of a worker."""
+"""The plans that the scheduler's side sends to the workers in each step."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
-from contextlib import suppress
-
 from msgspec import Struct
 
-from diskprefix.identity import differing, identity_fields, identity_text
 from diskprefix.prefixstore.cache.tiers.nodes import Node
-from diskprefix.prefixstore.store.schema import NodeKind, RootRecord
-from diskprefix.prefixstore.store.store import Store
-from diskprefix.printable import shown
-from diskprefix.tokens import PromptDigest, root_hash
+from diskprefix.prefixstore.store.schema import NodeKind
+from diskprefix.tokens import PromptDigest
 
 NO_PAGE = 0
 """The number of vLLM's null block. It replaces blocks that a sliding window no longer needs."""
@@ -84,53 +77,3 @@ class StepPlan(Struct, frozen=True):
     saves: tuple[BlocksToSave, ...] = ()
     ended: tuple[EndOfRequest, ...] = ()
     uploads: tuple[PlannedUpload, ...] = ()
-
-
-class RankIdentity(Struct, frozen=True):
-    """The identity of one rank, without the tenant: everything that changes its numbers, and the form of its pages
-    (`layout`, see `store.pieces.LayoutText`). Ranks have different identities, so each has its own root."""
-
-    model: str
-    block_size: int
-    layout: str
-    layout_version: int
-    fingerprint: Mapping[str, str]
-    tokenizer: str = ""
-
-    def record(self, tenant: str) -> RootRecord:
-        """Returns the record of a tenant's root."""
-        return RootRecord(
-            model=self.model,
-            block_size=self.block_size,
-            layout=self.layout,
-            created_at=time.time(),
-            identity=identity_text(self.fingerprint, self.block_size, self.layout_version, self.layout, tenant),
-            tenant=tenant,
-            tokenizer=self.tokenizer,
-        )
-
-    def root(self, tenant: str) -> bytes:
-        return root_hash(self.record(tenant).identity)
-
-    def differences(self, store: Store) -> str | None:
-        """Returns the fields in which the closest stored root of this model differs from this identity. Returns None if
-        the store has a root of this identity, or no root of the model. Raises `CacheError`."""
-        own = identity_fields(self.record("").identity)
-        closest: list[str] | None = None
-        with store.snapshot() as snapshot:
-            for _, record in snapshot.roots():
-                with suppress(ValueError):
-                    stored = identity_fields(record.identity) if record.model == self.model else None
-                    if stored is None:
-                        continue
-                    if not (names := differing(own, stored)):
-                        return None
-                    if closest is None or len(names) < len(closest):
-                        closest = [
-                            f"{name} ({_short(stored.get(name))}, here {_short(own.get(name))})" for name in names
-                        ]
-        return None if closest is None else ", ".join(closest)
-
-
-def _short(value: str | None) -> str:
-    return shown(value or "none", 40)

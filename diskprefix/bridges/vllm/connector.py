@@ -13,13 +13,14 @@ from typing import Any
 import torch
 
 from diskprefix.bridges.shared.connector_settings import connector_settings
-from diskprefix.bridges.shared.plans import RankIdentity, StepPlan
+from diskprefix.bridges.shared.plans import StepPlan
 from diskprefix.bridges.shared.timed_opening import open_in_time
 from diskprefix.bridges.vllm import _vllm_compat as compat
 from diskprefix.bridges.vllm.engine_pages import EngineGroup, Pages, UnsupportedPages
 from diskprefix.bridges.vllm.scheduler_side import SchedulerSide
 from diskprefix.bridges.vllm.stats import DiskPrefixMetrics, DiskPrefixStats
 from diskprefix.bridges.vllm.worker import WorkerSide
+from diskprefix.prefixstore.state_identity import StateIdentity
 from diskprefix.prefixstore.store.pieces import LAYOUT_VERSION, LayoutText
 
 log = logging.getLogger("diskprefix")
@@ -39,7 +40,7 @@ class StepMetadata(compat.KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class RankMetadata(compat.KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    identity: RankIdentity
+    identity: StateIdentity
 
 
 class DiskPrefixConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: ignore[misc]
@@ -69,7 +70,7 @@ class DiskPrefixConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # typ
         """None: requests are served without the cache."""
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        self._identity: RankIdentity | None = None
+        self._identity: StateIdentity | None = None
         self._requests: dict[str, Any] = {}
         self._bad_blocks: set[int] = set()
         self._patience_s = 0.0
@@ -99,7 +100,7 @@ class DiskPrefixConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # typ
             LAYOUT_VERSION, tuple(group.layout for group in pages.groups), (0, "float32"), shard=(rank, num_ranks)
         )
         model = self._vllm_config.model_config
-        self._identity = RankIdentity(
+        self._identity = StateIdentity(
             model=Path(model.model).name,
             block_size=self._settings.block_size,
             layout=layout.text(),

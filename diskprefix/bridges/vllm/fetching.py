@@ -10,12 +10,12 @@ from threading import Event
 
 from msgspec import Struct
 
-from diskprefix.bridges.shared.plans import RankIdentity
 from diskprefix.bridges.shared.processors import unbind
 from diskprefix.bridges.shared.shared_store import SharedStore
 from diskprefix.errors import CacheError
 from diskprefix.prefixstore.cache.tiers.nodes import PromptNodes
 from diskprefix.prefixstore.cache.tiers.tier import Prefetched, PrefetchRequest, SharedTier
+from diskprefix.prefixstore.state_identity import StateIdentity
 from diskprefix.prefixstore.store.changes import NewNode
 from diskprefix.prefixstore.store.eviction import recorded_ttl
 from diskprefix.prefixstore.store.pieces import PayloadLayout
@@ -42,7 +42,7 @@ class PromptFetch(Struct, eq=False):
 class PromptFetcher:
     """Starts fetches, and says when they have ended. For the scheduler's thread, which never waits for the network."""
 
-    def __init__(self, shared: SharedStore, remote: SharedTier, ranks: Sequence[RankIdentity]) -> None:
+    def __init__(self, shared: SharedStore, remote: SharedTier, ranks: Sequence[StateIdentity]) -> None:
         self._shared, self._remote, self._ranks = shared, remote, ranks
         self._layouts = [PayloadLayout.parse(rank.layout) for rank in ranks]
         self._max_s = shared.settings.remote_deadline
@@ -104,7 +104,7 @@ class PromptFetcher:
 
     def _fetch_rank(
         self,
-        rank: RankIdentity,
+        rank: StateIdentity,
         layout: PayloadLayout,
         stop: Event,
         token_ids: TokenIds,

@@ -16,10 +16,10 @@ from msgspec.structs import replace
 
 from diskprefix.bridges.shared.chunk_store import GROUP, NUM_IDS, ChunkGroup, ChunkKey, chunk_layout, chunks_in
 from diskprefix.bridges.shared.connector_settings import tier_settings
-from diskprefix.bridges.shared.plans import RankIdentity
 from diskprefix.bridges.shared.processors import unbind
 from diskprefix.bridges.shared.timed_opening import open_in_time
 from diskprefix.bridges.vllm import _vllm_tiering as compat
+from diskprefix.prefixstore.state_identity import StateIdentity
 from diskprefix.prefixstore.store.codec.planes import Bytes
 from diskprefix.prefixstore.store.pieces import LAYOUT_VERSION
 
@@ -135,9 +135,9 @@ class DiskPrefixTier(compat.SecondaryTierManager):  # type: ignore[misc]
         return [self._slots[slot] for slot in compat.slots_of(job)]
 
 
-def _identity_of(vllm_config: Any, offloading: Any, chunk_bytes: int) -> RankIdentity:
+def _identity_of(vllm_config: Any, offloading: Any, chunk_bytes: int) -> StateIdentity:
     model = vllm_config.model_config
-    return RankIdentity(
+    return StateIdentity(
         model=Path(model.model).name,
         block_size=NUM_IDS,
         layout=chunk_layout(chunk_bytes, offloading.model.dtype),
@@ -146,5 +146,5 @@ def _identity_of(vllm_config: Any, offloading: Any, chunk_bytes: int) -> RankIde
     )
 
 
-def _group_of(identity: RankIdentity, chunk_bytes: int, index: int) -> ChunkGroup:
+def _group_of(identity: StateIdentity, chunk_bytes: int, index: int) -> ChunkGroup:
     return ChunkGroup(replace(identity, fingerprint={**identity.fingerprint, GROUP: str(index)}), chunk_bytes)

@@ -18,7 +18,6 @@ from diskprefix.bridges.shared.plans import (
     Load,
     PlannedBlock,
     PlannedUpload,
-    RankIdentity,
     StepPlan,
 )
 from diskprefix.bridges.shared.shared_store import SharedStore
@@ -31,6 +30,7 @@ from diskprefix.prefixstore.cache.policy.select import Rules
 from diskprefix.prefixstore.cache.tiers.nodes import Node
 from diskprefix.prefixstore.cache.tiers.tier import View, open_views
 from diskprefix.prefixstore.recording import open_recorder
+from diskprefix.prefixstore.state_identity import StateIdentity
 from diskprefix.prefixstore.store.pieces import PayloadLayout
 from diskprefix.prefixstore.store.save import Save
 from diskprefix.prefixstore.store.schema import NodeKind, node_name
@@ -115,7 +115,7 @@ class SchedulerSide:
     """Matches prompts, and plans the workers' loads and saves. For the scheduler's thread only. It waits for the disk
     only to look up names."""
 
-    def __init__(self, shared: SharedStore, ranks: Sequence[RankIdentity], engine_block_sizes: Sequence[int]) -> None:
+    def __init__(self, shared: SharedStore, ranks: Sequence[StateIdentity], engine_block_sizes: Sequence[int]) -> None:
         """`ranks` are the identities of the workers. `engine_block_sizes` has the number of tokens in an engine block,
         by group. Raises `CacheError`, and `SettingsError` if the recording cannot be written."""
         self._shared, self._ranks, self._engine_block_sizes = shared, tuple(ranks), tuple(engine_block_sizes)

@@ -21,7 +21,6 @@ from diskprefix.bridges.shared.plans import (
     Load,
     PlannedBlock,
     PlannedUpload,
-    RankIdentity,
     StepPlan,
 )
 from diskprefix.bridges.shared.processors import unbind
@@ -32,6 +31,7 @@ from diskprefix.errors import CacheError
 from diskprefix.prefixstore.cache.tiers.loading import READER_THREADS, Loader
 from diskprefix.prefixstore.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.prefixstore.cache.tiers.tier import Upload, View, open_views
+from diskprefix.prefixstore.state_identity import StateIdentity
 from diskprefix.prefixstore.store.changes import NewNode
 from diskprefix.prefixstore.store.eviction import recorded_ttl
 from diskprefix.prefixstore.store.pieces import Hold, PayloadLayout, split_payload
@@ -49,7 +49,7 @@ class WorkerSide:
     """Loads and saves the pages of one rank. `load`, `save` and `take_results` are for the thread that runs the model.
     Only `take_results` waits for the disk, up to the given time. `rank` is the index of this rank in plans."""
 
-    def __init__(self, shared: SharedStore, pages: Pages, identity: RankIdentity, rank: int) -> None:
+    def __init__(self, shared: SharedStore, pages: Pages, identity: StateIdentity, rank: int) -> None:
         self._shared, self._pages, self._identity, self._rank = shared, pages, identity, rank
         self._layout = PayloadLayout.parse(identity.layout)
         self.block_bytes = pages.block_bytes(identity.block_size)

@@ -18,10 +18,10 @@ import pytest
 
 from diskprefix.bridges.shared.chunk_store import GROUP, ChunkGroup, ChunkKey, ChunkStore, chunk_layout
 from diskprefix.bridges.shared.connector_settings import connector_settings, tier_settings
-from diskprefix.bridges.shared.plans import RankIdentity
 from diskprefix.bridges.shared.processors import unbind
 from diskprefix.bridges.shared.shared_store import SharedStore, open_shared
 from diskprefix.bridges.shared.staging import Staging
+from diskprefix.prefixstore.state_identity import StateIdentity
 from diskprefix.prefixstore.store.codec.planes import Bytes
 from diskprefix.prefixstore.store.pieces import LAYOUT_VERSION
 from diskprefix.prefixstore.store.store import Store
@@ -51,7 +51,7 @@ def opened(folder: Path, weights: str = "some", **settings: object) -> Iterator[
         num_bytes = CHUNK_BYTES if index < ODD else ODD_BYTES
         numbers = {"engine": "test", "weights_digest": weights, GROUP: str(index)}
         return ChunkGroup(
-            RankIdentity("model", 8, chunk_layout(num_bytes, "bfloat16"), LAYOUT_VERSION, numbers), num_bytes
+            StateIdentity("model", 8, chunk_layout(num_bytes, "bfloat16"), LAYOUT_VERSION, numbers), num_bytes
         )
 
     chunks = ChunkStore(shared, group_of)

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from diskprefix.bridges.shared.connector_settings import connector_settings
-from diskprefix.bridges.shared.plans import RankIdentity
 from diskprefix.bridges.shared.shared_store import open_shared
 from diskprefix.bridges.vllm.engine_pages import EngineGroup, Pages
 from diskprefix.bridges.vllm.scheduler_side import SchedulerSide
 from diskprefix.bridges.vllm.worker import WorkerSide
+from diskprefix.prefixstore.state_identity import StateIdentity
 from diskprefix.prefixstore.store.pieces import LAYOUT_VERSION, LayoutText
 
 PAGE, BLOCK, HEADS, DIM, NUM_BLOCKS = 8, 16, 2, 6, 24
@@ -92,7 +92,7 @@ class Engine:
         self.caches = [caches(groups, by_token=by_token, device=device) for _ in range(num_ranks)]
         pages = [Pages(cache, groups, NUM_BLOCKS) for cache in self.caches]
         self.identities = [
-            RankIdentity(
+            StateIdentity(
                 model="tiny",
                 block_size=self.settings.block_size,
                 layout=LayoutText(
