@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 
-import diskprefix
 from diskprefix.daemon.api.openai_chat import ChatRequest
 from diskprefix.daemon.server.body import parse_json
 from diskprefix.errors import InvalidRequest
 from tests.client_json import BIG, NESTED, WALKS, WIDE, WORD, TooMuch, Work, nested, random_json
 from tests.examples import examples
+from tests.source_files import PACKAGE, modules_in
 
-PACKAGE = Path(diskprefix.__file__).parent
 LEVELS, PARTS = 9, 32
 """The sizes of the small value. The body of a request has less than 200 levels."""
 TIMES, SLACK = 4, 1.5
@@ -141,9 +140,7 @@ def test_each_function_that_calls_itself_is_among_those_that_are_measured() -> N
         for value in [nested(name, 2, BIG) for name in NESTED] + [make(3) for make in WIDE.values()]:
             work.of(walk, value)
     ran = {(code.co_filename, code.co_name) for code in work.ran}
-    places = [path for name in CHECKED for path in sorted(PACKAGE.glob(name))]
-    files = [path for place in places for path in (sorted(place.rglob("*.py")) if place.is_dir() else [place])]
-    found = {(path, name) for path in files for name in recursive_functions(path)}
+    found = {(path, name) for path in modules_in(*CHECKED) for name in recursive_functions(path)}
     assert len(found) > 5
     unmeasured = {
         f"{path.relative_to(PACKAGE)}: {name}"

@@ -8,12 +8,9 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "diskprefix"
-FILES = [
-    file
-    for name in ("prefixstore/cache", "prefixstore/kv", "prefixstore/store", "daemon/engine")
-    for file in sorted((PACKAGE / name).rglob("*.py"))
-]
+from tests.source_files import PACKAGE, modules_in
+
+FILES = modules_in("prefixstore/cache", "prefixstore/kv", "prefixstore/store", "daemon/engine")
 MARK = "# Bound: "
 TAKES, ADDS = ("pop", "popleft", "popitem", "remove"), ("append", "appendleft", "extend", "insert", "add", "update")
 ENDLESS = ("count", "cycle", "repeat")

@@ -5,16 +5,12 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "diskprefix"
-CORE = [
-    file
-    for name in ("prefixstore/cache", "daemon/engine", "prefixstore/kv", "prefixstore/store")
-    for file in sorted((PACKAGE / name).rglob("*.py"))
-]
+from tests.source_files import modules_in
+
+CORE = modules_in("prefixstore/cache", "daemon/engine", "prefixstore/kv", "prefixstore/store")
 MOST_DEFINITIONS = 5
 EXCEPT = {"close", "run"}
 """Verbs whose object is always what they are called on."""

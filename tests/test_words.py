@@ -10,10 +10,14 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-MODULES = sorted((ROOT / "diskprefix").rglob("*.py"))
-CODE = [*MODULES, *sorted((ROOT / "tools").rglob("*.py"))]
-TESTS = sorted((ROOT / "tests").rglob("test_*.py"))
+from tests.source_files import TESTS, modules_in
+
+ROOT = TESTS.parent
+MODULES = modules_in(".")
+OF_NUMBERS = {*modules_in("runtime/plan", "runtime/files", "runtime/fetch", "runtime/load", "native")}
+CODE = [*MODULES, *modules_in("tools", below=ROOT)]
+NAMED_WELL = modules_in("daemon/server", "daemon/api", "daemon/chat", below=TESTS)
+"""The tests whose names are short."""
 
 
 @cache
@@ -53,7 +57,7 @@ TRANSLATED = re.compile(
 )
 """Words of translated syntax: say after the first n tokens, transposed, interleaved, `num_bytes`, and the noun."""
 TRANSLATED_OF_NUMBERS = re.compile(r"\b(behind|turned|that of|of which|of whom)\b")
-"""The same, where nothing stands behind anything: in `model` and `native`."""
+"""The same, where nothing stands behind anything: in `OF_NUMBERS`."""
 
 
 def sentences(path: Path) -> Iterator[tuple[int, str]]:
@@ -65,8 +69,7 @@ def sentences(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def translated_words(path: Path) -> list[str]:
-    of_numbers = re.match(r"diskprefix/(runtime/(plan|files|fetch|load)|native)/", str(path.relative_to(ROOT)))
-    pattern = TRANSLATED_OF_NUMBERS if of_numbers else TRANSLATED
+    pattern = TRANSLATED_OF_NUMBERS if path in OF_NUMBERS else TRANSLATED
     return [f"{line}: {match[0]}" for line, text in sentences(path) for match in pattern.finditer(text)]
 
 
@@ -130,8 +133,7 @@ def hard_names(tree: ast.Module) -> list[str]:
 
 
 def test_a_name_of_a_test_is_short_and_has_a_subject() -> None:
-    named_well = [path for path in TESTS if re.match(r"tests/(server|api|chat)/", str(path.relative_to(ROOT)))]
-    assert breaches(named_well, lambda path: hard_names(tree_of(path))) == {}
+    assert breaches(NAMED_WELL, lambda path: hard_names(tree_of(path))) == {}
 
 
 def test_the_rule_finds_hard_names() -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import regex
 
-import diskprefix
 from diskprefix.daemon.chat.messages import JsonObject
 from diskprefix.daemon.chat.output.call_patterns import COMPILED
 from diskprefix.daemon.chat.output.choose_format import OutputFormat
@@ -28,8 +27,8 @@ from diskprefix.runtime.pictures.picture_reader import PictureReader
 from diskprefix.values import Asker, Picture, Tenant
 from tests.daemon.server.scripted import AppServer, ScriptedEngine, say_hello, scripted_app
 from tests.daemon.server.test_auth import ALICE, BOB, bearer
+from tests.source_files import PACKAGE, modules_in
 
-PACKAGE = Path(diskprefix.__file__).parent
 Use = Callable[[Asker], object]
 TOOLS: list[JsonObject] = [
     {"type": "function", "function": {"name": "read_ledger", "parameters": {"properties": {"a": {"type": "string"}}}}}
@@ -223,7 +222,7 @@ def test_shares_divide_the_room_of_all_that_is_held_by_tenant() -> None:
 def test_a_fair_cache_alone_keeps_results_for_what_clients_send() -> None:
     cached = {
         str(path.relative_to(PACKAGE)): names
-        for package in (
+        for path in modules_in(
             "daemon/api",
             "daemon/chat",
             "daemon/engine",
@@ -245,7 +244,6 @@ def test_a_fair_cache_alone_keeps_results_for_what_clients_send() -> None:
             "daemon/web_page.py",
             "runtime/choose_runtime.py",
         )
-        for path in [PACKAGE / package, *(PACKAGE / package).rglob("*.py")]
-        if path.is_file() and (names := kept_functions(path))
+        if (names := kept_functions(path))
     }
     assert cached == OF_THE_MODEL

@@ -6,21 +6,16 @@ import importlib
 import re
 from pathlib import Path
 
-import diskprefix
+from tests.source_files import PACKAGE, modules_in
 
-ROOT = Path(diskprefix.__file__).parent
-PAGE = ROOT / "prefixstore/store/README.md"
+PAGE = PACKAGE / "prefixstore/store/README.md"
 LIMIT = re.compile(r"`(\w+)\.(_?[A-Z_]+_S)` (\d+(?:\.\d+)?) s\b")
 """A limit on the page: its module, its constant and its seconds."""
 DEFINED = re.compile(r"^([A-Z_]+(?:, [A-Z_]+)*) = ", re.MULTILINE)
 """The names that a line of a module gives values."""
 FOLDERS = ("prefixstore/store", "prefixstore/cache", "daemon/engine", "daemon/server", "desk/watch/dashboard")
 """The folders of the modules that the page names."""
-WAITING = [
-    *sorted((ROOT / "prefixstore/store").rglob("*.py")),
-    ROOT / "daemon/engine/fetches.py",
-    ROOT / "prefixstore/cache/cache.py",
-]
+WAITING = modules_in("prefixstore/store", "daemon/engine/fetches.py", "prefixstore/cache/cache.py")
 """The modules whose waits must all be on the page."""
 NO_WAITS = {
     "cache._NOTE_TTL_S": "a time to live",
@@ -48,7 +43,7 @@ NO_WAITS = {
 
 def seconds_of(path: Path) -> dict[str, float]:
     """Returns the numbers of seconds that a module defines, but for the times between two polls."""
-    module = importlib.import_module(".".join(path.relative_to(ROOT.parent).with_suffix("").parts))
+    module = importlib.import_module(".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts))
     names = ", ".join(DEFINED.findall(path.read_text(encoding="utf-8"))).split(", ")
     values = {name: getattr(module, name) for name in names if name.endswith("_S") and "POLL" not in name}
     return {f"{path.stem}.{name}": value for name, value in values.items() if isinstance(value, (int, float))}
@@ -67,7 +62,7 @@ def test_page_lists_every_wait_of_the_store_and_of_fetches() -> None:
 
 def test_page_gives_each_wait_the_limit_that_the_code_has() -> None:
     stems = {name.partition(".")[0] for name in on_page()}
-    modules = [path for folder in FOLDERS for path in (ROOT / folder).glob("*.py") if path.stem in stems]
+    modules = [path for path in modules_in(*FOLDERS) if path.stem in stems]
     limits = {name: seconds for module in modules for name, seconds in seconds_of(module).items()}
     assert len(on_page()) > 15
     assert {name: limits.get(name) for name in on_page()} == on_page()
