@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,13 +14,15 @@ import torch
 import xxhash
 
 from diskprefix.daemon.engine.loop import Engine
-from diskprefix.runtime.grid.grid_runtime import GridRuntime
+from diskprefix.runtime.plan.planned import PlanRuntime
 from diskprefix.values import SHARED
 from tests.daemon.engine.driving import load, request, run_together, tokens
 from tests.runtime.plan import tiny
+from tests.source_files import PACKAGE
 from tools import idea
 
 BLOCK = idea.BLOCK
+ROWS_BYTES = 4 * BLOCK * idea.LAYERS * 2 * idea.WIDTH
 SALTED = SHARED.with_salt("a user")
 QUESTION, REPLY, OTHER, FAR = tokens(75, 1), tokens(60, 2), tokens(9, 3), tokens(70, 4)
 PROMPTS = {
@@ -43,14 +46,14 @@ SCOPES = ["off", "full", "auto:30", "auto:2", "auto:1", "100", "64", "8"]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that the daemon computes on its grid, because it is in float16."""
-    return tiny.write_folder(tmp_path_factory.mktemp("grid"), dtype=torch.float16, max_position_embeddings=512)
+    """A model that is exact at every token."""
+    return tiny.write_folder(tmp_path_factory.mktemp("plan"), dtype=torch.bfloat16, max_position_embeddings=512)
 
 
 @pytest.fixture
 def engine(model: Path, tmp_path: Path) -> Iterator[Engine]:
-    engine = load(model, tmp_path / "kv", block_size=BLOCK, dtype="float16", kv_cache_min_tokens=0)
-    assert isinstance(engine.runtime, GridRuntime)
+    engine = load(model, tmp_path / "kv", block_size=BLOCK, kv_cache_min_tokens=0)
+    assert isinstance(engine.runtime, PlanRuntime)
     yield engine
     engine.close()
 
@@ -72,7 +75,7 @@ def stored_names(engine: Engine) -> set[bytes]:
 
 def kept_names(cache: idea.Cache) -> set[bytes]:
     with cache.file.begin() as transaction:
-        return {name for name, _ in transaction.cursor(cache.blocks)}
+        return {key[16:] for key, _ in transaction.cursor(cache.nodes)}
 
 
 @pytest.mark.cases(2)
@@ -88,20 +91,22 @@ def test_the_idea_keeps_the_blocks_and_restores_the_tokens_that_the_daemon_does(
         assert (name, ask(engine, token_ids, scope)) == (name, answer.restored)
         assert (name, stored_names(engine)) == (name, kept_names(cache))
         assert answer.restored + answer.computed == len(token_ids)
-    assert bool(kept_names(cache)) == (scope not in ("off", "8"))
+    assert bool(kept_names(cache)) == (scope != "off")
 
 
 def test_the_idea_shows_equal_bits_after_a_kill() -> None:
     ran = subprocess.run([sys.executable, idea.__file__], capture_output=True, text=True, check=True)
     heading, *lines = ran.stdout.splitlines()
     assert heading.split() == ["scope", "prompt", "tokens", "restored", "computed", "saved", "same", "bits"]
-    for scope in idea.SCOPES:
-        rows = [line for line in lines if line.startswith(f"{scope} ")]
+    for run in idea.RUNS:
+        rows = [line for line in lines if line.startswith(f"{run} ")]
         kill = next(number for number, row in enumerate(rows) if "kill -9" in row)
         after = [row.split()[-5:] for row in rows[kill + 1 :]]
         assert len(after) == len(idea.prompts())
         assert {row[-1] for row in after} == {"yes"}
-        assert any(int(row[1]) for row in after) == (scope != "off")
+        assert any(int(row[1]) for row in after) == (run != "off")
+    cut = [row.split() for row in lines if row.startswith("full  ") and "another end" in row]
+    assert int(cut[-1][-4]) % BLOCK, "a prompt is restored up to any token"
 
 
 @pytest.fixture
@@ -118,21 +123,26 @@ def cold(tmp_path: Path) -> bytes:
     return idea.Cache(str(tmp_path / "cold"), "off", idea.Model()).answer(QUESTION).logits.tobytes()
 
 
+def question_nodes(cache: idea.Cache) -> list[idea.Node]:
+    return idea.nodes_of(cache.secret, cache.root, QUESTION, len(QUESTION), keeps_logits=True)
+
+
 def change_block(cache: idea.Cache, *, with_digest: bool) -> None:
     """Changes a number of the state of the question's second block."""
-    name = idea.blocks_of(cache.secret, cache.root, QUESTION)[1].name
+    node = question_nodes(cache)[1]
+    key = node.parent + node.name
     with cache.file.begin(write=True) as transaction:
-        content = bytearray(transaction.get(name, db=cache.blocks) or b"")
+        content = bytearray(transaction.get(key, db=cache.nodes) or b"")
         content[-1] ^= 1
         if with_digest:
-            content[:8] = xxhash.xxh3_64_digest(bytes(content[8:]))
-        transaction.put(name, bytes(content), db=cache.blocks)
+            content[:8] = xxhash.xxh3_64_digest(key + bytes(content[8:]))
+        transaction.put(key, bytes(content), db=cache.nodes)
 
 
 def drop_end(cache: idea.Cache) -> None:
-    """Removes the question's end, so that its last step is computed."""
+    """Removes the logits at the question's end, so that its last token is computed."""
     with cache.file.begin(write=True) as transaction:
-        transaction.delete(idea.blocks_of(cache.secret, cache.root, QUESTION)[-1].name, db=cache.blocks)
+        transaction.delete(question_nodes(cache)[-1].name, db=cache.ends)
 
 
 def test_a_damaged_block_is_computed_again_and_saved_again(saved: idea.Cache, cold: bytes) -> None:
@@ -148,22 +158,44 @@ def test_the_comparison_of_bits_sees_a_wrong_restore(is_changed: bool, saved: id
     if is_changed:
         change_block(saved, with_digest=True)
     again = saved.answer(QUESTION)
-    assert again.restored == 4 * BLOCK
+    assert again.restored == len(QUESTION) - 1
     assert (again.logits.tobytes() != cold) == is_changed
 
 
 def test_a_block_with_other_tokens_under_the_same_name_is_not_restored(saved: idea.Cache) -> None:
-    blocks = idea.blocks_of(saved.secret, saved.root, QUESTION)
-    other = QUESTION.copy()
+    first, other = question_nodes(saved)[0], QUESTION.copy()
     other[0] += 1
-    saved.save(blocks[0], other, np.zeros((BLOCK, *idea.KEYS_AND_VALUES), np.float32))
+    content = BLOCK.to_bytes(4, "little") + other[:BLOCK].tobytes() + bytes(ROWS_BYTES)
+    assert saved.write(saved.nodes, first.parent + first.name, content)
     assert saved.answer(QUESTION).restored == 0
+
+
+def test_a_full_store_fails_no_request(tmp_path: Path, cold: bytes) -> None:
+    cache = idea.Cache(str(tmp_path / "small"), "full", idea.Model())
+    cache.file.set_mapsize(1 << 16)
+    assert [cache.answer(QUESTION).logits.tobytes() for _ in range(2)] == [cold, cold]
+
+
+def test_a_recurrent_model_is_restored_where_an_earlier_prompt_ended(tmp_path: Path) -> None:
+    cache = idea.Cache(str(tmp_path / "recurrent"), "full", idea.Model(is_recurrent=True))
+    uncached = idea.Cache(str(tmp_path / "uncached"), "off", cache.model)
+    for token_ids, restored in ((QUESTION, 0), (PROMPTS["the next turn"], len(QUESTION)), (PROMPTS["another end"], 0)):
+        answer = cache.answer(token_ids)
+        assert (answer.restored, answer.logits.tobytes()) == (restored, uncached.answer(token_ids).logits.tobytes())
 
 
 def test_another_model_finds_nothing(saved: idea.Cache) -> None:
     folder = saved.file.path()
     saved.file.close()
     assert idea.Cache(folder, "full", idea.Model(seed=1)).answer(QUESTION).restored == 0
+
+
+def test_the_idea_and_the_page_of_architecture_tell_the_same_four_ideas() -> None:
+    page = (PACKAGE / "README.md").read_text(encoding="utf-8").partition("## Four ideas")[2].partition("\n## ")[0]
+    titles = re.findall(r"^\d\. \*\*(.+?)\.\*\*", page, re.MULTILINE)
+    told = re.findall(r"^# ---- Idea \d: (.+)$", Path(idea.__file__).read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(titles) == len(told) == 4
+    assert [title.lower() for title in titles] == [text[: len(title)] for title, text in zip(titles, told, strict=True)]
 
 
 def test_the_idea_needs_three_libraries_and_nothing_of_the_project() -> None:
