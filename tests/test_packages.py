@@ -410,7 +410,7 @@ ABSENT = {"llama_cpp": "llama-cpp-python"}
 
 
 def test_every_package_that_is_imported_is_declared() -> None:
-    """For all, for models without a plan, or in the optional dependencies of the extra that imports it."""
+    """For all, for models without a plan, or in the optional dependencies of the room that imports it."""
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     distributions = packages_distributions()
     undeclared = set[tuple[str, str]]()

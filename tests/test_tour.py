@@ -304,7 +304,7 @@ def test_the_files_of_the_nouns_define_them() -> None:
 
 def test_the_page_leads_each_question_to_a_section() -> None:
     rows = QUESTION.findall(PAGE.read_text(encoding="utf-8"))
-    assert len(rows) == 12
+    assert len(rows) == 16
     for question, pages, files in rows:
         assert re.fullmatch(r"\[[a-z ]+\]\([^)#]+#[^)]+\)(, \[[a-z ]+\]\([^)#]+#[^)]+\))*", pages), question
         missing = [file for file in re.findall(r"`([^`]+)`", files) if not (ROOT / file).is_file()]

@@ -69,7 +69,7 @@ def create_app(settings: Settings, load_engine: EngineLoader, access: ApiKeys | 
 
 
 class ExtraRoutes:
-    """ASGI middleware that imports the routes of extras at the first request for a path that is not `known`, so that
+    """ASGI middleware that imports the routes of few requests at the first one for a path that is not `known`, so that
     the start does not wait for them."""
 
     def __init__(self, app: ASGIApp, known: Collection[str]) -> None:

@@ -1,4 +1,4 @@
-"""A worker's connection to the router, which forwards requests to it: see `extras/router`."""
+"""A worker's connection to the router, which forwards requests to it: see `daemon/router`."""
 
 from __future__ import annotations
 
