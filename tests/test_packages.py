@@ -15,13 +15,15 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from diskprefix.daemon.cli import commands
+
 PACKAGE = Path(__file__).parent.parent / "diskprefix"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 BELOW: dict[str, frozenset[str]] = {}
 """For each room, those that it may import: all in the rows before its own, but not its neighbours."""
 for _row in (
-    "control_groups errors fair_cache file_system identity daemon.json_values nearest",
+    "control_groups errors fair_cache file_system identity daemon.json_values daemon.rooms nearest",
     "printable progress thread_pool version",
     "daemon.origins folders thread_work units",
     "private_file setting tenant_ids tokens",
@@ -43,7 +45,7 @@ for _row in (
     "daemon.server",
     "daemon.app",
     "daemon.cli",
-    "daemon.web_page daemon.catalogue",
+    "daemon.catalogue",
     "daemon.embedding daemon.infill",
     "daemon.ollama",
     "daemon.router",
@@ -306,9 +308,7 @@ OF_COMMANDS = (
     "daemon.app",
     "daemon.cli",
     "daemon.catalogue.catalogue",
-    "desk.warm.warm_command",
-    "desk.watch.inspect.inspect_command",
-    "desk.simulate.simulate_command",
+    *sorted({target.partition(":")[0].removeprefix("diskprefix.") for target in commands().values()}),
     "prefixstore.recording.recording",
     "prefixstore.cache.saving",
     "prefixstore.cache.tiers.loading",
@@ -390,7 +390,8 @@ class Module(types.ModuleType):
 sys.modules |= {{name: Module(name) for name in {VLLM_MODULES!r}}}
 sys.modules |= dict.fromkeys({sorted(absent)!r})  # an import of them fails
 import diskprefix.bridges.vllm.connector, diskprefix.bridges.vllm.offload_tier, diskprefix.daemon.cli
-for name in ("inspect", "verify", "purge", "compact", "backup", "restore", "export"):
+of_the_store = {{"inspect", "verify", "purge", "compact", "backup", "restore", "export"}}
+for name in of_the_store & diskprefix.daemon.cli.commands().keys():
     diskprefix.daemon.cli.cli.main([name, "--help"], standalone_mode=False)
 """
     subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
@@ -402,7 +403,7 @@ def test_no_program_that_is_started_is_looked_for_in_the_current_folder() -> Non
         name: re.findall(r'(?<!shlex\.join\(\[)sys\.executable, "(-[^"]*)"', text) for name, text in SOURCES.items()
     }
     assert {name: first for name, first in started.items() if {*first} - {"-P", "-I"}} == {}
-    assert started["desk.clients.launched_daemon"] == ["-P"]
+    assert started["desk.shared.launched_daemon"] == ["-P"]
 
 
 ABSENT = {"llama_cpp": "llama-cpp-python"}

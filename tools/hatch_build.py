@@ -45,7 +45,8 @@ class CompileOperators(BuildHookInterface):  # type: ignore[misc]
     def _bill_of_materials(self, build: ModuleType) -> str:
         """Returns the list of the wheel's parts, in the form of CycloneDX. What pip installs beside it is no part."""
         license = [{"license": {"id": "Apache-2.0"}}]
-        scripts = scripts_of_others(Path(self.root, "diskprefix/desk/talk/page/vendored/README.md"))
+        pages = sorted(Path(self.root, "diskprefix").rglob("vendored/README.md"))
+        scripts = [script for page in pages for script in scripts_of_others(page)]
         made = hashlib.sha256(build.LIBRARY.read_bytes()).hexdigest()
         name, version = self.metadata.core.raw_name, self.metadata.version
         whole = f"pkg:pypi/{name}@{version}"

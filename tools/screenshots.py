@@ -22,9 +22,10 @@ import click
 import httpx
 import msgspec
 
+from diskprefix.daemon import rooms
 from diskprefix.daemon.server.process.token_file import page_link
-from diskprefix.daemon.web_page import DASHBOARD_PAGE
 from diskprefix.desk.shared.daemon_call import key_for
+from diskprefix.desk.shared.web_page import WebPage
 from diskprefix.errors import DiskPrefixError
 from diskprefix.runtime.fetch.embedded import embedded_file
 from tools.measuring.live_server import POLL_S, LiveServer
@@ -180,7 +181,9 @@ def smaller(picture: bytes, width: int | None) -> bytes:
 
 def digest_of_page() -> str:
     """Returns a digest of the files that the dashboard is made of."""
-    files = (DASHBOARD_PAGE.index, *DASHBOARD_PAGE.styles, *DASHBOARD_PAGE.scripts)
+    page = rooms.page_at("/")
+    assert isinstance(page, WebPage)
+    files = (page.index, *page.styles, *page.scripts)
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from diskprefix.daemon import rooms
+
 if TYPE_CHECKING:
     from diskprefix.daemon.settings import Settings
 
@@ -15,12 +17,12 @@ if TYPE_CHECKING:
 def modules_of_routes() -> list[Any]:
     """Returns the modules that have `routes` and `add_routes`."""
     names = (
-        "desk.watch.dashboard.dashboard_routes",
+        "daemon.server.page_routes",
         "daemon.infill.infill",
         "daemon.embedding.embeddings",
         "daemon.ollama.ollama_routes",
     )
-    return [*map(_module, names)]
+    return [*rooms.modules_of_routes(), *map(_module, names)]
 
 
 def add_routes(app: Any) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from diskprefix.desk.models.architectures import TABLE, installed_versions
+from diskprefix.daemon.catalogue.verified import TABLE, installed_versions
 from diskprefix.prefixstore.cache.cached_request import CachedRequest
 from diskprefix.prefixstore.cache.encoded_pictures import EncodedPictures
 from diskprefix.prefixstore.cache.matching import Matcher

@@ -26,7 +26,7 @@ import click
 from rich.console import Console
 
 from diskprefix.control_groups import num_cpus
-from diskprefix.desk.models.architectures import installed_versions
+from diskprefix.daemon.catalogue.verified import installed_versions
 from diskprefix.printable import first_line
 from tests.exactness.architectures import ARCHITECTURES, SCALED, WITH_DRAFT_LAYER
 from tests.exactness.forms import SeveralRow, several_rows
@@ -222,7 +222,7 @@ def chosen_names(only: str | None, *, real: bool) -> tuple[list[str], list[str]]
 @click.option(
     "--write-table",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Write what was verified, for `diskprefix list --architectures`: desk/models/verified_models.json. With "
+    help="Write what was verified, for `diskprefix list --architectures`: daemon/catalogue/verified_models.json. With "
     "--only, other rows stay.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list of rows to stdout instead of a table.")

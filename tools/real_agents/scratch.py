@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from diskprefix.desk.clients.recipe import Served, recipe
+from diskprefix.desk.shared.recipes.recipe import Served, recipe
 from tools.real_agents.agents import FILE, SOURCE, Agent
 
 _KEPT_VARIABLES = ("PATH", "PYTHONPATH", "LANG", "TERM")

@@ -29,9 +29,9 @@ GLIBC = (2, 28)
 LIBRARY = "diskprefix/native/_operators.so"
 LICENCES = (
     "LICENSE",
-    *(f"diskprefix/desk/talk/page/vendored/LICENSE.{name}" for name in ("dompurify", "highlight", "marked")),
+    *sorted(str(file.relative_to(ROOT)) for file in (ROOT / "diskprefix").rglob("vendored/LICENSE.*")),
 )
-"""The licences of the project and of the foreign scripts in the chat page."""
+"""The licences of the project and of the foreign scripts in pages."""
 _VERSION = re.compile(r'^__version__ = "([^"]+)"$', re.MULTILINE)
 _SECTION = re.compile(r"^## \[([^\]]+)\](.*)\n((?:(?!## ).*\n?)*)", re.MULTILINE)
 """A version in the changelog: its number, the rest of its line, and what it says."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import os
 import shlex
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 
 import click
 
+from diskprefix.daemon import rooms
 from diskprefix.daemon.cli.process_start import begin
 from diskprefix.errors import DiskPrefixError
 from diskprefix.nearest import nearest
@@ -24,42 +24,21 @@ _USAGE_EXIT_CODE, _SYSTEM_EXIT_CODE, _INTERRUPTED_EXIT_CODE, _BROKEN_PIPE_EXIT_C
 """The last two are a shell's codes for a process that SIGINT or SIGPIPE killed."""
 
 
-COMMANDS = {
-    "serve": "daemon.cli.serve_command:serve",
-    "pull": "desk.models.pull_command:pull",
-    "list": "desk.models.list_command:list_models",
-    "show": "desk.models.list_command:show_model",
-    "rm": "desk.models.pull_command:rm",
-    "launch": "desk.clients.launch_command:launch",
-    "clients": "desk.clients.clients_command:clients",
-    "ps": "desk.clients.daemons_command:ps",
-    "stop": "desk.clients.daemons_command:stop",
-    "run": "desk.talk.run_command:run",
-    "chat": "desk.talk.chat_command:chat",
-    "doctor": "desk.setup.doctor_command:doctor",
-    "service": "desk.setup.service_command:service",
-    "warm": "desk.warm.warm_command:warm",
-    "inspect": "desk.watch.inspect.inspect_command:inspect",
-    "dashboard": "desk.watch.dashboard.dashboard_command:dashboard",
-    "top": "desk.watch.top:top",
-    "simulate": "desk.simulate.simulate_command:simulate",
-    "verify": "desk.housekeeping.verify_command:verify",
-    "purge": "desk.housekeeping.purge_command:purge",
-    "compact": "desk.housekeeping.backup_command:compact",
-    "backup": "desk.housekeeping.backup_command:backup",
-    "restore": "desk.housekeeping.backup_command:restore",
-    "export": "desk.exchange.commands:export",
-    "import": "desk.exchange.commands:import_",
-    "completion": "daemon.cli.about:completion",
-}
-"""Module and function by the name of the command, in the order in which people need them."""
+_FIRST = {"serve": "diskprefix.daemon.cli.serve_command:serve"}
+_LAST = {"completion": "diskprefix.daemon.cli.about:completion"}
+"""The daemon's own commands, which do not wait for a search: where they stand in the help."""
+
+
+def commands() -> dict[str, str]:
+    """Returns the module and function of each command, in the order in which people need them."""
+    return _FIRST | rooms.commands() | _LAST
 
 
 class LazyGroup(click.Group):
     """A group that imports a subcommand when its help or its call needs it."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
-        return list(COMMANDS)
+        return list(commands())
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -67,18 +46,18 @@ class LazyGroup(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
-            if not (near := nearest(args[0], COMMANDS)):
+            if not (near := nearest(args[0], commands())):
                 raise
             problem = error.format_message().rstrip(".")
             raise click.UsageError(f"{problem}; did you mean {near}?", error.ctx) from error
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
-        if cmd_name not in COMMANDS:
+        target = (_FIRST | _LAST).get(cmd_name) or rooms.commands().get(cmd_name)
+        if target is None:
             return None
-        module, _, name = COMMANDS[cmd_name].partition(":")
         # Modules stay: searching them for garbage takes a tenth of the time.
         gc.disable()
-        command: click.Command = getattr(importlib.import_module(f"diskprefix.{module}"), name)
+        command: click.Command = rooms.loaded(target)
         gc.freeze()
         gc.enable()
         return command

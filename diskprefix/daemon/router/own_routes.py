@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, RedirectResponse, Response
 
+from diskprefix.daemon import rooms
 from diskprefix.daemon.api.error_forms import HttpError
 from diskprefix.daemon.ollama.ollama_models import VERSION, require_served, running, shown_model, tag
 from diskprefix.daemon.router import passing
@@ -21,7 +22,6 @@ from diskprefix.daemon.router.workers import ModelWorker
 from diskprefix.daemon.server.guards import share_of
 from diskprefix.daemon.server.keys import Caller
 from diskprefix.daemon.server.share import Share
-from diskprefix.daemon.web_page import CHAT_PAGE, DASHBOARD_PAGE, wants_page
 from diskprefix.errors import NotReady
 from diskprefix.printable import shown
 from diskprefix.runtime.memory import available_ram_bytes
@@ -74,18 +74,12 @@ class OwnRoutes:
 
     async def _of_several(self, path: str, scope: Scope, caller: Caller) -> Response | None:
         match path:
-            case "/" if wants_page(Headers(scope=scope)):
-                return DASHBOARD_PAGE.response(is_several=True)
-            case "/":
-                # Importing server.status would take more time and memory than the rest of a router.
-                welcome = {"name": "diskprefix", "docs": "/docs", "dashboard": "/dashboard", "chat": "/chat"}
-                return JSONResponse(welcome, headers={"Vary": "Accept"})
+            case "/" if not rooms.wants_page(Headers(scope=scope)) or "/" not in rooms.pages():
+                return JSONResponse(rooms.welcome(), headers={"Vary": "Accept"})
             case "/dashboard":
                 return RedirectResponse("./")
             case "/favicon.ico":
                 return Response(status_code=204)
-            case "/chat":
-                return CHAT_PAGE.response()
             case "/health":
                 models = {"models": {slot.model: slot.phase.name.lower() for slot in self._swaps.slots}}
                 return JSONResponse({"status": "ok"} | (models if caller.sees_all else {}))
@@ -101,6 +95,8 @@ class OwnRoutes:
                 return JSONResponse({"models": [tag(card, self._listing.facts[card["id"]]) for card in cards]})
             case "/api/ps":
                 return JSONResponse({"models": [self._running(slot, caller) for slot in self._ready]})
+        if (page := rooms.page_at(path)) is not None:
+            return page.response(is_several=path == "/")
         if path != "/v1/models" and not path.startswith("/v1/models/"):
             return None
         is_anthropic = "anthropic-version" in Headers(scope=scope)

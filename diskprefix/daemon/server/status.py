@@ -9,6 +9,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 
+from diskprefix.daemon import rooms
 from diskprefix.daemon.engine.gauges import Activity
 from diskprefix.daemon.server.daemon import Daemon
 from diskprefix.daemon.server.log_context import log_context
@@ -17,8 +18,6 @@ from diskprefix.daemon.server.serving import Serving
 from diskprefix.version import __version__
 
 routes = Routes("daemon")
-
-WELCOME = {"name": "diskprefix", "docs": "/docs", "dashboard": "/dashboard", "chat": "/chat"}
 
 
 def _daemon(request: Request) -> Daemon:
@@ -32,7 +31,7 @@ async def welcome(_request: Request) -> JSONResponse:
 
     Returns the name of the program, and where to look.
     """
-    return JSONResponse(WELCOME, headers={"Vary": "Accept"})
+    return JSONResponse(rooms.welcome(), headers={"Vary": "Accept"})
 
 
 async def _to_dashboard(_request: Request) -> Response:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from diskprefix.desk.clients.launched_daemon import locked
-from diskprefix.desk.clients.recipe import Recipe, RecipeFile
+from diskprefix.desk.shared.launched_daemon import locked
+from diskprefix.desk.shared.recipes.recipe import Recipe, RecipeFile
 from diskprefix.errors import SettingsError
 from diskprefix.prefixstore.store.folder import sync
 from diskprefix.private_file import make_private_folder

@@ -6,10 +6,10 @@ import click
 from msgspec import to_builtins
 
 from diskprefix.daemon.cli.options import api_key_option, nonempty
-from diskprefix.desk.clients.model_choice import ask_served
-from diskprefix.desk.clients.recipe import client_called, names, recipe, shown_names
 from diskprefix.desk.shared.daemon_call import running_daemon
+from diskprefix.desk.shared.model_choice import ask_served
 from diskprefix.desk.shared.own_daemon import daemon_url, url_option
+from diskprefix.desk.shared.recipes.recipe import client_called, names, recipe, shown_names
 from diskprefix.desk.shared.tooling import json_option, print_json
 
 

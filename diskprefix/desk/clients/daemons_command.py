@@ -14,8 +14,8 @@ import click
 
 from diskprefix.daemon.cli.options import api_key_option, nonempty
 from diskprefix.daemon.server.process.token_file import own_daemons
-from diskprefix.desk.clients.daemon_choice import shared_daemon
 from diskprefix.desk.shared.daemon_call import process_of, running_daemon, state_of
+from diskprefix.desk.shared.daemon_choice import shared_daemon
 from diskprefix.desk.shared.own_daemon import none_runs, own_urls, url_option
 from diskprefix.desk.shared.tooling import json_option, plain, print_json, print_table, say, status
 from diskprefix.errors import DiskPrefixError, NotReady, SettingsError

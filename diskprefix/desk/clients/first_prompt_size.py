@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from diskprefix.desk.clients.recipe import FirstPromptSize, Served
 from diskprefix.desk.shared.daemon_call import running_daemon
+from diskprefix.desk.shared.recipes.recipe import FirstPromptSize, Served
 
 _TEXT = (
     "Use this tool to read a file of the repository. The path must be absolute, and lines longer than 2000 characters "

@@ -21,13 +21,13 @@ from diskprefix.daemon.catalogue.adviser import LEAST_CONTEXT
 from diskprefix.daemon.cli.options import api_key_option, nonempty
 from diskprefix.daemon.server.process.token_file import shown_link, token_for
 from diskprefix.desk.clients.agent_profile import AgentProfile
-from diskprefix.desk.clients.daemon_choice import find_daemon, shared_daemon
 from diskprefix.desk.clients.first_prompt_size import counted_tokens
-from diskprefix.desk.clients.launched_daemon import LaunchedDaemon
-from diskprefix.desk.clients.model_choice import Choice, NoAgentModel, NotServed, ask_served, flags_of_model
-from diskprefix.desk.clients.recipe import KnownAgent, Served, agent_called, agents, recipe
 from diskprefix.desk.shared.daemon_call import running_daemon
+from diskprefix.desk.shared.daemon_choice import find_daemon, shared_daemon
+from diskprefix.desk.shared.launched_daemon import LaunchedDaemon
+from diskprefix.desk.shared.model_choice import Choice, NoAgentModel, NotServed, ask_served, flags_of_model
 from diskprefix.desk.shared.own_daemon import own_urls, url_option, usual_url
+from diskprefix.desk.shared.recipes.recipe import KnownAgent, Served, agent_called, agents, recipe
 from diskprefix.desk.shared.tooling import confirmed, say, status
 from diskprefix.errors import SettingsError
 from diskprefix.runtime.fetch.embedded import EMBEDDED

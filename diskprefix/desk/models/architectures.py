@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import click
 
+from diskprefix.daemon.catalogue.verified import TABLE, installed_versions
 from diskprefix.desk.shared.tooling import plain, print_json, print_table
 from diskprefix.runtime.files.gguf.gguf_header import read_header
 from diskprefix.runtime.files.gguf.known_families import MODEL_TYPES
@@ -17,17 +17,9 @@ from diskprefix.runtime.plan.families.type_table import class_of, has_trait
 from diskprefix.runtime.plan.families.types.known_types import TYPES
 from diskprefix.units import counted
 
-TABLE = Path(__file__).with_name("verified_models.json")
-"""The table that `tools/bench exactness --write-table` writes."""
-
 _WITHOUT_CLASS = "transformers has no class of it"
 _RESTORED = {"cut": "anywhere", "checkpoint": "at checkpoints", "unsupported": "not"}
 _SHORT_DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
-
-
-def installed_versions() -> dict[str, str]:
-    """Returns the versions of torch and transformers, without the label of a build such as `+cpu`."""
-    return {name: version(name).partition("+")[0] for name in ("torch", "transformers")}
 
 
 def show_architectures(as_json: bool) -> None:

@@ -16,26 +16,23 @@ from diskprefix.daemon.catalogue.catalogue import (
     Catalogue,
     KnownModel,
     embedded,
-    file_bytes,
     files_of,
-    needs,
     open_catalogue,
     template_of,
 )
 from diskprefix.daemon.cli.options import build_settings, nonempty, setting_options
 from diskprefix.daemon.settings import PER_MODEL, SETTINGS, Settings
 from diskprefix.desk.models.architectures import show_architectures, verified_of
+from diskprefix.desk.shared.model_row import fit_of, row_of
 from diskprefix.desk.shared.tooling import json_option, packed_weights_option, plain, print_json, print_table, status
 from diskprefix.errors import DiskPrefixError, ModelError, ModelNotFound
-from diskprefix.printable import first_line, printable_only, shown
+from diskprefix.printable import printable_only, shown
 from diskprefix.runtime.fetch.embedded import EMBEDDED
 from diskprefix.runtime.fetch.proposals import ShortName, meant_name, short_name
 from diskprefix.runtime.fetch.recommended_sampling import sampling_defaults, sampling_line
 from diskprefix.runtime.files.fit import Fit, fitted
-from diskprefix.runtime.files.gguf.gguf_file import QUANT, model_stem, part_paths, read_tensors
 from diskprefix.runtime.load.packed_weights import PackedFiles
 from diskprefix.runtime.memory import available_ram_bytes
-from diskprefix.runtime.plan.quants.quant_form import FILE_FORMS
 from diskprefix.units import counted, format_size, rough_duration
 
 if TYPE_CHECKING:
@@ -195,7 +192,7 @@ def show_model(name: str, plan: bool, as_json: bool, **flags: Any) -> None:
         _show_unfetched(row_of_table, settings, as_json)
         return
     with status("reading headers …"):
-        fit = _fit(known.settings)
+        fit = fit_of(known.settings)
     if known.path is None or fit is None:
         fetches = "serve` fetches it" if known.origin == "embedded" else "pull` fetches models of the hub"
         raise ModelError(f"{known.source} is not on this machine; `diskprefix {fetches}")
@@ -318,53 +315,6 @@ def _named(name: str, settings: Settings) -> KnownModel:
             raise
     (known,) = Catalogue(replace(settings, model=name, models_dir=None, models_file=None)).models()
     return known
-
-
-def _fit(settings: Settings) -> Fit | None:
-    needed = needs(settings)
-    return None if needed is None else fitted(needed, available_ram_bytes(), settings.kv_memory)
-
-
-def row_of(known: KnownModel) -> dict[str, Any]:
-    """Returns the row of a model in `list` and `show`, for JSON."""
-    row: dict[str, Any] = {
-        "name": known.name,
-        "aliases": known.aliases,
-        "origin": known.origin,
-        "source": known.source,
-        "path": None if known.path is None else str(known.path),
-        "pin": known.pin,
-        "idle_unload_s": known.idle_unload_s,
-        **dict.fromkeys(("kind", "file_bytes", "needed_bytes", "context", "fits", "problem")),
-    }
-    try:
-        fit = _fit(known.settings)
-        if fit is None or known.path is None:
-            return row
-        num_bytes = file_bytes(known.path)
-    except (ModelError, OSError) as error:
-        return row | {"problem": first_line(error)}
-    return row | {
-        "kind": _kind(known.path, fit.needs.weights),
-        "file_bytes": num_bytes,
-        "needed_bytes": fit.needed_bytes,
-        "context": fit.context,
-        "fits": fit.is_enough,
-    }
-
-
-def _kind(path: Path, weights: Mapping[str, int]) -> str | None:
-    """Returns the quantization that a file's name or header says, or else the form of most weights: a Q4_K_M has
-    matrices in several forms."""
-    if path.is_file():
-        if named := QUANT.search(model_stem(path)):
-            return named[1].upper()
-        from gguf import LlamaFileType
-
-        with suppress(ValueError):
-            header, _ = read_tensors(part_paths(path))
-            return str(LlamaFileType(header.values.get("general.file_type")).name).removeprefix("MOSTLY_")
-    return max(weights, key=lambda form: (form in FILE_FORMS, weights[form]), default=None)
 
 
 def _own(known: KnownModel) -> dict[str, Any]:

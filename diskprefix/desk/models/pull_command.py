@@ -6,28 +6,25 @@ import os
 import shlex
 import shutil
 from collections.abc import Sequence
-from pathlib import Path
 
 import click
 
-from diskprefix.daemon.catalogue.adviser import cost_text
 from diskprefix.daemon.catalogue.catalogue import KnownModel
 from diskprefix.daemon.cli.options import nonempty
 from diskprefix.daemon.settings import Settings
-from diskprefix.desk.models.list_command import row_of
+from diskprefix.desk.shared.fetch_model import fetch
+from diskprefix.desk.shared.model_row import row_of
 from diskprefix.desk.shared.tooling import confirmed, json_option, packed_weights_option, print_json, say
 from diskprefix.errors import ModelError, SettingsError
 from diskprefix.nearest import nearest
 from diskprefix.printable import printable_only
 from diskprefix.runtime.fetch.embedded import EMBEDDED, embedded_file
 from diskprefix.runtime.fetch.found_models import found_model
-from diskprefix.runtime.fetch.hub import HubListing, cached_models, fetched_model, files_to_remove
+from diskprefix.runtime.fetch.hub import cached_models, files_to_remove
 from diskprefix.runtime.fetch.named_model import is_embedded
-from diskprefix.runtime.fetch.proposals import meant_name, require_repository, short_name
-from diskprefix.runtime.files.fit import fitted
+from diskprefix.runtime.fetch.proposals import meant_name, require_repository
 from diskprefix.runtime.files.gguf.gguf_file import offer_packs
 from diskprefix.runtime.load.packed_weights import PackedFiles
-from diskprefix.runtime.memory import available_ram_bytes
 from diskprefix.units import counted, format_size
 from diskprefix.values import require_model_name
 
@@ -85,22 +82,6 @@ def pull(name: str, packs: bool, as_json: bool) -> None:
     click.echo(f"serve it  diskprefix serve --model {shlex.quote(fetched)}")
     if path.is_file():
         offer_packs(path, click.echo)
-
-
-def fetch(name: str, flag: str, *, with_packs: bool = False) -> Path:
-    """Returns the folder or file of a model. Fetches it from the hub if it is not on this machine, `with_packs` with
-    those beside a `.gguf` file, and with progress on stderr. Raises a `ModelError` that names `flag`."""
-    return fetched_model(name, say, flag, _warn, with_weights=True, with_packs=with_packs)
-
-
-def _warn(listing: HubListing) -> None:
-    """Says before the download what a model of the table of models needs, and if the model does not fit: the user may
-    want it for another time, or machine."""
-    if (row := short_name(f"{listing.repo}:{listing.quant}")) is not None:
-        say(f"{row.name}: {cost_text(row)}")
-    fit = fitted(listing.needs("auto"), available_ram_bytes())
-    if not fit.is_enough:
-        say(f"note: {fit.refusal(listing.other_forms())}")
 
 
 @click.command(short_help="Remove models that were fetched from the hub.")

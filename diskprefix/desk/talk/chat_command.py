@@ -26,7 +26,7 @@ from diskprefix.units import counted, format_duration
 from diskprefix.values import words_of
 
 if TYPE_CHECKING:
-    from diskprefix.desk.clients.recipe import Served
+    from diskprefix.desk.shared.recipes.recipe import Served
     from diskprefix.desk.talk.wrapped_text import WrappedText
 
 _EPILOG = """\b

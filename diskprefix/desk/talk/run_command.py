@@ -8,12 +8,12 @@ from typing import Any
 import click
 
 from diskprefix.daemon.cli.options import nonempty
-from diskprefix.desk.clients.daemon_choice import find_daemon, shared_daemon
-from diskprefix.desk.clients.launched_daemon import STAYS, LaunchedDaemon
-from diskprefix.desk.clients.model_choice import ask_served
-from diskprefix.desk.clients.recipe import Served
 from diskprefix.desk.shared.daemon_call import running_daemon
+from diskprefix.desk.shared.daemon_choice import find_daemon, shared_daemon
+from diskprefix.desk.shared.launched_daemon import STAYS, LaunchedDaemon
+from diskprefix.desk.shared.model_choice import ask_served
 from diskprefix.desk.shared.own_daemon import own_urls
+from diskprefix.desk.shared.recipes.recipe import Served
 from diskprefix.desk.shared.tooling import say
 from diskprefix.desk.talk.chat_command import Restart, chat, converse
 from diskprefix.errors import NotReady, SettingsError

@@ -12,13 +12,13 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from diskprefix.daemon.cli.options import api_key_option, option
-from diskprefix.desk.clients.daemon_choice import shared_daemon
-from diskprefix.desk.clients.first_prompt import first_prompt
-from diskprefix.desk.clients.model_choice import ask_served
-from diskprefix.desk.clients.recipe import Served, agent_called
 from diskprefix.desk.shared.daemon_call import Answer, Call, Say, running_daemon
+from diskprefix.desk.shared.daemon_choice import shared_daemon
+from diskprefix.desk.shared.model_choice import ask_served
 from diskprefix.desk.shared.own_daemon import daemon_url, url_option
+from diskprefix.desk.shared.recipes.recipe import Served, agent_called
 from diskprefix.desk.shared.tooling import print_json, say, status
+from diskprefix.desk.warm.first_prompt import first_prompt
 from diskprefix.desk.warm.warm_prompts import AgentItem, Json, WarmItem, read_items
 from diskprefix.errors import InvalidRequest, NotReady, SettingsError
 from diskprefix.printable import printable_only, shown

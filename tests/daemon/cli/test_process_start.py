@@ -12,8 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.daemon.server.daemon_process import START_TIMEOUT_S, clean_environment, serve_flags, wait_until
-from tests.desk.setup.test_service import free_port
+from tests.daemon.server.daemon_process import START_TIMEOUT_S, clean_environment, free_port, serve_flags, wait_until
 
 OPENS = """
 import os, signal, socket, sys

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 import diskprefix.daemon.app
 import diskprefix.daemon.cli.serve_command
 from diskprefix import __version__
-from diskprefix.daemon.cli import COMMANDS, cli, main
+from diskprefix.daemon.cli import cli, commands, main
 from diskprefix.daemon.cli.options import variable_of
 from diskprefix.daemon.settings import SETTINGS, Settings
 from diskprefix.errors import ModelError
@@ -275,7 +275,7 @@ def test_help_shows_the_common_flags_on_two_screens_and_help_all_shows_every_fla
 def test_the_group_lists_its_commands_and_its_version(run: Run) -> None:
     text = run("--help").stdout
     listed = re.findall(r"^  (\w+)  ", text[text.index("Commands:") :], re.MULTILINE)
-    assert listed == list(COMMANDS)
+    assert listed == list(commands())
     assert __version__ in run("--version").stdout
     ended = run()
     assert (ended.exit_code, ended.stderr.rstrip()) == (2, text.rstrip()), "without a command the help is shown"
@@ -284,4 +284,4 @@ def test_the_group_lists_its_commands_and_its_version(run: Run) -> None:
 def test_the_first_page_has_the_commands_in_the_order_of_the_help() -> None:
     page = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `diskprefix (\w+)", page, re.MULTILINE)
-    assert rows == [name for name in COMMANDS if name in rows]
+    assert rows == [name for name in commands() if name in rows]

@@ -20,6 +20,7 @@ from typing import Any
 
 import httpx
 
+from diskprefix.daemon.server.process.listener import listen
 from diskprefix.daemon.server.process.token_file import token_at
 from tests.engines import ENGINE
 from tests.forked import ForkedCommand
@@ -39,6 +40,14 @@ def clean_environment(**changes: str) -> dict[str, str]:
     usual = {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "default", "OMP_NUM_THREADS": "1", "DISKPREFIX_AHEAD": "off"}
     usual["DISKPREFIX_ENGINE"] = ENGINE
     return kept | usual | changes
+
+
+def free_port() -> int:
+    """Returns a port of the loopback addresses at which nothing listens."""
+    (listener,) = listen("127.0.0.1", 0)
+    with listener:
+        port: int = listener.getsockname()[1]
+        return port
 
 
 class DaemonProcess:

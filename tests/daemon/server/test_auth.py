@@ -18,11 +18,11 @@ import pytest
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
+from diskprefix.daemon import rooms
 from diskprefix.daemon.server import keys
 from diskprefix.daemon.server.guards import BrowserGuard, is_loopback
 from diskprefix.daemon.server.keys import ApiKeys, Caller, OwnerToken
 from diskprefix.daemon.server.process.token_file import agents_key
-from diskprefix.daemon.server.status import WELCOME
 from diskprefix.errors import SettingsError
 from diskprefix.folders import cache_home
 from diskprefix.user_key import user_key, user_tenant
@@ -229,7 +229,7 @@ def test_every_route_but_health_and_the_pages_needs_a_key(client: httpx.Client, 
         assert_unauthorized(client.request("OPTIONS", path, headers=headers))
     health = client.get("/health", headers=headers).raise_for_status().json()
     assert {name: value for name, value in health.items() if value is not None} == {"status": "ok"}
-    assert client.get("/", headers=headers).json() == WELCOME
+    assert client.get("/", headers=headers).json() == rooms.welcome()
     assert client.head("/", headers=headers).status_code == 200
     answers = [client.get(path, headers=headers) for path in ("/dashboard", "/favicon.ico")]
     assert [answer.status_code for answer in answers] == [307, 204]

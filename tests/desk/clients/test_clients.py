@@ -13,8 +13,8 @@ import pytest
 import yaml
 from msgspec.structs import replace
 
-from diskprefix.desk.clients.recipe import Recipe, Served, names, recipe
 from diskprefix.desk.shared import daemon_call
+from diskprefix.desk.shared.recipes.recipe import Recipe, Served, names, recipe
 from diskprefix.errors import NotReady
 from tests.desk.conftest import Run
 from tests.desk.small_daemon import models, small_daemon

@@ -22,14 +22,13 @@ from huggingface_hub import constants
 from msgspec.structs import replace
 
 from diskprefix.daemon.server.process.token_file import agents_key, published_token, token_for
-from diskprefix.desk.clients import daemon_choice, launch_command, launched_daemon, model_choice
+from diskprefix.desk.clients import launch_command
 from diskprefix.desk.clients.first_prompt_size import counted_tokens
-from diskprefix.desk.clients.model_choice import NoAgentModel
-from diskprefix.desk.clients.recipe import Served, agent_called, agents, recipe
-from diskprefix.desk.shared import daemon_call
+from diskprefix.desk.shared import daemon_call, daemon_choice, launched_daemon, model_choice
 from diskprefix.desk.shared.daemon_call import Answer
+from diskprefix.desk.shared.model_choice import NoAgentModel
 from diskprefix.desk.shared.own_daemon import own_urls
-from diskprefix.desk.talk import run_command
+from diskprefix.desk.shared.recipes.recipe import Served, agent_called, agents, recipe
 from diskprefix.errors import SettingsError
 from diskprefix.folders import cache_home
 from diskprefix.user_key import user_key
@@ -137,7 +136,8 @@ class Place:
 
 
 PATCH = """\
-from diskprefix.desk.clients import daemon_choice, launch_command, launched_daemon
+from diskprefix.desk.clients import launch_command
+from diskprefix.desk.shared import daemon_choice, launched_daemon
 launched_daemon.SERVE = (sys.executable, "-S", "{}")
 launch_command.own_urls = daemon_choice.own_urls = lambda: []
 """
@@ -484,6 +484,7 @@ def test_a_conversation_keeps_a_daemon_that_does_not_answer_and_has_not_ended(
             pytest.fail("`stop` would end it")
         yield "/bye"
 
+    run_command = pytest.importorskip("diskprefix.desk.talk.run_command")
     process, terminal, says = left_daemon(place, *launched_daemon.STAYS), io.StringIO(), typed()
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr("sys.stdin", terminal)

@@ -16,7 +16,7 @@ from huggingface_hub import constants, snapshot_download
 
 from diskprefix.daemon.catalogue.catalogue import open_catalogue
 from diskprefix.daemon.settings import Settings
-from diskprefix.desk.models import pull_command
+from diskprefix.desk.shared import fetch_model
 from diskprefix.errors import ModelError
 from diskprefix.native.library import operators
 from diskprefix.runtime.fetch import hub as hub_module
@@ -152,7 +152,7 @@ def test_a_quant_that_does_not_fit_is_fetched_with_a_note_and_refused_by_the_sta
     run: Run, hub: FakeHub, repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_bytes = (repository / "tiny-q8_0.gguf").stat().st_size + ROOM_BYTES - 1
-    monkeypatch.setattr(pull_command, "available_ram_bytes", lambda: num_bytes)
+    monkeypatch.setattr(fetch_model, "available_ram_bytes", lambda: num_bytes)
     monkeypatch.setattr("diskprefix.runtime.load.loader.available_bytes", lambda _device: num_bytes)
     with pytest.raises(ModelError, match=rf"^{REPO}:Q8_0 does not fit: .*; --model {REPO}:Q4_0 would fit: "):
         load_model(Settings(model=f"{REPO}:Q8_0"), lambda _line: None)

@@ -41,10 +41,13 @@ from diskprefix.runtime.fetch.named_model import path_of
 from diskprefix.runtime.files import fit
 from diskprefix.runtime.files.fit import ModelNeeds, TokenState, fitted, needs_of_gguf
 from diskprefix.runtime.files.tokenizer import Tokenizer
+from diskprefix.runtime.llama.load_llama import MAKE_ROOM, placement_of
 from tests.daemon.server.chat_model import CHAT_TEMPLATE, write_tokenizer
 from tests.daemon.server.daemon_process import DaemonProcess
 from tests.desk.conftest import Run
 from tests.prefixstore.store.building import open_store
+from tests.runtime.llama.test_load_llama import Loading
+from tests.runtime.llama.test_load_llama import load as load
 from tests.runtime.plan import tiny
 
 CHECKS = {
@@ -518,3 +521,13 @@ def test_another_kind_of_rows_is_advised_only_where_prompts_gain() -> None:
     assert faster.level == "note"
     assert faster.advice.startswith("--rows bf16: a prompt of 19,000 tokens in 50 s, replies of 20 tokens/s; ")
     assert doctor_rows._finding({}, "8").level == "skipped"
+
+
+def test_doctor_says_how_many_layers_a_device_computes(load: Loading) -> None:
+    load.api.gpus = {"CUDA0": (1, 1 << 20)}
+    settings = Settings(model=str(load.file), engine="llama")
+    findings = model_findings(settings, lambda _line: None)
+    of_layers = next(finding for finding in findings if finding.check == "layers")
+    line = placement_of(settings).line
+    assert "computes 0 of 3 layers" in line
+    assert (of_layers.level, of_layers.text, of_layers.advice) == ("note", line, MAKE_ROOM)

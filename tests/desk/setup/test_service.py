@@ -15,9 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from diskprefix.daemon.server.process.listener import listen
 from tests.closing import needs
-from tests.daemon.server.daemon_process import clean_environment, wait_until
+from tests.daemon.server.daemon_process import clean_environment, free_port, wait_until
 from tests.desk.conftest import Run
 
 _BOOT = """
@@ -25,13 +24,6 @@ mount -t tmpfs tmpfs /run && mkdir -p /run/systemd/system &&
 mount -t tmpfs tmpfs /sys/fs/cgroup && mount -t cgroup2 none /sys/fs/cgroup &&
 for folder in /lib /usr/lib; do [ -x $folder/systemd/systemd ] && exec $folder/systemd/systemd --user; done
 """
-
-
-def free_port() -> int:
-    (listener,) = listen("127.0.0.1", 0)
-    with listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 Service = Callable[..., subprocess.CompletedProcess[str]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib
 import os
 import socket
 import sys
@@ -14,11 +13,11 @@ from pathlib import Path
 import click
 import pytest
 
-from diskprefix.daemon.cli import COMMANDS
+from diskprefix.daemon import rooms
+from diskprefix.daemon.cli import commands
 from diskprefix.daemon.server.process import token_file
 from diskprefix.daemon.server.process.token_file import own_daemons, published_token
-from diskprefix.desk.clients import launched_daemon
-from diskprefix.desk.shared import daemon_call, own_daemon
+from diskprefix.desk.shared import daemon_call, launched_daemon, own_daemon
 from diskprefix.desk.shared.own_daemon import own_urls
 from diskprefix.errors import NotReady
 from tests.desk.conftest import Run
@@ -40,6 +39,7 @@ ASKS: dict[str, list[str]] = {
     "top": ["top"],
     "warm": ["warm", "text"],
 }
+ASKS = {name: args for name, args in ASKS.items() if name in commands()}
 
 
 @pytest.fixture(autouse=True)
@@ -70,13 +70,12 @@ def own() -> Iterator[SmallDaemon]:
 
 
 def command(name: str) -> click.Command:
-    module, _, function = COMMANDS[name].partition(":")
-    found: click.Command = getattr(importlib.import_module(f"diskprefix.{module}"), function)
+    found: click.Command = rooms.loaded(commands()[name])
     return found
 
 
 def test_the_commands_that_speak_with_a_daemon_are_those_below() -> None:
-    assert {name for name in COMMANDS if any(one.name == "url" for one in command(name).params)} == ASKS.keys()
+    assert {name for name in commands() if any(one.name == "url" for one in command(name).params)} == ASKS.keys()
     assert {name for name in ASKS if "your running daemon" in command(name).get_help(click.Context(command(name)))} == (
         ASKS.keys()
     )

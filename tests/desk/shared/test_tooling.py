@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from diskprefix.daemon.cli import COMMANDS
+from diskprefix.daemon.cli import commands
 from diskprefix.daemon.cli.logs import TextFormatter
 from diskprefix.desk.shared import tooling
 from diskprefix.desk.shared.tooling import status
@@ -26,7 +26,7 @@ from tests.prefixstore.store.building import BLOCK, open_store, prompt, publicat
 from tests.runtime.plan import tiny
 from tests.waiting import wait_for
 
-TOOLS = sorted(set(COMMANDS) - {"serve"})
+TOOLS = sorted(set(commands()) - {"serve"})
 WITHOUT_STORE = {"chat", "clients", "completion", "dashboard", "doctor", "launch", "list", "ps", "pull", "rm", "run"}
 WITHOUT_STORE |= {"service", "show", "stop", "top"}
 STORE_TOOLS = set(TOOLS) - WITHOUT_STORE - {"simulate", "warm"}
@@ -46,7 +46,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("commands", "needed"),
     [
-        ([f"{command} --help" for command in COMMANDS], set()),
+        ([f"{command} --help" for command in commands()], set()),
         (["--version"], set()),
         (["inspect", "inspect --tree", "inspect --stats"], {"rich"}),
         (["export ENTRY -o e.safetensors", "import e.safetensors"], {"rich"}),
@@ -103,7 +103,7 @@ def test_what_the_scripts_ask_is_answered() -> None:
         ended = subprocess.run(command, env=os.environ | words, capture_output=True, text=True, check=False)
         return [answer.partition(",")[2] for answer in ended.stdout.split()]
 
-    assert completed("diskprefix in") == [name for name in COMMANDS if name.startswith("in")]
+    assert completed("diskprefix in") == [name for name in commands() if name.startswith("in")]
     assert "--kv-cache-dir" in completed("diskprefix inspect --kv")
 
 

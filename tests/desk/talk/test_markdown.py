@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from diskprefix.daemon import web_page
-from diskprefix.daemon.web_page import CHAT_PAGE
+from diskprefix.desk.shared import web_page
+from diskprefix.desk.talk.chat_page import CHAT_PAGE
 from tests.closing import needs
 from tests.desk.browsing import PHONE, WIDE, violations
 from tests.desk.talk.test_page import answering, lone_page, say

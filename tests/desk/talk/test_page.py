@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from diskprefix.daemon.web_page import CHAT_PAGE
+from diskprefix.desk.talk.chat_page import CHAT_PAGE
 from diskprefix.runtime.fetch.embedded import EMBEDDED
 from tests.cache_folder import USERS
 from tests.closing import needs

@@ -234,3 +234,10 @@ def test_without_a_loaded_model_nothing_is_asked_of_one(model: str | None, said:
     assert router.asked == ["/props"]
     router.loaded = (model or "birch",)
     assert source.state(0)["status"] == "ok"
+
+
+def test_top_shows_one_of_several_models_to_the_holder_of_a_key(daemon: DaemonProcess) -> None:
+    terminal = Terminal("top", "--url", daemon.url, "--model", "tiny-chat", "--api-key", daemon.token)
+    terminal.wait_for("computing saved")
+    terminal.type("q")
+    assert terminal.wait() == 0

@@ -269,9 +269,7 @@ def exchange(root: Path) -> None:
 
 def profile(root: Path) -> None:
     """The settings of a launched agent, written twice, and a record of them."""
-    from diskprefix.desk.clients.agent_profile import AgentProfile
-
-    write: Any = AgentProfile(folder=root / "agents/one")._write
+    write: Any = import_module("diskprefix.desk.clients.agent_profile").AgentProfile(folder=root / "agents/one")._write
     for version in ("first", "second"):
         file = SimpleNamespace(path=str(root / "agents/one/settings.json"), text=settings_text(version))
         write(file, lambda _: None)

@@ -16,6 +16,7 @@ from diskprefix.errors import DiskStalled, StoreCorrupt
 from diskprefix.prefixstore.store import reads
 from diskprefix.prefixstore.store.reads import Patience, Reads
 from diskprefix.prefixstore.store.snapshot import Snapshot
+from tests.exceptions import exceptions
 from tests.prefixstore.store.building import open_store
 from tests.waiting import wait_for
 
@@ -23,11 +24,8 @@ PACKAGE = Path(__file__).parents[3] / "diskprefix"
 NAME = "nothing"
 
 COMMANDS = {
-    "desk/watch/inspect/inspect_command.py",
-    "desk/housekeeping/purge_command.py",
-    "desk/exchange/commands.py",
+    *exceptions("READ_WITHOUT_A_DAEMON"),
     "prefixstore/packs/exchange.py",
-    "desk/setup/doctor_machine.py",
     "bridges/shared/plans.py",
 }
 """Modules of commands, and of vLLM's process, which read without a daemon."""
@@ -56,9 +54,9 @@ MAY_HANG = {
     "prefixstore/cache/tiers/local.py": "threads of fetches and uploads",
     "daemon/engine/idle/recheck.py": "the thread idle",
     "daemon/server/openings.py": "a thread for reads",
-    "desk/watch/dashboard/entries.py": "by `ask`",
     "bridges/lmcache/l2_adapter.py": "by `ask`",
     "bridges/sglang/hicache_backend.py": "whoever clears SGLang's storage",
+    **exceptions("MAY_HANG"),
 }
 """The modules that call `Reads.snapshot`, and the threads on which they do."""
 

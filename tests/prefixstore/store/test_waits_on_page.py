@@ -13,7 +13,7 @@ LIMIT = re.compile(r"`(\w+)\.(_?[A-Z_]+_S)` (\d+(?:\.\d+)?) s\b")
 """A limit on the page: its module, its constant and its seconds."""
 DEFINED = re.compile(r"^([A-Z_]+(?:, [A-Z_]+)*) = ", re.MULTILINE)
 """The names that a line of a module gives values."""
-FOLDERS = ("prefixstore/store", "prefixstore/cache", "daemon/engine", "daemon/server", "desk/watch/dashboard")
+FOLDERS = ("prefixstore/store", "prefixstore/cache", "daemon/engine", "daemon/server")
 """The folders of the modules that the page names."""
 WAITING = modules_in("prefixstore/store", "daemon/engine/fetches.py", "prefixstore/cache/cache.py")
 """The modules whose waits must all be on the page."""

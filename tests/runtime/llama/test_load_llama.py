@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from diskprefix.daemon.settings import Settings
-from diskprefix.desk.setup.doctor_model import model_findings
 from diskprefix.errors import ModelError, SettingsError
 from diskprefix.prefixstore.kv.pages import PagePool
 from diskprefix.prefixstore.kv.sequence import KVSequence
@@ -169,11 +168,6 @@ def test_layers_without_room_on_the_device_are_said_at_the_load_and_by_the_place
     ]
     placed = loading.placement_of(Settings(**settings))
     assert (placed.line, placed.num_layers, placed.of_layers) == (line, 0, 3)
-    # As `doctor` says it.
-    of_layers = next(
-        finding for finding in model_findings(Settings(**settings), lambda _line: None) if finding.check == "layers"
-    )
-    assert (of_layers.level, of_layers.text, of_layers.advice) == ("note", line, loading.MAKE_ROOM)
     load.api.gpus = {"CUDA0": (1, 1 << 40)}
     whole = loading.placement_of(Settings(**settings))
     assert (whole.line, whole.needs.weights) == ("CUDA0 computes all 3 layers", {"file": 0})

@@ -16,6 +16,7 @@ from diskprefix.runtime.plan.families.types import known_types
 from diskprefix.runtime.plan.families.types.known_types import TYPES
 from diskprefix.runtime.plan.families.types.model_type import Experts, ModelType, Rotation
 from diskprefix.runtime.plan.model_config import ModelConfig
+from tests.exceptions import exceptions
 from tests.runtime.plan.option_table import WHOLES
 from tests.runtime.plan.test_undeclared_options import tiny_options
 
@@ -33,11 +34,11 @@ MAY_NAME_TYPES = {
             "daemon/app.py",
             "daemon/settings.py",
             "runtime/choose_runtime.py",
-            "desk/setup/doctor_llama.py",
             *(f"runtime/llama/{name}.py" for name in _OF_LLAMA_CPP),
         ],
         "the name of an engine",
     ),
+    **exceptions("MAY_NAME_TYPES"),
     "runtime/files/gguf/late_gemmas.py": "the type that files of an architecture become",
     "runtime/files/gguf/encoders.py": "the type that files with an encoder become",
     "runtime/files/gguf/file_tokenizer.py": "names of pre-tokenizers in files",

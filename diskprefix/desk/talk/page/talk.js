@@ -313,6 +313,7 @@ async function untilReady(since) {
 
 // Without a token the dashboard would be locked: then the header has the command that opens it.
 function showDashboardLink() {
+  if (find("#dashboard") === null) return;
   const isOpen = sessionStorage.getItem(TOKEN) !== null;
   find("#dashboard").hidden = !isOpen;
   find("#closed").hidden = isOpen;

@@ -1,21 +1,17 @@
-"""The routes of the dashboard: the page, and its data for callers who may see everything."""
+"""The data of the dashboard, for callers who may see everything."""
 
 from __future__ import annotations
 
 from pydantic import BaseModel, Field
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Match
-from starlette.types import Scope
+from starlette.responses import JSONResponse
 
 from diskprefix.daemon.api.error_forms import HttpError
 from diskprefix.daemon.server.body import read_parameters
 from diskprefix.daemon.server.daemon import Daemon
 from diskprefix.daemon.server.log_context import log_context
-from diskprefix.daemon.server.routes import AppRoute, Routes
-from diskprefix.daemon.web_page import CHAT_PAGE, DASHBOARD_PAGE, wants_page
+from diskprefix.daemon.server.routes import Routes
 from diskprefix.desk.watch.dashboard.entries import SavedPrompts
 from diskprefix.desk.watch.dashboard.watch import Watch
 
@@ -36,34 +32,6 @@ def _dashboard(request: Request) -> Dashboard:
     log_context(request).caller.require_owner()
     dashboard: Dashboard = request.app.state.dashboard
     return dashboard
-
-
-class PageRoute(AppRoute):
-    """`GET /` for browsers. The daemon itself answers other clients."""
-
-    def __init__(self) -> None:
-        super().__init__("/", _page)
-
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        match, child = super().matches(scope)
-        return (match, child) if match is Match.FULL and wants_page(Headers(scope=scope)) else (Match.NONE, {})
-
-
-async def _page(_request: Request) -> Response:
-    return DASHBOARD_PAGE.response()
-
-
-async def _chat(_request: Request) -> Response:
-    return CHAT_PAGE.response()
-
-
-@routes.add("POST /page-token", "Token of a page", errors=[401])
-async def page_token(request: Request) -> JSONResponse:
-    """Exchange the key in `Authorization` for a `token` with the same rights that ends with the daemon's process.
-
-    Pages keep only that: whoever listens on the daemon's port later gets what an open page sends.
-    """
-    return JSONResponse({"token": request.app.state.access.page_token(log_context(request).caller)})
 
 
 class StateParameters(BaseModel, defer_build=True):
@@ -113,8 +81,6 @@ async def delete_entry(request: Request) -> JSONResponse:
 
 
 def add_routes(app: Starlette) -> None:
-    """Adds the dashboard, its page at `/` for browsers, and the chat page."""
+    """Adds the data of the dashboard."""
     app.state.dashboard = Dashboard(app.state.daemon)
-    app.routes.extend([*routes, AppRoute("/chat", _chat)])
-    # Before the daemon's own route.
-    app.routes.insert(0, PageRoute())
+    app.routes.extend(routes)

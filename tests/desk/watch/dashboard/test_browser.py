@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from diskprefix.daemon.server.process.token_file import page_link
-from diskprefix.daemon.web_page import DASHBOARD_PAGE
+from diskprefix.desk.watch.dashboard.dashboard_page import DASHBOARD_PAGE
 from diskprefix.folders import cache_home
 from tests.closing import needs
 from tests.daemon.server.daemon_process import DaemonProcess, serve_flags, wait_until

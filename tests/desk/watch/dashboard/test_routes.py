@@ -13,11 +13,12 @@ import httpx
 import pytest
 from starlette.datastructures import Headers
 
+from diskprefix.daemon import rooms
+from diskprefix.daemon.rooms import wants_page
 from diskprefix.daemon.server.daemon import Daemon
-from diskprefix.daemon.server.status import WELCOME
 from diskprefix.daemon.settings import Settings
-from diskprefix.daemon.web_page import DASHBOARD_PAGE, wants_page
 from diskprefix.desk.watch.dashboard import watch
+from diskprefix.desk.watch.dashboard.dashboard_page import DASHBOARD_PAGE
 from tests.daemon.server.daemon_process import DaemonProcess, wait_until
 from tests.daemon.server.scripted import AppServer, ScriptedEngine, scripted_app, until_cancelled
 from tests.daemon.server.test_auth import ADMIN, ALICE, bearer, write_keys
@@ -38,7 +39,7 @@ def test_a_browser_gets_the_page_and_other_clients_what_they_got_before(client: 
     assert "content-security-policy" in page.headers
     for accept in ("*/*", "application/json"):
         answer = client.get("/", headers={"Accept": accept})
-        assert answer.json() == WELCOME
+        assert answer.json() == rooms.welcome()
         assert answer.headers["vary"] == "Accept"
     head = client.head("/", headers=BROWSER)
     assert (head.status_code, head.content) == (200, b"")

@@ -82,6 +82,7 @@ def test_a_daemon_that_is_well_has_no_problems() -> None:
         ({"dropped": 3, "full_disk": "the disk is full"}, "warning", "not saved whole", "the disk is full"),
         ({"unaffordable": 3}, "hint", "left out", "--kv-cache-write-budget"),
         ({"gate": {"state": "closed"}}, "hint", "computing is faster", "--kv-cache-gate off"),
+        ({"remote": REMOTE | {"problem": "403"}}, "error", "nothing is shared: 403", "credentials"),
         ({"remote": REMOTE | {"state": "failing"}}, "warning", "s3://b does not answer", "access keys"),
         ({"remote": REMOTE | {"refused": {"mac": 2, "foreign": 0}}}, "warning", "refused: mac", "plants state"),
         ({"remote": REMOTE | {"dropped": 3}}, "hint", "could not be uploaded to s3://b", "--remote-write off"),
@@ -271,3 +272,8 @@ def test_texts_are_shown_to_those_who_may_see_them(store: Store) -> None:
     for with_texts in (True, False):
         [entry] = asyncio.run(looked(SavedPrompts(Threads()), store, with_texts=with_texts))
         assert ("hello" in json.dumps(entry)) is with_texts
+
+
+def test_the_page_gives_a_deletion_the_limit_that_the_code_has() -> None:
+    page = (Path(entries.__file__).parent / "README.md").read_text(encoding="utf-8")
+    assert re.findall(r"`_DELETION_S`, (\d+) s", page) == [f"{entries._DELETION_S:.0f}"]

@@ -22,10 +22,10 @@ from diskprefix.daemon.catalogue.adviser import (
 from diskprefix.daemon.catalogue.catalogue import Catalogue, open_catalogue, template_of
 from diskprefix.daemon.cli.options import variable_of
 from diskprefix.daemon.settings import Settings
-from diskprefix.desk.clients.recipe import Served
-from diskprefix.desk.models.list_command import row_of
-from diskprefix.desk.models.pull_command import fetch
 from diskprefix.desk.shared.daemon_call import Call, full_url, key_for, wait_ready
+from diskprefix.desk.shared.fetch_model import fetch
+from diskprefix.desk.shared.model_row import row_of
+from diskprefix.desk.shared.recipes.recipe import Served
 from diskprefix.desk.shared.tooling import status
 from diskprefix.errors import NotReady, SettingsError
 from diskprefix.printable import shown

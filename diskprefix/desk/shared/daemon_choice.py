@@ -9,9 +9,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from diskprefix.daemon.cli.options import policy_values, variable_of
-from diskprefix.desk.clients.launched_daemon import STAYS, LaunchedDaemon
-from diskprefix.desk.clients.model_choice import Choice, NotServed, ask_served, flags_of_model
 from diskprefix.desk.shared.daemon_call import running_daemon
+from diskprefix.desk.shared.launched_daemon import STAYS, LaunchedDaemon
+from diskprefix.desk.shared.model_choice import Choice, NotServed, ask_served, flags_of_model
 from diskprefix.desk.shared.own_daemon import own_urls, usual_url
 from diskprefix.desk.shared.tooling import say
 from diskprefix.errors import NotReady, SettingsError

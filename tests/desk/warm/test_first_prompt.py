@@ -18,11 +18,11 @@ import openai
 import pytest
 from msgspec.structs import replace
 
-from diskprefix.desk.clients import first_prompt as first_prompt_module
-from diskprefix.desk.clients.first_prompt import first_prompt
-from diskprefix.desk.clients.recipe import Served, agent_called
-from diskprefix.desk.clients.stand_in import StandIn
+from diskprefix.desk.shared.recipes.recipe import Served, agent_called
+from diskprefix.desk.warm import first_prompt as first_prompt_module
 from diskprefix.desk.warm import warm_command
+from diskprefix.desk.warm.first_prompt import first_prompt
+from diskprefix.desk.warm.stand_in import StandIn
 from diskprefix.errors import SettingsError
 from tests.daemon.server.daemon_process import DaemonProcess
 from tests.desk.conftest import Run
@@ -161,9 +161,9 @@ urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode())).r
 IN_MOUNTS = """\
 import json, subprocess, sys
 from pathlib import Path
-from diskprefix.desk.clients.first_prompt import first_prompt
-from diskprefix.desk.clients.recipe import agent_called
-from tests.desk.clients.test_first_prompt import SERVED
+from diskprefix.desk.warm.first_prompt import first_prompt
+from diskprefix.desk.shared.recipes.recipe import agent_called
+from tests.desk.warm.test_first_prompt import SERVED
 subprocess.run(["mount", "-t", "tmpfs", "none", "below"], check=True)
 found = first_prompt(agent_called("claude"), SERVED, Path(sys.argv[1]))
 print(json.dumps([found.had_network, json.loads(found.body["tools"][0]["name"])]))

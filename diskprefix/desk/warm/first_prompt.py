@@ -1,7 +1,7 @@
 """The first prompt of an agent: from one run of it without a network, against a stand-in that ends each reply at once.
 Nothing of the run is kept but the request.
 
-The run is a process of its own (`python -P -m diskprefix.desk.clients.first_prompt`), which first gets an empty
+The run is a process of its own (`python -P -m diskprefix.desk.warm.first_prompt`), which first gets an empty
 network, mounts and process numbers of its own: the agent reaches only the stand-in, can write nothing in the current
 folder, writes to a copy of its profile, and all that it started ends with the run. Agents write the names of both
 folders and the newest commits into their prompts. Where the system does not allow this, the agent runs in an empty
@@ -35,8 +35,8 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from diskprefix.desk.clients.recipe import KnownAgent, Served, recipe
-from diskprefix.desk.clients.stand_in import StandIn
+from diskprefix.desk.shared.recipes.recipe import KnownAgent, Served, recipe
+from diskprefix.desk.warm.stand_in import StandIn
 from diskprefix.errors import SettingsError
 from diskprefix.printable import shown
 from diskprefix.private_file import make_private_folder
@@ -88,7 +88,7 @@ def first_prompt(agent: KnownAgent, served: Served, profile: Path) -> FirstPromp
         with tempfile.TemporaryDirectory(prefix="diskprefix-", ignore_cleanup_errors=True) as scratch:
             run = _Run(agent, program, served, scratch, str(profile), os.getcwd())
             ended = subprocess.run(
-                [sys.executable, "-P", "-m", "diskprefix.desk.clients.first_prompt"],
+                [sys.executable, "-P", "-m", "diskprefix.desk.warm.first_prompt"],
                 input=_written(run),
                 capture_output=True,
                 check=False,

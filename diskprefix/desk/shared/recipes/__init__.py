@@ -1,0 +1,1 @@
+"""The settings of clients, and the agents that are known."""

@@ -1,0 +1,3 @@
+"""What conventions except of this room: see `tests.exceptions`."""
+
+READ_WITHOUT_A_DAEMON = {"desk/housekeeping/purge_command.py": "a command"}
