@@ -126,7 +126,7 @@ def f():
 
 def test_a_reason_is_written_in_words_on_terminals_and_pages_alike() -> None:
     assert [reason for reason in MISS_REASONS if IN_MESSAGES.search(words_of(reason))] == []
-    page = (PACKAGE / "desk/watch/dashboard/page/format.js").read_text(encoding="utf-8")
+    page = (PACKAGE / "desk/shared/page/format.js").read_text(encoding="utf-8")
     in_full = re.search(r"IN_FULL = \{(.*)\}", page)
     assert in_full is not None
     for reason, text in re.findall(r'(\w+): "([^"]*)"', in_full[1]):

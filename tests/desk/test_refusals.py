@@ -21,7 +21,7 @@ from tests.prefixstore.store.building import BLOCK, open_store, prompt, publicat
 REFUSED = """
 2 | zzz                                            | No such command 'zzz' (see diskprefix --help)
 2 | serv                                           | No such command 'serv'; did you mean serve? (see diskprefix --help)
-2 | insepct                                        | did you mean inspect?
+2 | completoin                                     | did you mean completion?
 2 | serve --sampling heat=1                        | --sampling: 'heat' is not one of temperature, top_p
 2 | serve --chat-template-kwargs [1]               | --chat-template-kwargs: is not a JSON object
 2 | serve --chat-template-kwargs {"a":             | --chat-template-kwargs: is not a JSON object
