@@ -224,8 +224,9 @@ class Saver:
         if any(node.num_tokens and node.position < sequence.complete_from for node in nodes):
             self._writer.fail(self.save, "the state before it is no longer stored, and has left the windows in memory")
         if token_s is None:
+            # Fewer than were restored, if it gave its memory to others and began again.
             num_computed = sequence.num_tokens - planner.restored.num_tokens
-            token_s = (time.perf_counter() - self._began_at) / num_computed if num_computed else 0.0
+            token_s = (time.perf_counter() - self._began_at) / num_computed if num_computed > 0 else 0.0
         batch, holds, num_bytes, replaced = list[NewNode](), list[Hold](), 0, None
         try:
             for node, saved_tokens in zip(nodes, planner.saved_tokens(nodes), strict=True):

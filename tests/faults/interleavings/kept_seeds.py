@@ -42,5 +42,6 @@ KEPT_SEEDS: dict[int, dict[int, str]] = {
         170002046: "r7 found 24 tokens, and only 0 could be there for",
         210004595: "there must be something to sample from",
         240018559: "r25 got [72, 96], not [197, 178]",
+        250079880: "its usage record holds a number that cannot be",
     },
 }

@@ -65,7 +65,7 @@ class SharedEnvironment:
     """What a simulated process has in the place of `lmdb.Environment`."""
 
     def __init__(self, place: tuple[int, int]) -> None:
-        self._place, self.file = place, _files[place]
+        self._place, self.file, self.is_closed = place, _files[place], False
         self.file.num_users += 1
 
     def open_db(self, name: bytes, *, txn: Any, create: bool) -> Any:
@@ -81,6 +81,7 @@ class SharedEnvironment:
         return file.databases[name]
 
     def close(self) -> None:
+        self.is_closed = True
         self.file.num_users -= 1
         if not self.file.num_users:
             del _files[self._place]

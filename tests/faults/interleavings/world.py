@@ -450,10 +450,12 @@ def kill(process: object) -> None:
         if owner is not process:
             continue
         _held.remove((owner, held))
+        env: Any = getattr(held, "_env", None)
         if isinstance(held, FolderLock):
             held._close()
-        elif not held._closed and hasattr(held, "_env"):
-            held._env.close()
+        # Asked of the file: a process may be killed after it said that it is closed, and before it was.
+        elif env is not None and not env.is_closed:
+            env.close()
             with suppress(AttributeError):
                 os.close(held._fd)
     shared_file.wake_writers()

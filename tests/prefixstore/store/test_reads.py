@@ -26,7 +26,7 @@ NAME = "nothing"
 COMMANDS = {
     *exceptions("READ_WITHOUT_A_DAEMON"),
     "prefixstore/packs/exchange.py",
-    "bridges/shared/plans.py",
+    "prefixstore/state_identity.py",
 }
 """Modules of commands, and of vLLM's process, which read without a daemon."""
 OPENING = {

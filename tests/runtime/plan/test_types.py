@@ -32,7 +32,7 @@ MAY_NAME_TYPES = {
     **dict.fromkeys(
         [
             "daemon/app.py",
-            "daemon/settings.py",
+            "runtime/runtime_options.py",
             "runtime/choose_runtime.py",
             *(f"runtime/llama/{name}.py" for name in _OF_LLAMA_CPP),
         ],
