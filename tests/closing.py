@@ -16,16 +16,15 @@ from collections import Counter
 
 import pytest
 
+from tests.exceptions import exceptions
+
 TESTED = "operators"
 """The property of a test that names the variant of the operators that it tested. The closing lines count them."""
 MISSING = os.environ.get("DISKPREFIX_TEST_MISSING")
 
 LISTED = {
     "takes long: set DISKPREFIX_TEST_EXAMPLES=2": "tools/bench checks it too",
-    "could not import 'vllm'": "vLLM has an environment of its own, in which `tools/vllm theirs` runs these",
     "could not import 'llama_cpp'": "it takes ten minutes to compile; `tools/llama tests` runs these",
-    "LMCache is not installed": "it has an environment of its own, in which `tools/vllm lmcache` runs these",
-    "SGLang is not installed": "it has an environment of its own, in which `tools/vllm sglang` runs these",
     "traces are not on this machine": "published data, too large for this project",
     "needs root": "CI of a fork may not be root",
     "this process may use a GPU": "the test is about machines without one",
@@ -36,6 +35,7 @@ LISTED = {
     "needs two processors": "the test is about where threads run",
     "no operators of this CPU": "a CPU without bfloat16",
     "the embedded model is not on this machine": "pip fetches it at the first `diskprefix serve`",
+    **exceptions("SKIPPED"),
 }
 """Skips that CI accepts: a part of the reason that the test gives, and why it is accepted."""
 

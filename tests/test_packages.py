@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from diskprefix.daemon.cli import commands
+from tests.exceptions import exceptions
 
 PACKAGE = Path(__file__).parent.parent / "diskprefix"
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -63,24 +64,8 @@ BELOW_LAYERS = {
     "prefixstore.cache.tiers": BELOW["daemon.hooks"],
 }
 
-BESIDE = {
-    "clients": {"models", "shared"},
-    "talk": {"clients", "shared"},
-    "warm": {"clients", "shared"},
-    "watch": {"shared"},
-    "setup": {"shared"},
-    "models": {"shared"},
-    "housekeeping": {"shared"},
-    "exchange": {"shared"},
-    "simulate": {"shared"},
-    "lmcache": {"shared"},
-    "sglang": {"shared"},
-    "vllm": {"shared"},
-}
-"""For some rooms of one house, the other rooms there that they may import."""
-
 HOUSES = ("desk", "bridges")
-"""Their rooms import one another only as `BESIDE` says."""
+"""Their rooms import no other than `shared`: each can be taken away."""
 
 SPINE = ("writer", "evictor", "changes", "environment", "store_file", "snapshot", "save", "eviction", "schema")
 """The modules on the way of a save to the disk. They know nothing of the statistics that are kept beside."""
@@ -132,11 +117,11 @@ WITH_FOREIGN_NAMES = {
         "runtime.grid.uncached",
         "runtime.files.gguf.file_processor",
     ),
-    *("bridges.vllm.connector", "bridges.vllm.offload_tier", "runtime.fetch.hub", "runtime.files.kinds"),
-    *("bridges.lmcache.l2_adapter", "bridges.sglang.hicache_backend", "runtime.fetch.hub_library"),
+    *("runtime.fetch.hub", "runtime.files.kinds", "runtime.fetch.hub_library"),
+    *exceptions("FOREIGN_NAMES"),
 }
-"""The modules of the grid, of pictures, of libraries and of the hub: they alone use what other packages keep to
-themselves. The way of a plan imports no transformers."""
+"""The modules of the grid, of pictures, of libraries, of the hub and of bridges: they alone use what other packages
+keep to themselves. The way of a plan imports no transformers."""
 OF_PYTHON = {"_asdict", "_exit", "_fields", "_fields_", "_make", "_replace"}
 
 
@@ -195,7 +180,7 @@ def violations(module: str, source: str) -> list[str]:
 
 def is_beside(module: str, imported: str) -> bool:
     own, other = module.split(".")[1], imported.split(".")[1]
-    return own == other or other in BESIDE.get(own, ())
+    return other in (own, "shared")
 
 
 def is_upward(module: str, imported: str) -> bool:
@@ -249,8 +234,6 @@ def test_a_module_imports_only_what_is_below_it(module: str) -> None:
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
     assert circles(imports_of(SOURCES)) == set()
-    rooms = {name: BESIDE.get(name, set()) for name in set().union(BESIDE, *BESIDE.values())}
-    assert circles(rooms) == set(), "nor may rooms"
 
 
 @pytest.mark.parametrize(
@@ -367,36 +350,6 @@ def test_what_starts_first_imports_nothing_slow(modules: tuple[str, ...], slow: 
     assert not slow & imported
 
 
-def test_the_connector_and_the_stores_commands_need_only_the_packages_that_its_page_installs() -> None:
-    """vLLM brings torch, numpy and safetensors, and pins versions of much that the daemon needs. Of vLLM, only names
-    stand here."""
-    page = (PACKAGE / "bridges/vllm/README.md").read_text(encoding="utf-8")
-    [listed] = re.findall(r"pip install (lmdb .*?) +#", page)
-    installed = {canonicalize_name(name) for name in listed.split()}
-    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    needed = {canonicalize_name(Requirement(line).name) for line in project["dependencies"]}
-    assert installed < needed
-    absent = {name.replace("-", "_") for name in needed - installed - {"torch", "numpy", "safetensors"}} - {
-        "huggingface_hub"
-    }
-    code = f"""
-import sys, types
-class Module(types.ModuleType):
-    __path__ = []
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (), {{"DISK": 0, "STORAGE": 0}})
-sys.modules |= {{name: Module(name) for name in {VLLM_MODULES!r}}}
-sys.modules |= dict.fromkeys({sorted(absent)!r})  # an import of them fails
-import diskprefix.bridges.vllm.connector, diskprefix.bridges.vllm.offload_tier, diskprefix.daemon.cli
-of_the_store = {{"inspect", "verify", "purge", "compact", "backup", "restore", "export"}}
-for name in of_the_store & diskprefix.daemon.cli.commands().keys():
-    diskprefix.daemon.cli.cli.main([name, "--help"], standalone_mode=False)
-"""
-    subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
-
-
 def test_no_program_that_is_started_is_looked_for_in_the_current_folder() -> None:
     # A command that users are shown is not started.
     started = {
@@ -435,34 +388,6 @@ def test_every_package_that_is_imported_is_declared() -> None:
             if known.isdisjoint(map(canonicalize_name, distributions.get(top, [ABSENT.get(top, top)])))
         }
     assert undeclared == set()
-
-
-VLLM_MODULES = sorted(
-    {
-        found.rsplit(".", depth)[0]
-        for module in ("_vllm_compat", "_vllm_tiering", "engine_numbers")
-        for found in imported_names(SOURCES[f"bridges.vllm.{module}"])
-        if package_of(found) in ("vllm", "huggingface_hub")
-        for depth in range(found.count(".") + 1)
-        if found.rsplit(".", depth)[0].rpartition(".")[2].islower()
-    }
-)
-"""Those that connector and tier import, and those that they are in."""
-
-
-@pytest.mark.parametrize(
-    ("engine", "modules"),
-    [
-        ("vllm", {"bridges.vllm._vllm_compat", "bridges.vllm._vllm_tiering"}),
-        ("lmcache", {"bridges.lmcache._lmcache_compat"}),
-        ("sglang", {"bridges.sglang._sglang_compat"}),
-    ],
-)
-def test_one_module_each_imports_from_an_engine(engine: str, modules: set[str]) -> None:
-    importers = {
-        module for module, source in SOURCES.items() if engine in {package_of(n) for n in imported_names(source)}
-    }
-    assert importers == modules
 
 
 def foreign_names(source: str) -> set[str]:

@@ -46,7 +46,7 @@ FINDINGS = sorted((ROOT / "findings").glob("*.sh"))
 """Scripts that show what libraries of the field do, without this project."""
 SCRIPTS = [
     ROOT / ".ci/run",
-    *sorted(path for path in (ROOT / "tools").iterdir() if path.is_file() and not path.suffix),
+    *sorted(path for path in (*ROOT.glob("tools/*"), *ROOT.glob("tests/*/*")) if path.is_file() and not path.suffix),
     *FINDINGS,
     ROOT / "findings/run",
 ]
@@ -364,7 +364,6 @@ NAMES_SCOPES = [
                 "TOUR.md",
                 "daemon/server/README.md",
                 "prefixstore/cache/README.md",
-                "bridges/vllm/README.md",
                 "prefixstore/store_options.py",
             ),
             "daemon/api/fields.py",

@@ -258,13 +258,18 @@ def test_another_environment_by_this_name_is_not_replaced(project: Path) -> None
     assert (refused.returncode, refused.stderr) == (1, f"setup: {LINK} is not of this tool: remove it\n")
 
 
-@pytest.mark.parametrize("tool", sorted(path.name for path in (ROOT / "tools").iterdir() if _is_script(path)))
-def test_help_installs_nothing(project: Path, tool: str) -> None:
-    shutil.copy(ROOT / "tools" / tool, project / "tools" / tool)
+SCRIPTS = sorted(path for path in (*ROOT.glob("tools/*"), *ROOT.glob("tests/*/*")) if _is_script(path))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_help_installs_nothing(project: Path, script: Path) -> None:
+    tool = project / script.relative_to(ROOT)
+    tool.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(script, tool)
     shutil.copy(ROOT / "tools/environment.sh", project / "tools/environment.sh")
     before = set(project.rglob("*"))
     variables = os.environ | {"PYTHON": str(project / "python")}
-    command = [str(project / "tools" / tool), "--help"]
+    command = [str(tool), "--help"]
     shown = subprocess.run(command, capture_output=True, text=True, check=False, cwd=project.parent, env=variables)
     assert (shown.returncode, shown.stderr) == (0, "")
     assert len(shown.stdout) > 80

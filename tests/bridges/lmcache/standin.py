@@ -1,6 +1,6 @@
 """Stands for the parts of LMCache that the adapter needs, where LMCache is not installed. `IS_REAL` says which it is.
 
-The real package runs the same tests in the environment of `tools/vllm lmcache`.
+The real package runs the same tests in the environment of `tests/bridges/real-engines lmcache`.
 """
 
 from __future__ import annotations

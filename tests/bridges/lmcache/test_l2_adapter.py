@@ -26,7 +26,7 @@ from diskprefix.bridges.lmcache.l2_adapter import DiskPrefixL2Adapter  # isort: 
 from diskprefix.bridges.shared.shared_store import SharedStore  # isort: skip
 from diskprefix.prefixstore.store.store import Store  # isort: skip
 from diskprefix.prefixstore.store.verify import verify_index  # isort: skip
-from tests.desk.suspended import suspended_writer  # isort: skip
+from tests.bridges.suspended import suspended_writer  # isort: skip
 
 SHAPES = {0: (2, 24, 16, 128), 1: (3, 1000)}
 """The shape of an object by group: keys and values of 16 tokens, and a state, which is not whole pages."""

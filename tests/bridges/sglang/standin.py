@@ -1,6 +1,6 @@
 """Stands for the parts of SGLang that the backend needs, where SGLang is not installed, and for a pool in host memory.
 
-The real package runs the same tests in the environment of `tools/vllm sglang`.
+The real package runs the same tests in the environment of `tests/bridges/real-engines sglang`.
 """
 
 from __future__ import annotations

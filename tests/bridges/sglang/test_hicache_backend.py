@@ -22,7 +22,7 @@ from diskprefix.bridges.sglang.hicache_backend import DiskPrefixHiCache  # isort
 from diskprefix.prefixstore.store.store import Store  # isort: skip
 from diskprefix.prefixstore.store.verify import verify_index  # isort: skip
 from tests.prefixstore.packs.exported import entry_of  # isort: skip
-from tests.desk.suspended import suspended_writer  # isort: skip
+from tests.bridges.suspended import suspended_writer  # isort: skip
 from tests.prefixstore.store.building import BLOCK, is_whole, prompt  # isort: skip
 
 FACTORY = {"backend_name": "diskprefix", "module_path": "x", "class_name": "y", "interface_v1": 1}

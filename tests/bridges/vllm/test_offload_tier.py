@@ -1,5 +1,5 @@
-"""The tier under vLLM's own manager of tiers. Needs vLLM from 0.28 on: `tools/vllm theirs` runs these in its
-environment."""
+"""The tier under vLLM's own manager of tiers. Needs vLLM from 0.28 on: `tests/bridges/real-engines theirs` runs these
+in its environment."""
 
 from __future__ import annotations
 

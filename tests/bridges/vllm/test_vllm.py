@@ -1,5 +1,5 @@
-"""What the connector asks of vLLM, and what it says if that is not there. Needs vLLM: `tools/vllm theirs` runs these in
-its environment."""
+"""What the connector asks of vLLM, and what it says if that is not there. Needs vLLM:
+`tests/bridges/real-engines theirs` runs these in its environment."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ COMMANDS = {
     "prefixstore/packs/exchange.py",
     "prefixstore/state_identity.py",
 }
-"""Modules of commands, and of vLLM's process, which read without a daemon."""
+"""Modules that read without a daemon: of commands, and of other engines' processes."""
 OPENING = {
     "prefixstore/store/environment.py",
     "prefixstore/store/store_file.py",
@@ -54,8 +54,6 @@ MAY_HANG = {
     "prefixstore/cache/tiers/local.py": "threads of fetches and uploads",
     "daemon/engine/idle/recheck.py": "the thread idle",
     "daemon/server/openings.py": "a thread for reads",
-    "bridges/lmcache/l2_adapter.py": "by `ask`",
-    "bridges/sglang/hicache_backend.py": "whoever clears SGLang's storage",
     **exceptions("MAY_HANG"),
 }
 """The modules that call `Reads.snapshot`, and the threads on which they do."""

@@ -1,4 +1,5 @@
-"""`tools/vllm`: makes an environment with an engine in a folder of its own, and checks the store under it there."""
+"""`tests/bridges/real-engines`: makes an environment with an engine in a folder of its own, and checks the store under
+it there."""
 
 from __future__ import annotations
 
@@ -7,9 +8,9 @@ import sys
 
 import click
 
-from tools.connector.bits import bits
-from tools.connector.machines import machines
-from tools.connector.theirs import beside, lmcache, sglang, theirs
+from tests.bridges.real_engines.bits import bits
+from tests.bridges.real_engines.machines import machines
+from tests.bridges.real_engines.theirs import beside, lmcache, sglang, theirs
 from tools.measuring.environments import python_of
 from tools.measuring.options import run_tool
 from tools.models.real import print_report
@@ -33,4 +34,4 @@ for command in (theirs, machines, bits, lmcache, sglang, beside):
     main.add_command(command)
 
 if __name__ == "__main__":
-    run_tool(main, "tools/vllm")
+    run_tool(main, "tests/bridges/real-engines")

@@ -17,13 +17,15 @@ from rich.console import Console
 from diskprefix.errors import DiskPrefixError
 from diskprefix.folders import cache_home
 from diskprefix.progress import Report
-from tools.connector.real_chunks import real_chunks
+from tests.bridges.real_engines.real_chunks import real_chunks
 from tools.measuring.environments import python_of
 from tools.measuring.options import FOLDER
 from tools.measuring.workspace import measuring, model_folder
 
 VERSION, LMCACHE_VERSION = "0.32.0", "0.5.6"
-_ROOT = Path(__file__).parents[2]
+_PLUGINS = Path(__file__).parent
+"""Where the plugins are. They are not imported from `tests`, which is the engine's own package in its tests."""
+_ROOT = _PLUGINS.parents[2]
 _UNIT = "tests/v1/kv_connector/unit"
 FILES = (
     "test_kv_connector_lifecycle.py",
@@ -51,9 +53,9 @@ def theirs(folder: Path | None) -> None:
     progress = Console(stderr=True)
     python, sources = python_of("vllm", progress.print), _sources("vllm", VERSION, progress.print)
     with measuring(folder, progress) as workspace:
-        command = [str(python), "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-p", "tools.connector.ours"]
+        command = [str(python), "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-p", "ours"]
         command += [f"--confcutdir={sources / _UNIT}", f"--rootdir={sources}", f"--basetemp={workspace / 'tests'}"]
-        environment = os.environ | {"PYTHONPATH": f"{_ROOT}{os.pathsep}{sources}", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        environment = os.environ | {"PYTHONPATH": _path_with(sources), "VLLM_CPU_KVCACHE_SPACE": "1"}
         environment |= {"DISKPREFIX_TESTS_MODEL": str(model_folder("smollm2", progress))}
         ended = subprocess.run(
             [*command, *(str(sources / _UNIT / name) for name in FILES)], check=False, cwd=sources, env=environment
@@ -68,19 +70,9 @@ def lmcache(folder: Path | None) -> None:
     Ends as pytest does."""
     progress = Console(stderr=True)
     python, sources = python_of("lmcache", progress.print), _sources("lmcache", LMCACHE_VERSION, progress.print)
-    environment = os.environ | {"PYTHONPATH": f"{_ROOT}{os.pathsep}{sources}", "LMCACHE_TRACK_USAGE": "false"}
+    environment = os.environ | {"PYTHONPATH": _path_with(sources), "LMCACHE_TRACK_USAGE": "false"}
     with measuring(folder, progress) as workspace:
-        command = [
-            str(python),
-            "-m",
-            "pytest",
-            "-q",
-            "-rs",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "tools.connector.ours_lmcache",
-        ]
+        command = [str(python), "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-p", "ours_lmcache"]
         command += [f"--rootdir={sources}", f"--basetemp={workspace / 'tests'}", *LMCACHE_FILES]
         ended = subprocess.run(command, check=False, cwd=sources, env=environment)
     sys.exit(ended.returncode or _run_ours(python, "lmcache", environment))
@@ -107,8 +99,12 @@ def beside(engine: str, texts: Path, chunks: int, folder: Path | None) -> None:
         file = workspace / "chunks"
         real_chunks(model_folder("smollm2", progress), texts, file, chunks)
         environment = os.environ | {"PYTHONPATH": str(_ROOT), "LMCACHE_TRACK_USAGE": "false"}
-        command = [str(python), "-P", "-m", "tools.connector.side_by_side", engine, str(file), str(workspace)]
+        command = [str(python), "-P", str(_PLUGINS / "side_by_side.py"), engine, str(file), str(workspace)]
         sys.exit(subprocess.run(command, check=False, cwd=_ROOT, env=environment).returncode)
+
+
+def _path_with(sources: Path) -> str:
+    return os.pathsep.join(map(str, (_ROOT, sources, _PLUGINS)))
 
 
 def _run_ours(python: Path, extra: str, environment: dict[str, str]) -> int:

@@ -1,7 +1,7 @@
 """Our store and an engine's own backend of files, side by side in one process, with the same real KV.
 
-Runs in the engine's environment, as `python -m tools.connector.side_by_side ENGINE CHUNKS FOLDER`; prints one line of
-JSON. `store` and `load` do the two in turn, each batch by both, so that other work on the machine meets both.
+Runs in the engine's environment, as `python side_by_side.py ENGINE CHUNKS FOLDER`; prints one line of JSON. `store` and
+`load` do the two in turn, each batch by both, so that other work on the machine meets both.
 """
 
 from __future__ import annotations
@@ -303,7 +303,7 @@ def main() -> None:
         return
     result: dict[str, Any] = {"chunks": len(chunks)} | measure(engine, chunks, folder)
     (folder / "kills").mkdir()
-    command = [sys.executable, "-P", "-m", "tools.connector.side_by_side", engine, str(file), str(folder / "kills")]
+    command = [sys.executable, "-P", __file__, engine, str(file), str(folder / "kills")]
     print(json.dumps(result | kill_and_look(command, engine, chunks, folder / "kills")))
 
 

@@ -1,0 +1,1 @@
+"""`tests/bridges/real-engines`: the connector in a real vLLM."""

@@ -1,1 +1,0 @@
-"""`tools/vllm`: the connector in a real vLLM."""
