@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from diskprefix import file_system
-from diskprefix.daemon import app, hooks
+from diskprefix.daemon import app
 from diskprefix.daemon.settings import Settings
 from diskprefix.file_system import Mount, lost_with_container, mount_of
 
@@ -72,7 +72,7 @@ def test_a_container_without_a_volume_is_served_and_the_log_says_that_the_cache_
     has_volume: bool, mounts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     served = list[Settings]()
-    monkeypatch.setattr(hooks, "open_router", lambda _: served.append)
+    monkeypatch.setattr(app, "open_router", lambda _: served.append)
     mounts.write_text(volume_at(tmp_path, "/volumes/named/_data") if has_volume else OVERLAY, encoding="utf-8")
     settings = Settings(kv_cache_dir=tmp_path / "kv", model=None)
     with caplog.at_level(logging.WARNING):

@@ -21,7 +21,7 @@ from diskprefix.desk.talk import chat_command
 from diskprefix.desk.talk.chat_command import chat
 from diskprefix.errors import InvalidRequest, NotReady
 from tests.daemon.server.agent_model import saying, thought
-from tests.daemon.server.scripted import AppServer, ScriptedEngine
+from tests.daemon.server.scripted import AppServer, ScriptedEngine, scripted_app
 
 
 class Terminal(io.StringIO):
@@ -44,6 +44,21 @@ def test_a_message_from_a_pipe_is_answered(
     assert engine.requests[-1].sampling.temperature == 0.5
     assert "All rivers." in engine.last_prompt
     assert "Rivers?" in engine.last_prompt
+
+
+@pytest.mark.parametrize("command", ["chat", "run"])
+def test_the_key_is_sent_and_a_wrong_one_is_refused(command: str, agent_model: Path, tmp_path: Path) -> None:
+    engine, keys = ScriptedEngine(), tmp_path / "keys"
+    engine.script = saying("Yes.")
+    keys.touch(0o600)
+    keys.write_text("admin the-key-of-admin\n", encoding="utf-8")
+    with scripted_app(agent_model, engine, api_keys=keys) as app:
+        words = [command, *(["scripted"] if command == "run" else []), "--url", app.url, "--api-key"]
+        found = CliRunner().invoke(cli, [*words, "the-key-of-admin"], input="Rivers?")
+        assert (found.exit_code, found.stdout.strip()) == (0, "Yes."), found.output
+        refused = CliRunner().invoke(cli, [*words, "another-key-than-it"], input="Rivers?")
+        assert refused.exit_code != 0
+        assert len(engine.requests) == 1
 
 
 def test_a_conversation_grows_is_answered_again_and_begins_anew(
