@@ -13,6 +13,14 @@ MAY_GO = ("bridges", "desk")
 """The houses whose rooms may be taken out of the repository."""
 
 
+def parts() -> list[str]:
+    """Returns what may be taken out of the repository with its tests, as folders of the package: the bridges, and each
+    room of the desk."""
+    rooms = [file.parent for file in sorted((PACKAGE / "desk").glob("*/__init__.py")) if file.parent.name != "shared"]
+    found = [PACKAGE / "bridges", *rooms]
+    return [str(folder.relative_to(PACKAGE)) for folder in found if (folder / "__init__.py").is_file()]
+
+
 def modules_in(*places: str, below: Path = PACKAGE) -> list[Path]:
     """Returns the Python files at places, which are folders or single modules. Raises `FileNotFoundError` if a place
     has none: a guard that reads nothing would pass."""

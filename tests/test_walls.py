@@ -1,4 +1,4 @@
-"""Houses import only the houses below them, in names of strings too."""
+"""Houses import only the houses below them, in names of strings too, and nothing names what can be taken away."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 
 import pytest
 
 from diskprefix import prefixstore
 from tests.exceptions import exceptions
+from tests.source_files import PACKAGE, TESTS, parts
 from tests.test_packages import SOURCES, imported_names
+from tests.test_project import PAGES, files_named
 
 _STREET = ("ground", "prefixstore", "runtime", "daemon", "desk")
 BELOW = {house: frozenset(_STREET[: number + 1]) for number, house in enumerate(_STREET)}
@@ -75,3 +79,81 @@ def test_houses_import_only_those_below() -> None:
 )
 def test_an_arrow_up_is_found(module: str, source: str, other: str) -> None:
     assert upward(module, source) == {(module, other)}
+
+
+# What can be taken away, and its tests: `tools/bench walls` takes each away and runs what is left.
+
+ROOT = PACKAGE.parent
+PARTS = parts()
+_OF_A_PART = re.compile(rf"(?:(?:diskprefix|tests)[./])?({'|'.join(PARTS).replace('/', '[./]') or '(?!)'})(?:[./]|$)")
+KNOWN_BY_NAME = {
+    ("tests/desk/clients/test_launch.py", "desk/talk"),
+    ("tests/faults/power/deeds.py", "desk/clients"),
+    ("tests/desk/shared/test_own_daemon.py", "desk/watch"),
+    ("tests/test_packages.py", "desk/warm"),
+    ("tests/test_packages.py", "desk/watch"),
+    ("tests/test_walls.py", "bridges"),
+    ("tools/benchmarks/engines.py", "bridges"),
+}
+"""Names in strings, which are looked up only if there is the part."""
+
+
+def part_of(name: object) -> str | None:
+    """Returns the part that a module, or a file given from the root, belongs to; None for every other one."""
+    match = _OF_A_PART.match(str(name))
+    return match[1].replace(".", "/") if match else None
+
+
+def parts_named(source: str) -> set[str]:
+    """Returns the parts whose modules, or whose tests, a source imports or names in strings."""
+    if not re.search(r"\b(desk|bridges)\.", source):
+        return set()  # Nothing needs to be parsed.
+    return {part for name in (*modules_named(source), *imported_names(source)) if (part := part_of(name))}
+
+
+def parts_on(page: Path) -> set[str]:
+    """Returns the parts that a page has links to, or of which it names a file that is nowhere else."""
+    text, found = page.read_text(encoding="utf-8"), set[str]()
+    for target in re.findall(r"\]\(([^)#:]+)", text):
+        found |= {part for part in [part_of(_from_root((page.parent / target).resolve()))] if part}
+    for code in {*re.findall(r"`([\w./-]+\.\w+)`", text)} & ends_of_files():
+        places = {part_of(_from_root(path)) for path in files_named(code, page)}
+        found |= {part for part in places if part and len(places) == 1}
+    return found
+
+
+@cache
+def ends_of_files() -> set[str]:
+    """Returns all ends of the paths of files of parts, as pages may name them."""
+    files = [
+        file.relative_to(ROOT).parts for top in (PACKAGE, TESTS) for part in PARTS for file in (top / part).rglob("*")
+    ]
+    return {"/".join(names[start:]) for names in files for start in range(len(names))}
+
+
+def _from_root(path: Path) -> Path:
+    return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+
+
+def test_nothing_imports_what_can_be_taken_away_but_itself_and_its_tests() -> None:
+    found = set()
+    for folder in ("diskprefix", "tests", "tools"):
+        for path in (ROOT / folder).rglob("*.py"):
+            own = _from_root(path)
+            found |= {(str(own), part) for part in parts_named(path.read_text(encoding="utf-8")) - {part_of(own)}}
+    assert found - KNOWN_BY_NAME == set()
+
+
+def test_no_page_names_a_file_of_what_can_be_taken_away_but_its_own_pages() -> None:
+    found = {(str(_from_root(page)), part) for page in PAGES for part in parts_on(page) - {part_of(_from_root(page))}}
+    assert found == set()
+
+
+def test_a_part_that_is_named_is_found(tmp_path: Path) -> None:
+    sources = {"from tests.PART.test_it import X", "import diskprefix.PART.x", "from diskprefix import errors\nPART.x"}
+    for part in PARTS:
+        named = [parts_named(source.replace("PART", part.replace("/", "."))) for source in sorted(sources)]
+        assert named == [set(), {part}, {part}]
+        page = tmp_path / "page.md"
+        page.write_text(f"[a link]({PACKAGE / part}#there), `nothing.py`", encoding="utf-8")
+        assert parts_on(page) == {part}

@@ -1,9 +1,8 @@
-"""The rooms of the desk: what they say is there, and each can be taken away."""
+"""The rooms of the desk: what they say is there. `tests/test_walls.py` tests that each can be taken away."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -13,8 +12,6 @@ import pytest
 from diskprefix.daemon import rooms
 from diskprefix.daemon.cli import commands
 from tests.desk.conftest import Run
-from tests.test_packages import imported_names
-from tests.test_walls import modules_named
 
 ROOT = Path(__file__).parents[2]
 DESK = ROOT / "diskprefix/desk"
@@ -22,50 +19,10 @@ ROOMS = [room.__name__.rpartition(".")[2] for room in rooms.rooms()]
 PAGE = (DESK / "README.md").read_text(encoding="utf-8")
 
 
-def own_room(path: Path) -> str | None:
-    """Returns the room that a file of the desk or of its tests belongs to, None for every other file."""
-    match = re.match(r"(?:diskprefix|tests)/desk/(\w+)/", str(path.relative_to(ROOT)))
-    return match[1] if match and match[1] in ROOMS else None
-
-
-def rooms_named(source: str) -> Iterator[str]:
-    """Yields the rooms whose modules, or whose tests, a source imports or names in strings."""
-    for name in (*modules_named(source), *imported_names(source)):
-        match = re.match(r"(?:(?:diskprefix|tests)\.)?desk\.(\w+)", name)
-        if match and match[1] in ROOMS:
-            yield match[1]
-
-
 def test_every_folder_of_the_desk_but_the_shared_one_is_a_room_with_tests() -> None:
     folders = {file.parent.name for file in DESK.glob("*/__init__.py")}
     assert folders == {*ROOMS, "shared"}
     assert [name for name in ROOMS if not (ROOT / "tests/desk" / name / "__init__.py").is_file()] == []
-
-
-KNOWN_BY_NAME = {
-    ("tests/desk/clients/test_launch.py", "talk"),
-    ("tests/faults/power/deeds.py", "clients"),
-    ("tests/desk/shared/test_own_daemon.py", "watch"),
-    ("tests/test_packages.py", "warm"),
-    ("tests/test_packages.py", "watch"),
-}
-"""Names in strings, which are looked up only if there is the room."""
-
-
-def test_nothing_imports_a_room_but_the_room_and_its_tests() -> None:
-    """Not even another room: each can be taken away without another edit."""
-    found = set()
-    for folder in ("diskprefix", "tests", "tools"):
-        for path in (ROOT / folder).rglob("*.py"):
-            source = path.read_text(encoding="utf-8")
-            names = {own for own in rooms_named(source) if own != own_room(path)} if "desk" in source else set()
-            found |= {(str(path.relative_to(ROOT)), name) for name in names}
-    assert found - KNOWN_BY_NAME == set()
-
-
-@pytest.mark.parametrize("source", ["from tests.desk.talk.test_run import X", "name = 'desk.talk.run_command'"])
-def test_a_room_that_is_named_is_found(source: str) -> None:
-    assert {*rooms_named(source)} == {"talk"} & {*ROOMS}
 
 
 @pytest.mark.parametrize("room", rooms.rooms(), ids=ROOMS)
