@@ -15,11 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
 
 from diskprefix.daemon.engine.idle import cpu_waits
 from diskprefix.native import library
-from tests import cache_folder, cases
+from tests import cache_folder, cases, repeatable  # noqa: F401 (the profile of examples)
 from tests.closing import ClosingLines
 from tests.daemon.server.chat_model import write_chat_model
 from tests.daemon.server.daemon_process import DaemonProcess, serve_flags
@@ -41,10 +40,6 @@ for _name in ("httpx", "httpx2"):
 
 # Tests that run beside each other want the same CPUs, and what they compute ahead must not wait for that.
 cpu_waits._LONG = 1.0
-
-# The same examples in every run, and no verdict that depends on how busy the machine is.
-settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=30)
-settings.load_profile("repeatable")
 
 
 def pytest_configure(config: pytest.Config) -> None:

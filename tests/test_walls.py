@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -16,6 +17,7 @@ from tests.exceptions import exceptions
 from tests.source_files import PACKAGE, TESTS, parts
 from tests.test_packages import SOURCES, imported_names
 from tests.test_project import PAGES, files_named
+from tools.faults.walls import LIBRARIES
 
 _STREET = ("ground", "prefixstore", "runtime", "daemon", "desk")
 BELOW = {house: frozenset(_STREET[: number + 1]) for number, house in enumerate(_STREET)}
@@ -81,6 +83,32 @@ def test_an_arrow_up_is_found(module: str, source: str, other: str) -> None:
     assert upward(module, source) == {(module, other)}
 
 
+def imported_at_once(source: str) -> set[str]:
+    """Returns the packages that a module imports when it is imported itself."""
+    waiting: list[ast.AST] = [ast.parse(source)]
+    found = set[str]()
+    while waiting:
+        node = waiting.pop()
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.If(test=ast.Name(id="TYPE_CHECKING")):
+                continue
+            case ast.Import(names=names):
+                found |= {name.name.partition(".")[0] for name in names}
+            case ast.ImportFrom(module=str(name)):
+                found.add(name.partition(".")[0])
+        waiting += ast.iter_child_nodes(node)
+    return found
+
+
+def test_the_store_and_the_ground_are_imported_with_the_libraries_that_its_page_names() -> None:
+    """`tools/bench walls` imports them, and runs the store's tests, in an environment that has no others."""
+    houses = {"ground", "prefixstore"}
+    found = set().union(*(imported_at_once(text) for name, text in SOURCES.items() if house_of(name) in houses))
+    assert found - sys.stdlib_module_names - {"diskprefix"} == {*LIBRARIES}
+    page = " ".join((PACKAGE / "prefixstore/README.md").read_text(encoding="utf-8").split())
+    assert f"of libraries {', '.join(LIBRARIES[:-1])} and {LIBRARIES[-1]};" in page
+
+
 # What can be taken away, and its tests: `tools/bench walls` takes each away and runs what is left.
 
 ROOT = PACKAGE.parent
@@ -106,7 +134,7 @@ def part_of(name: object) -> str | None:
 
 def parts_named(source: str) -> set[str]:
     """Returns the parts whose modules, or whose tests, a source imports or names in strings."""
-    if not re.search(r"\b(desk|bridges)\.", source):
+    if not any(part.replace("/", ".") in source for part in PARTS):
         return set()  # Nothing needs to be parsed.
     return {part for name in (*modules_named(source), *imported_names(source)) if (part := part_of(name))}
 

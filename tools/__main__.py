@@ -64,6 +64,7 @@ SECTIONS: dict[str, dict[str, Tool]] = {
         "witness": Tool("benchmarks.witness", "Published programs of others: cache-pressure, Open Responses' tests."),
         "streams": Tool("streams.program", "Clients read streams that are cut at every byte."),
         "fuzz": Tool("faults.fuzz", "Made-up requests to every route: no 500, no hang."),
+        "walls": Tool("faults.walls", "Each part that can be taken away is, and the store stands alone."),
     },
     "Pages": {
         "screenshots": Tool("screenshots", "All pictures of the pages: drawn, recorded, or of a real browser."),

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
-from safetensors import SafetensorError, safe_open
 
 from diskprefix.errors import SettingsError, StoreCorrupt, StoreFormatError, StoreUnavailable
 from diskprefix.identity import identity_fields, identity_of_tenant, identity_text
@@ -198,13 +197,13 @@ class PackReader:
     @classmethod
     @contextmanager
     def open(cls, path: Path) -> Iterator[PackReader]:
-        """Raises `SettingsError` (no such file, or no export wrote it), `StoreFormatError` (another version),
-        `StoreCorrupt` (damaged) or `StoreUnavailable` (cannot be read)."""
+        """Raises `SettingsError` (no such file, no export wrote it, or safetensors is missing), `StoreFormatError`
+        (another version), `StoreCorrupt` (damaged) or `StoreUnavailable` (cannot be read)."""
         with _naming(path):
             if not path.is_file():
                 raise SettingsError("no such file")
             _require_tensors(path)
-            file: Any = safe_open(path, "np")
+            file: Any = _library().safe_open(path, "np")
         with file:
             with _naming(path):
                 reader = cls(path, file)
@@ -373,17 +372,27 @@ def _is_text(begin: bytes) -> bool:
     return all(char.isprintable() or char.isspace() for char in text)
 
 
+def _library() -> Any:
+    """Returns safetensors, which nothing else of the store needs. Raises `SettingsError`."""
+    try:
+        import safetensors
+    except ImportError as error:
+        raise SettingsError("a pack is read by safetensors; pip install safetensors") from error
+    return safetensors
+
+
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
     """Adds the file's name to errors of reading it, and translates errors of libraries."""
+    of_library: type[Exception] = _library().SafetensorError
     try:
         yield
     except (SettingsError, StoreFormatError) as error:
         raise type(error)(f"{path}: {error.message}") from error
     except OSError as error:
         raise StoreUnavailable(f"{path}: {error.strerror or error}") from error
-    except (StoreCorrupt, SafetensorError, ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
-        cause = "it is cut short, or no .safetensors file: " if isinstance(error, SafetensorError) else ""
+    except (StoreCorrupt, of_library, ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
+        cause = "it is cut short, or no .safetensors file: " if isinstance(error, of_library) else ""
         raise StoreCorrupt(f"{path} is damaged: {cause}{escaped(first_line(error))}; export it again") from error
 
 

@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import struct
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -71,6 +72,15 @@ def test_a_sound_file_is_sound(sound: bytes, hybrid: bytes, path: Path) -> None:
         path.write_bytes(data)
         check(path)
         path.write_bytes(sealed(*split(data)))
+        check(path)
+
+
+def test_without_safetensors_one_line_says_what_to_install(
+    sound: bytes, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path.write_bytes(sound)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(SettingsError, match=r"^a pack is read by safetensors; pip install safetensors$"):
         check(path)
 
 
