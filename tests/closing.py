@@ -1,5 +1,5 @@
 """What a run of the tests says when it ends: which variants of the operators were tested, which tests took too long,
-and in CI, what was skipped that should not have been.
+what samples were drawn from, and in CI, what was skipped that should not have been.
 
 `.ci/run` sets DISKPREFIX_TEST_MISSING to the programs that it could not install, separated by blanks. Where it is set,
 a skip that `LISTED` does not name fails the run; elsewhere it is named, and any program may be missing. Tests without
@@ -17,6 +17,7 @@ from collections import Counter
 import pytest
 
 from tests.exceptions import exceptions
+from tests.faults.seeds import line_of_run
 
 TESTED = "operators"
 """The property of a test that names the variant of the operators that it tested. The closing lines count them."""
@@ -113,3 +114,4 @@ class ClosingLines:
             absent = ", ".join(name for name in VARIANTS if name not in of_this_cpu())
             rest = f"; not on this CPU: {absent}" if absent else ""
             terminalreporter.write_line(f"operators tested: {tested}{rest}")
+        terminalreporter.write_line(line_of_run())

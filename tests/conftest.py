@@ -22,6 +22,7 @@ from tests import cache_folder, cases, repeatable  # noqa: F401 (the profile of 
 from tests.closing import ClosingLines
 from tests.daemon.server.chat_model import write_chat_model
 from tests.daemon.server.daemon_process import DaemonProcess, serve_flags
+from tests.faults.seeds import seed_of_run
 
 # Who starts the tests in the background may have interrupts ignored; what the tests start would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -42,9 +43,13 @@ for _name in ("httpx", "httpx2"):
 cpu_waits._LONG = 1.0
 
 
+pytest_addoption = cases.pytest_addoption
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """The process that prints the results says more at its end. With two processes it is neither of them."""
     if not hasattr(config, "workerinput"):
+        cases.take_seed(config)
         config.pluginmanager.register(ClosingLines())
         config.add_cleanup(cache_folder.remove)
 
@@ -52,7 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the files with slow tests first, so that no process is left alone with one at the end."""
-    cases.mark_as_slow(items)
+    cases.mark_as_slow(items, seed_of_run())
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 

@@ -1,5 +1,5 @@
 """A run of CI fails for a skip that nobody accepts, and names the tests without a mark that take long. Of a test with
-many cases it runs some."""
+many cases it runs some, others with each commit."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import chosen_of
 from tests.closing import LISTED, unlisted
 
 ROOT = Path(__file__).parent.parent
@@ -31,6 +32,19 @@ def test_of_a_folder():
 {mark}
 def test_one():
     pass
+"""
+SAMPLING = """
+from tests import cases, closing
+from tests.faults.seeds import seed_of_run
+
+pytest_addoption = cases.pytest_addoption
+
+def pytest_configure(config):
+    cases.take_seed(config)
+    config.pluginmanager.register(closing.ClosingLines())
+
+def pytest_collection_modifyitems(items):
+    cases.mark_as_slow(items, seed_of_run())
 """
 CASES = """
 import pytest
@@ -84,10 +98,19 @@ def run(
 
 
 def test_of_the_cases_of_a_test_some_run_always_and_all_if_asked(tmp_path: Path) -> None:
-    conftest = "from tests.cases import mark_as_slow as pytest_collection_modifyitems\n"
     for options, told in [(("-m", "not slow"), "3 passed, 8 deselected"), ((), "11 passed")]:
-        ended = run(tmp_path, conftest, CASES, *options)
+        ended = run(tmp_path, SAMPLING, CASES, *options, "--sample", "cafe")
         assert told in ended.stdout
+        assert "sample cafe (given): `tools/test --sample cafe` tries it again" in ended.stdout.splitlines()[-2]
+
+
+def test_some_dozen_seeds_choose_each_case_and_one_seed_the_same_ones_in_every_run() -> None:
+    cases = [f"tests/test_it.py::test_cases[{lower}-{upper}]" for lower in range(4) for upper in range(5)]
+    turns = [chosen_of(cases, 3, f"{number:08x}") for number in range(36)]
+    assert {len(turn) for turn in turns} == {3}
+    assert set().union(*turns) == {*cases}
+    assert turns[0] != turns[1]
+    assert chosen_of(cases[::-1], 3, "00000000") == turns[0]
 
 
 def test_a_skip_is_listed_by_words_of_its_reason() -> None:

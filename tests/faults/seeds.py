@@ -1,8 +1,12 @@
-"""Seeds for the samples of the fault suites: each commit tries others, and every run of one commit tries the same."""
+"""What the samples of a run are drawn from: each commit tries others, and every run of one commit tries the same.
+
+`--sample SEED` of pytest gives a seed in place of the commit's, as to try again what failed at another commit.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 from collections.abc import Sequence
 from functools import cache
@@ -11,8 +15,10 @@ from typing import TypeVar
 
 _Item = TypeVar("_Item")
 ROOT = Path(__file__).parents[2]
-NO_COMMIT = "no commit"
+NO_COMMIT = "00000000"
 """What seeds are drawn from outside a checkout, where each run tries the same ones."""
+SAMPLE = "DISKPREFIX_TEST_SAMPLE"
+"""The variable with the seed that was given, for all processes of a run."""
 _LAST = 2**31
 """Fits a signed 32-bit integer, with room for a sample behind it."""
 
@@ -31,16 +37,29 @@ def commit_of(root: Path = ROOT) -> str:
     return NO_COMMIT if prefix else commit
 
 
-def seeds_of(sample: str, count: int, *, commit: str | None = None) -> range:
+def seed_of_run() -> str:
+    """Returns what the samples of this run are drawn from: the seed that was given, or the first digits of the
+    commit."""
+    return os.environ.get(SAMPLE) or commit_of()[:8]
+
+
+def line_of_run() -> str:
+    """Returns the line that says what the samples were drawn from."""
+    given = os.environ.get(SAMPLE)
+    origin = "given" if given else "no commit here" if commit_of() == NO_COMMIT else "of the commit"
+    return f"sample {seed_of_run()} ({origin}): `tools/test --sample {seed_of_run()}` tries it again"
+
+
+def seeds_of(sample: str, count: int, *, seed: str | None = None) -> range:
     """Returns `count` seeds from 0 to 2**31 for the sample of this name, one behind the other. A failed seed must be in
     the message of its failure: the next commit does not try it again."""
-    drawn = hashlib.sha256(f"{sample} {commit or commit_of()}".encode()).digest()
+    drawn = hashlib.sha256(f"{sample} {seed or seed_of_run()}".encode()).digest()
     first = int.from_bytes(drawn[:8], "big") % (_LAST - count)
     return range(first, first + count)
 
 
-def part_of(sample: str, items: Sequence[_Item], count: int = 1, *, commit: str | None = None) -> list[_Item]:
+def part_of(sample: str, items: Sequence[_Item], count: int = 1, *, seed: str | None = None) -> list[_Item]:
     """Returns `count` of the rows of a matrix, one behind the other and from the last to the first, for the sample of
     this name."""
-    first = seeds_of(sample, 1, commit=commit)[0]
+    first = seeds_of(sample, 1, seed=seed)[0]
     return [items[(first + i) % len(items)] for i in range(count)]
