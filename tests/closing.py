@@ -4,6 +4,9 @@ what samples were drawn from, and in CI, what was skipped that should not have b
 `.ci/run` sets DISKPREFIX_TEST_MISSING to the programs that it could not install, separated by blanks. Where it is set,
 a skip that `LISTED` does not name fails the run; elsewhere it is named, and any program may be missing. Tests without
 the mark `slow` that take over three seconds are named: no time fails a run.
+
+`.ci/run` repeats a run's failed tests if all of them have the mark `timing` and they are few: they are written to the
+file that DISKPREFIX_TEST_REPEAT names, one in a line.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import re
 import shutil
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +26,10 @@ from tests.faults.seeds import line_of_run
 TESTED = "operators"
 """The property of a test that names the variant of the operators that it tested. The closing lines count them."""
 MISSING = os.environ.get("DISKPREFIX_TEST_MISSING")
+
+REPEAT = os.environ.get("DISKPREFIX_TEST_REPEAT")
+MOST_REPEATED = 5
+"""So many tests of a run are repeated at most."""
 
 LISTED = {
     "takes long: set DISKPREFIX_TEST_EXAMPLES=2": "tools/bench checks it too",
@@ -77,14 +85,20 @@ class ClosingLines:
         self._slowness = slowness()
         self._long: list[tuple[str, float]] = []
         """Tests without the mark `slow` that took too long, with their seconds."""
+        self._failed: dict[str, bool] = {}
+        """Tests and modules that failed, and whether they may be repeated."""
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         self._note_skip(report)
+        if report.failed:
+            self._failed[report.nodeid] = False
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._note_skip(report)
         if report.when == "call" and report.duration > LONGEST_S * self._slowness and "slow" not in report.keywords:
             self._long.append((report.nodeid, report.duration))
+        if report.failed:
+            self._failed[report.nodeid] = "timing" in report.keywords
         if report.when == "call" and report.passed:
             self._tested.update(str(value) for name, value in report.user_properties if name == TESTED)
 
@@ -96,8 +110,13 @@ class ClosingLines:
         return [(test, reason) for test, reason in self._skips if unlisted([reason], MISSING)]
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if MISSING is not None and self._wrong_skips() and session.exitstatus == pytest.ExitCode.OK:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        may_repeat = session.exitstatus == pytest.ExitCode.TESTS_FAILED and all(self._failed.values())
+        if MISSING is not None and self._wrong_skips():
+            may_repeat = False
+            if session.exitstatus == pytest.ExitCode.OK:
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        if REPEAT and may_repeat and len(self._failed) <= MOST_REPEATED:
+            Path(REPEAT).write_text("".join(f"{test}\n" for test in self._failed), encoding="utf-8")
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for test, reason in self._wrong_skips():

@@ -88,7 +88,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     (folder / "conftest.py").write_text(conftest)
     (folder / "test_it.py").write_text(tests)
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow\n    cases\n")
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow\n    cases\n    timing\n")
     environment = {name: value for name, value in os.environ.items() if name != "DISKPREFIX_TEST_MISSING"}
     environment |= {"PYTHONPATH": str(ROOT)} | ({"DISKPREFIX_TEST_MISSING": ""} if is_ci else {})
     # To import its plugins takes longer than the tests.

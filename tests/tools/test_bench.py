@@ -120,6 +120,7 @@ def test_each_architecture_with_recurrent_layers_has_a_slow_model() -> None:
     assert {name.partition("/")[0] for name, case in CASES.items() if case.is_slow} == RECURRENT.keys()
 
 
+@pytest.mark.timing("it compares two measured times")
 def test_the_time_of_a_step_is_told_by_operator_and_outside(tmp_path: Path) -> None:
     folder = tiny.write_folder(tmp_path / "made", dtype=torch.bfloat16)
     ran = CliRunner().invoke(main, ["step", "--model", str(folder), "--rounds", "2", "--json"])

@@ -221,6 +221,7 @@ worker_program.main(serve, prepare=worker_program.import_all)
 """
 
 
+@pytest.mark.timing("a worker has a minute to load, answer and end")
 @not_by_llama("it is another library")
 def test_a_spare_process_has_imported_what_a_first_reply_needs(tmp_path: Path) -> None:
     settings = Settings(model=str(write_gguf(tmp_path / "tiny.gguf")), kv_cache_dir=tmp_path / "kv")

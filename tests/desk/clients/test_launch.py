@@ -470,6 +470,7 @@ def test_a_daemon_that_ends_while_it_is_asked_is_replaced(
     assert place.recorded("goose")[1]["GOOSE_MODEL"] == "m"
 
 
+@pytest.mark.timing("a daemon has a tenth of a second to answer")
 def test_a_conversation_keeps_a_daemon_that_does_not_answer_and_has_not_ended(
     place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -605,6 +606,7 @@ def usual(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     monkeypatch.setattr(daemon_choice, "own_urls", lambda: [url])
 
 
+@pytest.mark.timing("daemons that do not answer soon are passed over")
 def test_a_small_daemon_in_the_way_is_left_alone_and_another_one_is_started_if_it_can_be(
     run: Run, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:

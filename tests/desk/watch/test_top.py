@@ -175,6 +175,7 @@ def test_two_sizes_have_one_unit_unless_one_is_much_smaller(part: float, whole: 
     assert format_part(part, whole) == text
 
 
+@pytest.mark.timing("a screen that is drawn anew each second")
 @pytest.mark.parametrize("key", ["q", "\x03"])
 def test_the_daemon_is_shown_at_a_terminal_until_q_or_ctrl_c(daemon: DaemonProcess, key: str) -> None:
     terminal = Terminal("top", "--url", daemon.url)
