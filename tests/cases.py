@@ -1,5 +1,5 @@
 """The mark `cases(count)`: of a test whose many cases take long together, so many run always, the others with
-`tools/test --all`. Which ones turns with the commit (`tests/faults/seeds.py`), so that some dozen commits run all."""
+`tools/test --all`. Which ones turns with the commit (`tests/faults/seeds.py`): five dozen run nearly all."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tests.faults.seeds import SAMPLE
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sample", metavar="SEED", help="what samples are drawn from, in place of the commit")
+    parser.addoption("--since", metavar="COMMIT", help="run what the changes since this commit reach, nearest first")
 
 
 def take_seed(config: pytest.Config) -> None:

@@ -22,6 +22,7 @@ import pytest
 
 from tests.exceptions import exceptions
 from tests.faults.seeds import line_of_run
+from tests.reach import UNFIT
 
 TESTED = "operators"
 """The property of a test that names the variant of the operators that it tested. The closing lines count them."""
@@ -42,6 +43,7 @@ LISTED = {
     "lets no user make a namespace": "some distributions allow it to chosen programs alone",
     "no program can have mounts of its own here": "containers without user namespaces, and systems other than Linux",
     "needs two processors": "the test is about where threads run",
+    "did not fit": "`tools/test --changed` names them",
     "no operators of this CPU": "a CPU without bfloat16",
     "the embedded model is not on this machine": "pip fetches it at the first `diskprefix serve`",
     **exceptions("SKIPPED"),
@@ -121,6 +123,9 @@ class ClosingLines:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for test, reason in self._wrong_skips():
             terminalreporter.write_line(f"CI does not accept this skip: {test}: {reason}", red=True)
+        if unfit := Counter(test.partition("::")[0] for test, reason in self._skips if reason == UNFIT):
+            files = ", ".join(f"{file} ({count})" for file, count in unfit.items())
+            terminalreporter.write_line(f"{unfit.total()} tests that the changes reach {UNFIT}: {files}", yellow=True)
         for test, seconds in self._long:
             terminalreporter.write_line(f"{seconds:.1f} s: make it cheaper or mark it slow: {test}", yellow=True)
         if MISSING:

@@ -18,7 +18,7 @@ import torch
 
 from diskprefix.daemon.engine.idle import cpu_waits
 from diskprefix.native import library
-from tests import cache_folder, cases, repeatable  # noqa: F401 (the profile of examples)
+from tests import cache_folder, cases, reach, repeatable  # noqa: F401 (the profile of examples)
 from tests.closing import ClosingLines
 from tests.daemon.server.chat_model import write_chat_model
 from tests.daemon.server.daemon_process import DaemonProcess, serve_flags
@@ -50,16 +50,25 @@ def pytest_configure(config: pytest.Config) -> None:
     """The process that prints the results says more at its end. With two processes it is neither of them."""
     if not hasattr(config, "workerinput"):
         cases.take_seed(config)
+        reach.take_start(config)
         config.pluginmanager.register(ClosingLines())
         config.add_cleanup(cache_folder.remove)
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Puts the files with slow tests first, so that no process is left alone with one at the end."""
+    if config.option.since:
+        reach.keep_reached(config, items)
+        return
     cases.mark_as_slow(items, seed_of_run())
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    reach.skip_unfit(item.config)
 
 
 def pytest_collection_finish() -> None:

@@ -120,6 +120,7 @@ def test_skipped():
 """
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("timed", "other", "reason", "repeated"),
     [
@@ -149,6 +150,7 @@ exit {first}
 FAILED = "tests/desk/test_it.py::test_a['b' c]\n"
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("failed", "first", "again", "code"),
     [("", 0, 0, 0), ("", 1, 0, 1), (FAILED, 1, 0, 0), (FAILED, 1, 1, 1), ("", 3, 0, 3)],

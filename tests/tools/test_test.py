@@ -57,3 +57,13 @@ def test_without_one_ruff_and_mypy_run_too(project: Path, arguments: tuple[str, 
     ran = calls(project, *arguments)
     assert "check " in ran
     assert ran[-1].startswith("python -m pytest -W error -n 2 ")
+
+
+def test_all_that_changes_reach_runs_and_slow_tests_too(project: Path) -> None:
+    last = calls(project, "--changed")[-1]
+    assert "--since main" in last
+    assert "not slow" not in last
+
+
+def test_what_guards_a_module_is_printed_and_nothing_else_runs(project: Path) -> None:
+    assert calls(project, "--guards", "tokens") == ["setup ", "python -m tests.reach tokens"]
