@@ -9,7 +9,7 @@ from hashlib import sha256
 
 import pytest
 
-from tests.faults.seeds import SAMPLE
+from tests.faults.seeds import SAMPLE, fresh_seed
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -18,9 +18,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def take_seed(config: pytest.Config) -> None:
-    """Notes the seed that was given, for this process and all that it starts."""
+    """Notes the seeds of a run, for this process and all that it starts."""
     if config.option.sample:
         os.environ[SAMPLE] = config.option.sample
+    fresh_seed()
 
 
 def mark_as_slow(items: Sequence[pytest.Item], seed: str) -> None:

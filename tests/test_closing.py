@@ -101,7 +101,7 @@ def test_of_the_cases_of_a_test_some_run_always_and_all_if_asked(tmp_path: Path)
     for options, told in [(("-m", "not slow"), "3 passed, 8 deselected"), ((), "11 passed")]:
         ended = run(tmp_path, SAMPLING, CASES, *options, "--sample", "cafe")
         assert told in ended.stdout
-        assert "sample cafe (given): `tools/test --sample cafe` tries it again" in ended.stdout.splitlines()[-2]
+        assert "sample cafe (given): `tools/test --sample SEED` tries one again" in ended.stdout.splitlines()[-2]
 
 
 def test_some_dozen_seeds_choose_each_case_and_one_seed_the_same_ones_in_every_run() -> None:

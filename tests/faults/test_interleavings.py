@@ -15,12 +15,14 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from diskprefix.daemon.engine import served_model
 from diskprefix.daemon.engine.idle.kept_weights import KeptWeights
@@ -31,7 +33,8 @@ from diskprefix.prefixstore.store.environment import Environment
 from diskprefix.prefixstore.store.statistics.savings import SavingsLog
 from tests.faults.interleavings import threads, world
 from tests.faults.interleavings.bucket import SimulatedBucket
-from tests.faults.interleavings.kept_seeds import KEPT_SEEDS
+from tests.faults.interleavings.history import EDITION
+from tests.faults.interleavings.kept_seeds import KEPT_SEEDS, keep, kept_in, line_of
 from tests.faults.interleavings.mutants import MUTANTS, Mutant
 from tests.faults.interleavings.task_scheduler import Stuck, TaskScheduler
 from tests.faults.seeds import seeds_of
@@ -44,7 +47,9 @@ NOTHING: Any = None
 
 
 def require_right(found: Result, count: int) -> None:
-    assert (found.histories, found.failures) == (count, []), "`tools/bench interleavings --seed N` prints its trace"
+    lines = "\n".join(line_of(seed, said) for seed, said in found.failures)
+    advice = f"`tools/bench interleavings --seed N` prints its trace; add to kept_seeds.txt:\n{lines}"
+    assert (found.histories, found.failures) == (count, []), advice
 
 
 @pytest.mark.cases(1)
@@ -82,6 +87,42 @@ def test_a_history_is_wrong_if_the_daemon_goes_on_after_a_slip_in_the_code(
 def test_no_history_that_failed_once_fails_again(edition: int, tmp_path: Path) -> None:
     seeds = KEPT_SEEDS[edition]
     require_right(run_histories(seeds, tmp_path, edition=edition), len(seeds))
+
+
+def test_a_seed_that_failed_is_kept_once_with_the_end_of_what_it_said(tmp_path: Path) -> None:
+    file = tmp_path / "kept"
+    file.touch()
+    for said in ("Traceback\n  File\nValueError: a\n\n", "another time otherwise"):
+        keep(7, said, file)
+    keep(8, "r1 got [1], not [2]", file)
+    assert kept_in(file) == {EDITION: {7: "ValueError: a", 8: "r1 got [1], not [2]"}}
+    assert len(line_of(7, "x" * 1000)) < 120
+
+
+@pytest.mark.parametrize(
+    ("options", "ci", "keeps"), [((), "", True), ((), "CI", False), (("--without", "a"), "", False)]
+)
+def test_the_tool_keeps_a_seed_that_failed_but_in_ci_and_of_a_mutant(
+    options: tuple[str, ...], ci: str, keeps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def simulate(first: int, *_: Any, on_progress: Callable[[Result], None], **__: Any) -> Result:
+        found = Result(histories=1, failures=[(first, "r1 got [1], not [2]")])
+        on_progress(found)
+        return found
+
+    file = tmp_path / "kept"
+    file.touch()
+    monkeypatch.setattr(interleavings, "simulate", simulate)
+    monkeypatch.setattr(interleavings, "keep", partial(keep, file=file))
+    monkeypatch.setattr(interleavings, "is_ci", lambda: bool(ci))
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    before = signal.getsignal(signal.SIGTERM)
+    ended = CliRunner().invoke(interleavings.main, ["--first", "7", "--folder", str(tmp_path), *options])
+    signal.signal(signal.SIGTERM, before)
+    line = f"{EDITION} 7 r1 got [1], not [2]"
+    assert ended.exit_code == 1
+    assert file.read_text() == (f"{line}\n" if keeps else "")
+    assert (line in ended.stderr) == (not options)
 
 
 @pytest.mark.cases(1)

@@ -1,9 +1,15 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from pathlib import Path
 
-from tests.faults.seeds import NO_COMMIT, commit_of, part_of, seeds_of
+import click
+import pytest
+from click.testing import CliRunner
+
+from tests.faults.seeds import _FRESH, NO_COMMIT, SAMPLE, commit_of, fresh_seed, part_of, seed_of_run, seeds_of
+from tools.measuring.options import seed_option
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -41,3 +47,36 @@ def test_the_commit_is_that_of_the_checkout_and_a_copy_without_one_has_fixed_see
     copy = checkout / "copy"
     copy.mkdir()
     assert commit_of(copy) == NO_COMMIT
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "is_fresh"),
+    [("LANG", "C", True), ("CI", "true", False), ("DISKPREFIX_TEST_MISSING", "", False), (SAMPLE, "cafe", False)],
+)
+def test_simulators_try_others_in_each_run_but_in_ci_and_where_a_seed_is_given(
+    variable: str, value: str, is_fresh: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("CI", "DISKPREFIX_TEST_MISSING", SAMPLE, _FRESH):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(time, "time_ns", lambda: 0xABCDEF12 * 1000)
+    assert fresh_seed() == fresh_seed() == ("abcdef12" if is_fresh else seed_of_run())
+    assert seeds_of("histories", 3) == seeds_of("histories", 3, seed=fresh_seed())
+    assert part_of("files", "abcdefg") == part_of("files", "abcdefg", seed=seed_of_run())
+    if variable == SAMPLE:
+        assert fresh_seed() == "cafe"
+
+
+def test_a_tool_says_which_seed_it_drew_and_takes_the_one_that_is_given() -> None:
+    seeds = list[int]()
+
+    @click.command()
+    @seed_option("histories", "The first.")
+    def tool(seed: int) -> None:
+        seeds.append(seed)
+
+    drawn = CliRunner().invoke(tool, [])
+    given = CliRunner().invoke(tool, ["--seed", "7"])
+    assert seeds == [seeds_of("histories", 1)[0], 7]
+    assert (drawn.stderr, given.stderr) == (f"--seed {seeds[0]}\n", "")

@@ -19,6 +19,7 @@ from diskprefix.daemon.chat.output.families import FAMILIES, THOUGHTS, Family
 from diskprefix.daemon.chat.output.format import ContentDelta, OutputDelta
 from diskprefix.daemon.chat.replay import Turn
 from tools.benchmarks.call_cases import FIRST, LAST, VALUES, Case, cases_of, tools_for
+from tools.measuring.options import seed_option
 from tools.measuring.report import new_table, none_of, verdict_table
 
 _TOKENS = re.compile(r"[<\[{(]?\|?/?\w+[|=:]*\w*\|?[>\]})]?|\s+|.", re.DOTALL)
@@ -140,7 +141,7 @@ def faults_of(case: Case, chance: random.Random) -> Iterator[tuple[str, str]]:
 
 
 @click.command()
-@click.option("--seed", default=0, show_default=True, help="Decides where replies are cut, and how they are damaged.")
+@seed_option("calls of all families", "Decides where replies are cut, and how they are damaged.")
 @click.option("--rounds", default=1, show_default=True, help="So many seeds, from --seed on.")
 @click.option("--only", multiple=True, help="Only this family; repeatable.")
 def main(seed: int, rounds: int, only: tuple[str, ...]) -> None:

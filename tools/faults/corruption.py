@@ -52,7 +52,7 @@ from tests.prefixstore.store.building import (
     read_payload,
     recent_prompts,
 )
-from tools.measuring.options import FOLDER, JSON
+from tools.measuring.options import FOLDER, JSON, seed_option
 from tools.measuring.report import new_table
 
 UNDAMAGED = "no damage"
@@ -430,12 +430,8 @@ def summary(results: list[Case]) -> Table:
 @click.option(
     "--cases", type=click.IntRange(min=1), default=3000, show_default=True, help="The number of damaged stores."
 )
-@click.option(
-    "--seed",
-    type=int,
-    default=0,
-    show_default=True,
-    help="The seed of the first case, which decides its damage. Each later case has the next number.",
+@seed_option(
+    "damaged stores", "The seed of the first case, which decides its damage. Each later case has the next number."
 )
 @FOLDER
 @JSON

@@ -21,7 +21,7 @@ from tests.daemon.server.agent_model import TEMPLATE
 from tests.daemon.server.chat_model import write_chat_model
 from tools.measuring.environments import NotInstalled, python_of
 from tools.measuring.live_server import LiveServer, num_tracebacks
-from tools.measuring.options import FOLDER
+from tools.measuring.options import FOLDER, seed_option
 from tools.measuring.workspace import measuring
 
 POSITIONS = 512
@@ -73,7 +73,7 @@ def write_model(folder: Path) -> Path:
     show_default=True,
     help="Minutes for all routes together.",
 )
-@click.option("--seed", type=int, default=1, show_default=True, help="The seed of the requests.")
+@seed_option("requests", "The seed of the requests.")
 @click.option("--route", "routes", multiple=True, help="Only this POST route, or `others`; may be given several times.")
 @FOLDER
 def main(minutes: float, seed: int, routes: tuple[str, ...], folder: Path | None) -> None:

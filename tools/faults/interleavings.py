@@ -33,8 +33,10 @@ from rich.console import Console
 from diskprefix.control_groups import num_cpus
 from tests.faults.interleavings import world
 from tests.faults.interleavings.history import EDITION, History, Wrong
+from tests.faults.interleavings.kept_seeds import keep, line_of
 from tests.faults.interleavings.mutants import MUTANTS, bad, without_protection
-from tools.measuring.options import FOLDER, JSON
+from tests.faults.seeds import is_ci
+from tools.measuring.options import FOLDER, JSON, seed_option
 from tools.measuring.report import new_table
 
 AT_ONCE = 200
@@ -230,7 +232,7 @@ def _print(result: Result) -> None:
     show_default=True,
     help="The events of that history: a kept seed has those of the day when it failed.",
 )
-@click.option("--first", type=int, default=0, show_default=True, help="The first seed.")
+@seed_option("histories", "The first seed.", "--first")
 @click.option("--histories", type=click.IntRange(min=1), default=20_000, show_default=True)
 @click.option("--mutants", is_flag=True, help="Take each protection away once: a history must fail.")
 @click.option("--without", default="", help="Take one protection away.")
@@ -250,8 +252,9 @@ def main(
 ) -> None:
     """Simulate the whole daemon: one history for each seed, which decides all that happens.
 
-    Exits with 1 if a history is wrong, or with --mutants if none is. --folder should be in memory (the default is
-    /dev/shm if it exists).
+    Exits with 1 if a history is wrong, or with --mutants if none is. Outside CI a seed that failed is added to
+    tests/faults/interleavings/kept_seeds.txt, which every run of the tests tries. --folder should be in memory (the
+    default is /dev/shm if it exists).
     """
     _with_fixed_hashes()
     signal.signal(signal.SIGTERM, interrupt_once)
@@ -279,6 +282,8 @@ def main(
         def tell(sofar: Result) -> None:
             for number, failure in sofar.failures[len(reported) :]:
                 say(f"seed {number}: {failure}")
+                if not without:
+                    say(f"in kept_seeds.txt: {line_of(number, failure) if is_ci() else keep(number, failure)}")
             reported[:] = sofar.failures
             if sofar.histories % (50 * AT_ONCE) < AT_ONCE:
                 say(f"{sofar.histories} histories, {len(reported)} wrong, {sofar.cpu_s:.0f} s of processor time")

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from tests import forked
 from tests.faults.kills import KINDS, Kind, Loss, Task, compute_paced, kill_at
-from tools.measuring.options import FOLDER, JSON
+from tools.measuring.options import FOLDER, JSON, seed_option
 from tools.measuring.report import machine, median, new_table, show_machine
 
 
@@ -54,7 +54,7 @@ def bytes_of_whole(kind: Kind, folder: Path, num_tokens: int, speed: float) -> i
 @click.option("--tokens", default=6000, show_default=True, help="Tokens of a prompt.")
 @click.option("--speed", default=400.0, show_default=True, help="Tokens that a second computes.")
 @click.option("--lanes", default=4, show_default=True, help="Prompts at the same time.")
-@click.option("--seed", default=1, show_default=True, help="Of the moments.")
+@seed_option("kills", "Of the moments.")
 @FOLDER
 @JSON
 def main(

@@ -29,7 +29,7 @@ from diskprefix.runtime.load import packed_weights
 from diskprefix.runtime.load.loader import LoadedModel, load_model
 from diskprefix.runtime.load.packed_weights import PackedFiles
 from diskprefix.tokens import content_digest
-from tools.measuring.options import FOLDER, JSON
+from tools.measuring.options import FOLDER, JSON, seed_option
 from tools.measuring.report import machine, median, new_table, show_machine
 
 
@@ -166,7 +166,7 @@ def flips(model: Path, folder: Path, seed: int) -> Iterator[Flip]:
 @click.option("--kills", "num_kills", default=100, show_default=True, type=click.IntRange(min=0))
 @click.option("--flips/--no-flips", "are_flipped", default=True, show_default=True, help="Flip a bit of each matrix.")
 @click.option("--model", type=click.Path(exists=True, path_type=Path), help="A .gguf file; the embedded model.")
-@click.option("--seed", default=1, show_default=True, help="Of the moments and the bits.")
+@seed_option("packed", "Of the moments and the bits.")
 @FOLDER
 @JSON
 def main(

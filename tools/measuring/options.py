@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from diskprefix.errors import DiskPrefixError
+from tests.faults.seeds import seeds_of
 
 FOLDER = click.option(
     "--folder",
@@ -17,6 +18,19 @@ FOLDER = click.option(
     help="The folder for temporary stores, to measure another disk.",
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON with every sample instead of tables.")
+
+
+def seed_option(name: str, about: str, flag: str = "--seed") -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Returns the option of a simulator's seed: without one, every run outside CI tries another, and prints it."""
+
+    def told(_context: click.Context, _option: click.Parameter, value: int | None) -> int:
+        if value is None:
+            value = seeds_of(name, 1)[0]
+            click.echo(f"{flag} {value}", err=True)
+        return value
+
+    shown = "drawn from the clock, in CI from the commit"
+    return click.option(flag, type=click.IntRange(min=0), callback=told, help=f"{about} [default: {shown}]")
 
 
 Values = tuple[str, ...]

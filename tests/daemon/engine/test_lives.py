@@ -53,6 +53,7 @@ from tests.daemon.engine.driving import (
     write_model,
 )
 from tests.examples import examples
+from tests.faults.seeds import seeds_of
 from tests.prefixstore.kv.hashed_state import ids_of
 
 LONGEST = 700
@@ -375,7 +376,9 @@ class Life:
 def test_every_reply_is_the_one_computed_alone(
     number: int, folder: Path, tmp_path: Path, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    life = Life(random.Random(number), folder, tmp_path / "kv", alone, monkeypatch)
+    seed = seeds_of("lives", number + 1)[number]
+    print(f"life {seed}")
+    life = Life(random.Random(seed), folder, tmp_path / "kv", alone, monkeypatch)
     life.bound_memory()
     for _ in range(12):
         life.happen()
