@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -56,6 +58,7 @@ class Event:
 def recorder() -> Path:
     """Returns the compiled recorder. Raises `CalledProcessError`, or `OSError` without a compiler."""
     folder = tempfile.mkdtemp(prefix="diskprefix-recorder-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     library = Path(folder, "recorder.so")
     subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, _SOURCE, "-ldl"], check=True)
     return library
