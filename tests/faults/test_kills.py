@@ -15,10 +15,9 @@ import pytest
 from diskprefix.prefixstore.cache import saving
 from diskprefix.prefixstore.cache.cached_request import CachedRequest
 from diskprefix.prefixstore.kv.sequence import KVSequence
-from diskprefix.prefixstore.store import writer
 from diskprefix.prefixstore.store.store import Store
 from diskprefix.prefixstore.store.verify import verify_index
-from diskprefix.prefixstore.store.writer import Writer
+from diskprefix.prefixstore.store.writer import Writer, WriterLimits
 from tests import forked
 from tests.daemon.server.chat_model import write_chat_model
 from tests.daemon.server.daemon_process import (
@@ -134,5 +133,5 @@ def test_a_daemon_that_is_killed_in_the_middle_of_a_prompt_has_saved_what_it_com
 
 def test_pauses_hold_no_publication_for_as_long_as_a_kill_may_lose() -> None:
     """The rest of the time is for the write."""
-    assert writer._MAX_HELD_S <= MOST_S - 2
+    assert WriterLimits().max_held_s <= MOST_S - 2
     assert saving._INTERIM_S < MOST_S

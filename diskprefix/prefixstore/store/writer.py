@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
@@ -31,26 +32,32 @@ from diskprefix.thread_pool import standing_thread
 
 log = logging.getLogger("diskprefix")
 
-_TOUCH_INTERVAL_S = 1.0
-"""The interval at which uses of nodes and counts of requests are written, and the folder is checked. A kill loses the
-uses and counts of this time."""
-_HUNG_WRITE_S = 20.0
-"""A stop does not wait for a write that has taken longer than this: LMDB rolls it back."""
-_FOREIGN_WRITE_S = 10.0
-"""A stop no longer waits for LMDB's lock after this time: another process does not end its write."""
-_LAST_WRITE_S = 10.0
-"""A stop waits at least this long for the running write."""
 _JOIN_S = 0.5
-_RETRY_S = 1.0
-"""The time between two attempts to write a publication while the store fails."""
-_TRIES_S = 10.0
-"""While the store fails, a publication is tried again until it is this old."""
-_PAUSE_S = 2.0
-"""The pause for one step of a prompt, longer than most steps. A cancelled prompt no longer renews it."""
-_MAX_HELD_S = 3.0
-"""Pauses delay a publication by at most this time. A kill loses the delayed publications."""
-_MAX_SAVES = 1000
-"""Limit for the waiting saves. Each may hold the logits at its prompt's end, which are outside KV memory."""
+
+
+@dataclass(frozen=True)
+class WriterLimits:
+    """How long the writer waits, in seconds, and how much may wait for it."""
+
+    touch_interval_s: float = 1.0
+    """The interval at which uses of nodes and counts of requests are written, and the folder is checked. A kill loses
+    the uses and counts of this time."""
+    hung_write_s: float = 20.0
+    """A stop does not wait for a write that has taken longer than this: LMDB rolls it back."""
+    foreign_write_s: float = 10.0
+    """A stop no longer waits for LMDB's lock after this time: another process does not end its write."""
+    last_write_s: float = 10.0
+    """A stop waits at least this long for the running write."""
+    retry_s: float = 1.0
+    """The time between two attempts to write a publication while the store fails."""
+    tries_s: float = 10.0
+    """While the store fails, a publication is tried again until it is this old."""
+    pause_s: float = 2.0
+    """The pause for one step of a prompt, longer than most steps. A cancelled prompt no longer renews it."""
+    max_held_s: float = 3.0
+    """Pauses delay a publication by at most this time. A kill loses the delayed publications."""
+    max_saves: int = 1000
+    """Limit for the waiting saves. Each may hold the logits at its prompt's end, which are outside KV memory."""
 
 
 class Room:
@@ -83,10 +90,17 @@ class Writer:
     """
 
     def __init__(
-        self, store: Store, *, buffer_bytes: int, ttl_s: float = 0.0, also_writes: Sequence[WriteSource] = ()
+        self,
+        store: Store,
+        *,
+        buffer_bytes: int,
+        ttl_s: float = 0.0,
+        also_writes: Sequence[WriteSource] = (),
+        limits: WriterLimits = WriterLimits(),
     ) -> None:
         """For `ttl_s` see `Housekeeping`. The writes that `also_writes` yield are made with each publication, and at
-        least once a second."""
+        least once in `limits.touch_interval_s`. `limits` may be replaced while the writer runs."""
+        self.limits = limits
         self._store, self._also_writes, self._ttl_s = store, also_writes, ttl_s
         self.housekeeping = Housekeeping(store, ttl_s)
         self.notes = Notes(store, self._wake)
@@ -115,7 +129,7 @@ class Writer:
         """The times of `time.monotonic` until which writing is paused for a prompt, and because the store fails."""
         self._waits_for_reader = False
         """A reader keeps the store from being written. No publication is lost because of that, even after
-        `_TRIES_S`."""
+        `tries_s`."""
         self._num_waiting = 0
         """The number of callers that wait until something is written."""
         self._closing = self._has_ended = False
@@ -168,7 +182,7 @@ class Writer:
         with self._changed:
             if is_last:
                 save.note_end()
-            is_refused = self._has_ended or (save not in self._saves and len(self._saves) >= _MAX_SAVES)
+            is_refused = self._has_ended or (save not in self._saves and len(self._saves) >= self.limits.max_saves)
             if is_over := self._store.epochs.is_over(save.epoch):
                 self._drop_outdated(save, OUTDATED)
             elif is_refused:
@@ -267,7 +281,7 @@ class Writer:
         a long prompt. Pauses end when waiting payloads exceed half of the buffer, and while a caller waits until
         something is written."""
         with self._changed:
-            self._held_until = time.monotonic() + _PAUSE_S
+            self._held_until = time.monotonic() + self.limits.pause_s
 
     def write_at_once(self, save: Save) -> None:
         """Ends pauses for what a save has queued so far."""
@@ -322,7 +336,7 @@ class Writer:
             for save in unwritten:
                 self.fail(save, "", 0, keeps_prompt=False)
         # Let the running transaction finish: otherwise LMDB would roll it back.
-        self._join(max(timeout_s, _LAST_WRITE_S))
+        self._join(max(timeout_s, self.limits.last_write_s))
         num_lost = len(unwritten) + self._thread.is_alive()
         if num_lost:
             why = self._store.write_stall or f"writing took over {timeout_s:.0f} s"
@@ -335,7 +349,8 @@ class Writer:
         deadline = time.monotonic() + timeout_s
         # Bound: `deadline`.
         while self._thread.is_alive() and (left_s := deadline - time.monotonic()) > 0:
-            if self._store.write_waited_s > _FOREIGN_WRITE_S or self._store.write_s > _HUNG_WRITE_S:
+            limits = self.limits
+            if self._store.write_waited_s > limits.foreign_write_s or self._store.write_s > limits.hung_write_s:
                 return
             self._thread.join(min(left_s, _JOIN_S))
 
@@ -350,16 +365,16 @@ class Writer:
         first = save.waiting[0]
         if self._closing or self._num_waiting or self.pending_bytes > self._buffer_bytes // 2:
             return 0.0
-        tries_until = math.inf if self._waits_for_reader else first.queued_at + _TRIES_S
+        tries_until = math.inf if self._waits_for_reader else first.queued_at + self.limits.tries_s
         is_held = first.queued_at > save.not_held_until
-        held_until = min(self._held_until, first.queued_at + _MAX_HELD_S) if is_held else 0.0
+        held_until = min(self._held_until, first.queued_at + self.limits.max_held_s) if is_held else 0.0
         return max(0.0, max(held_until, min(self._retry_at, tries_until)) - time.monotonic())
 
     def _try_later(self, save: Save) -> bool:
         """Pauses writing because the store fails. Returns False if the first publication of a save is not tried
         again."""
         with self._changed:
-            self._retry_at = time.monotonic() + _RETRY_S
+            self._retry_at = time.monotonic() + self.limits.retry_s
             return self._held_s(save) > 0
 
     @contextmanager
@@ -476,7 +491,7 @@ class Writer:
                 held_s = [self._held_s(save) for save in self._saves if save.waiting]
                 self._changed.wait_for(
                     lambda: self._next() or self._damaged or self._closing or self.notes.is_waiting,
-                    min([_TOUCH_INTERVAL_S, *held_s]),
+                    min([self.limits.touch_interval_s, *held_s]),
                 )
                 save = self._writing = self._next()
                 damaged, self._damaged = self._damaged, {}

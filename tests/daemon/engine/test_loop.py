@@ -28,6 +28,7 @@ from diskprefix.prefixstore.kv.sequence import KVSequence
 from diskprefix.prefixstore.store.housekeeping import Housekeeping
 from diskprefix.prefixstore.store.purge import PurgeFilter, purge
 from diskprefix.prefixstore.store.schema import node_root
+from diskprefix.prefixstore.store.writer import WriterLimits
 from diskprefix.tokens import TokenIds, TokenPath, as_token_ids, root_hash
 from diskprefix.values import SHARED, Tenant
 from tests.daemon.engine.driving import (
@@ -245,11 +246,10 @@ def test_a_purge_of_one_tenant_leaves_the_requests_memory_and_waiting_saves_of_o
 ) -> None:
     """Of the purged tenant nothing is left, in this process and in one that starts afterwards. The store had a record
     of neither when it was purged."""
-    monkeypatch.setattr("diskprefix.prefixstore.store.writer._MAX_HELD_S", 600.0)
-    monkeypatch.setattr("diskprefix.prefixstore.store.writer._PAUSE_S", 600.0)
     monkeypatch.setattr("diskprefix.prefixstore.store.writer.Writer.resume_writing", lambda _self: None)
     engine, (purged, other) = load(folder, tmp_path / "kv"), map(SHARED.with_salt, ("purged", "other"))
     cache, num_steps = engine.cache, 0
+    cache.writer.limits = WriterLimits(max_held_s=600.0, pause_s=600.0)
     cache.writer.pause_writing()
     ended = {tenant: request(tokens(300), tenant=tenant) for tenant in (purged, other)}
     runs = {tenant: request(tokens(200, 5), tenant=tenant, max_tokens=30) for tenant in (purged, other)}

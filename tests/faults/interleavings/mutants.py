@@ -39,7 +39,7 @@ from diskprefix.prefixstore.store.schema import NodeKind
 from diskprefix.prefixstore.store.store import Publication, Store
 from diskprefix.prefixstore.store.store_file import StoreFile
 from diskprefix.prefixstore.store.write_lock import WriteLock
-from diskprefix.prefixstore.store.writer import Room, Writer
+from diskprefix.prefixstore.store.writer import Room, Writer, WriterLimits
 from diskprefix.prefixstore.store.written import WriteMeter, WrittenBytes
 from diskprefix.thread_pool import ThreadPool
 from diskprefix.tokens import root_hash
@@ -115,6 +115,14 @@ def _tried_once(self: Writer, save: Save, publication: Publication) -> bool:
     if self.housekeeping.attempt(partial(self._write_publication, save, publication)) is not None:
         self.fail(save, keep=0)
     return True
+
+
+_pause_writing = Writer.pause_writing
+
+
+def _paused_for_long(self: Writer) -> None:
+    self.limits = WriterLimits(pause_s=60.0, max_held_s=60.0)
+    _pause_writing(self)
 
 
 def _full_unsaid(self: Housekeeping, message: str, *, is_for_room: bool = False, saves_some: bool = False) -> None:
@@ -230,9 +238,7 @@ MUTANTS: dict[str, Mutant] = {
     "the look at the free space": Mutant(
         "health says degraded, and prompts are saved", ((Housekeeping, "check_room", lambda _self: None),)
     ),
-    "the end of a pause": Mutant(
-        "the writer pauses for nobody", ((writer, "_PAUSE_S", 60.0), (writer, "_MAX_HELD_S", 60.0))
-    ),
+    "the end of a pause": Mutant("the writer pauses for nobody", ((Writer, "pause_writing", _paused_for_long),)),
     "the threads of each kind of step": Mutant(
         "what needs no read waits", ((Fetches, "__init__", _one_thread), (reads, "STALL_S", 60.0))
     ),

@@ -23,12 +23,12 @@ from diskprefix.prefixstore.cache.cached_request import CachedRequest, save_idle
 from diskprefix.prefixstore.cache.saving import Saver
 from diskprefix.prefixstore.kv.pages import PagePool
 from diskprefix.prefixstore.kv.sequence import KVSequence
-from diskprefix.prefixstore.store import writer as writer_module
 from diskprefix.prefixstore.store.opening import DAMAGED
 from diskprefix.prefixstore.store.purge import PurgeFilter, purge
 from diskprefix.prefixstore.store.schema import NodeKind, node_name, piece_key
 from diskprefix.prefixstore.store.snapshot import Snapshot
 from diskprefix.prefixstore.store.tree import list_entries
+from diskprefix.prefixstore.store.writer import WriterLimits
 from diskprefix.runtime.prefill import prefill
 from diskprefix.tokens import LEAST_TOKENS, TokenIds
 from diskprefix.values import LONG_PROMPT, SHARED, CacheOptions, CacheReport, Mark, Prompt, Scope, Tenant
@@ -567,8 +567,7 @@ def test_a_purge_that_cannot_wait_for_the_writer_leaves_nothing_of_what_waits(
     runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = runner.cache
-    monkeypatch.setattr(writer_module, "_MAX_HELD_S", 600.0)
-    monkeypatch.setattr(writer_module, "_PAUSE_S", 600.0)
+    cache.writer.limits = WriterLimits(max_held_s=600.0, pause_s=600.0)
     monkeypatch.setattr(cache.writer, "flush", lambda _timeout_s: False)
     monkeypatch.setattr(cache.writer, "resume_writing", cache.writer.pause_writing)
     runner.run(PROMPT, "full")

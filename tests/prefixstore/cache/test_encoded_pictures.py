@@ -17,6 +17,7 @@ from diskprefix.prefixstore.kv.numbers import Array, converted
 from diskprefix.prefixstore.store.note_record import NoteKind, StoredNote
 from diskprefix.prefixstore.store.purge import PurgeFilter
 from diskprefix.prefixstore.store.verify import verify_index, verify_payloads
+from diskprefix.prefixstore.store.writer import WriterLimits
 from diskprefix.runtime.plan.plan_runner import PlanRunner
 from diskprefix.tokens import picture_ids
 from diskprefix.values import CacheOptions, Picture, Prompt, Scope, Tenant
@@ -204,7 +205,7 @@ def test_the_room_of_an_output_that_waits_is_kept_if_its_note_fails(
 
     writer, rows = runner.cache.writer, rows_of(picture())
     writer.pause_writing()
-    monkeypatch.setattr("diskprefix.prefixstore.store.writer._PAUSE_S", 600.0)
+    writer.limits = WriterLimits(pause_s=600.0)
     writer.pause_writing()
     with monkeypatch.context() as patch:
         patch.setattr(type(writer.notes), "put", failing)

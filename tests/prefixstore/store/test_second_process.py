@@ -12,7 +12,6 @@ import pytest
 from msgspec import structs
 
 from diskprefix.errors import PrefixGone
-from diskprefix.prefixstore.store import writer as writer_module
 from diskprefix.prefixstore.store.compact import rewrite_folder
 from diskprefix.prefixstore.store.environment import Environment
 from diskprefix.prefixstore.store.note_record import NoteKind
@@ -22,7 +21,7 @@ from diskprefix.prefixstore.store.save import Save
 from diskprefix.prefixstore.store.statistics.lost_tokens import LostTokens
 from diskprefix.prefixstore.store.statistics.savings import SavingsLog, Tally, read_savings
 from diskprefix.prefixstore.store.store import Publication, Store
-from diskprefix.prefixstore.store.writer import Writer
+from diskprefix.prefixstore.store.writer import Writer, WriterLimits
 from diskprefix.tokens import root_hash
 from diskprefix.values import SHARED
 from tests.prefixstore.store.building import BLOCK, is_clean, is_whole, of_root, prompt, publication, read_payload
@@ -31,12 +30,10 @@ from tests.waiting import wait_for
 
 
 @pytest.fixture
-def writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Writer]:
+def writer(tmp_path: Path) -> Iterator[Writer]:
     """That of a daemon, which a prompt may pause for as long as a command takes."""
-    monkeypatch.setattr(writer_module, "_MAX_HELD_S", 600.0)
-    monkeypatch.setattr(writer_module, "_PAUSE_S", 600.0, raising=False)
     store = Store(tmp_path, budget_bytes=64 << 20, serving=True)
-    writer = Writer(store, buffer_bytes=64 << 20)
+    writer = Writer(store, buffer_bytes=64 << 20, limits=WriterLimits(max_held_s=600.0, pause_s=600.0))
     yield writer
     assert writer.close(30)
     assert is_clean(store)
@@ -56,10 +53,9 @@ def diskprefix(writer: Writer, *arguments: str) -> None:
 
 
 def test_what_waits_while_another_process_purges_is_neither_stored_nor_found_any_more(
-    writer: Writer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    writer: Writer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(writer_module, "_PAUSE_S", 60.0)
-    monkeypatch.setattr(writer_module, "_MAX_HELD_S", 60.0)
+    writer.limits = WriterLimits(pause_s=60.0, max_held_s=60.0)
     store = writer._store
     waiting, computed = publication(store, prompt(1, 3 * BLOCK)), publication(store, prompt(2, 3 * BLOCK))
     writer.pause_writing()
@@ -78,13 +74,10 @@ def test_what_waits_while_another_process_purges_is_neither_stored_nor_found_any
     assert is_whole(store, again)
 
 
-def test_what_waits_of_other_tenants_is_stored_after_another_process_has_purged_one(
-    writer: Writer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_waits_of_other_tenants_is_stored_after_another_process_has_purged_one(writer: Writer) -> None:
     """Their notes, counts and recent turns stay as well."""
     # The other process takes as long as it takes.
-    monkeypatch.setattr(writer_module, "_PAUSE_S", 60.0)
-    monkeypatch.setattr(writer_module, "_MAX_HELD_S", 60.0)
+    writer.limits = WriterLimits(pause_s=60.0, max_held_s=60.0)
     store, log = writer._store, SavingsLog(writer._store)
     tenants = [str(SHARED.with_salt(salt)) for salt in ("alice", "bob", "carol")]
     made, notes = dict[str, Publication](), dict[str, TenantNotes]()
@@ -194,9 +187,7 @@ def test_a_file_that_is_rewritten_beside_a_long_restore_gives_right_bytes_and_lo
     writer: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Environment.close, "__defaults__", (0.1,))
-    monkeypatch.setattr(writer_module, "_TRIES_S", 0.1)
-    monkeypatch.setattr(writer_module, "_RETRY_S", 0.01)
-    monkeypatch.setattr(writer_module, "_TOUCH_INTERVAL_S", 0.01)
+    writer.limits = WriterLimits(tries_s=0.1, retry_s=0.01, touch_interval_s=0.01)
     store = writer._store
     stored, *waiting = pubs = [publication(store, prompt(seed, 3 * BLOCK)) for seed in range(4)]
     submit(writer, stored)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import re
+from dataclasses import fields
 from pathlib import Path
 
 from tests.source_files import PACKAGE, modules_in
 
 PAGE = PACKAGE / "prefixstore/store/README.md"
-LIMIT = re.compile(r"`(\w+)\.(_?[A-Z_]+_S)` (\d+(?:\.\d+)?) s\b")
-"""A limit on the page: its module, its constant and its seconds."""
+LIMIT = re.compile(r"`(\w+)\.(_?[A-Z_]+_S|[a-z_]+_s)` (\d+(?:\.\d+)?) s\b")
+"""A limit on the page: its module, its constant or the field of its limits, and its seconds."""
 DEFINED = re.compile(r"^([A-Z_]+(?:, [A-Z_]+)*) = ", re.MULTILINE)
 """The names that a line of a module gives values."""
 FOLDERS = ("prefixstore/store", "prefixstore/cache", "daemon/engine", "daemon/server")
@@ -34,8 +35,8 @@ NO_WAITS = {
     "store_file._RETRY_S": "the time between two attempts to open the folder",
     "write_lock._COMMAND_PATIENCE_S": "a command says what it waits for",
     "writer._JOIN_S": "the time between two looks",
-    "writer._PAUSE_S": "writing pauses for a prompt, not for the disk",
-    "writer._TOUCH_INTERVAL_S": "the time between two writes",
+    "writer.pause_s": "writing pauses for a prompt, not for the disk",
+    "writer.touch_interval_s": "the time between two writes",
     "written._HOUR_S": "an hour",
 }
 """Constants in seconds that limit no wait, and what they are."""
@@ -46,6 +47,9 @@ def seconds_of(path: Path) -> dict[str, float]:
     module = importlib.import_module(".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts))
     names = ", ".join(DEFINED.findall(path.read_text(encoding="utf-8"))).split(", ")
     values = {name: getattr(module, name) for name in names if name.endswith("_S") and "POLL" not in name}
+    for name, limits in vars(module).items():
+        if name.endswith("Limits") and limits.__module__ == module.__name__:
+            values |= {field.name: field.default for field in fields(limits) if field.name.endswith("_s")}
     return {f"{path.stem}.{name}": value for name, value in values.items() if isinstance(value, (int, float))}
 
 

@@ -17,10 +17,9 @@ import pytest
 
 from diskprefix.prefixstore.cache import cache as cache_module
 from diskprefix.prefixstore.store import processes, store_file, write_lock
-from diskprefix.prefixstore.store import writer as writer_module
 from diskprefix.prefixstore.store.save import Save
 from diskprefix.prefixstore.store.store import Store
-from diskprefix.prefixstore.store.writer import Writer
+from diskprefix.prefixstore.store.writer import Writer, WriterLimits
 from tests.prefixstore.store.building import BLOCK, is_clean, is_whole, open_store, prompt, publication
 from tests.prefixstore.store.other_process import beside
 from tests.waiting import wait_for
@@ -139,9 +138,8 @@ def test_a_stop_does_not_wait_for_a_process_that_is_suspended(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(store_file, "_WRITE_PATIENCE_S", 0.1)
-    monkeypatch.setattr(writer_module, "_FOREIGN_WRITE_S", 0.2)
     store = Store(folder, budget_bytes=BUDGET, serving=True)
-    writer = Writer(store, buffer_bytes=BUDGET)
+    writer = Writer(store, buffer_bytes=BUDGET, limits=WriterLimits(foreign_write_s=0.2))
     with beside(write_until_told, folder) as process:
         os.kill(process.pid or 0, signal.SIGSTOP)
         pub = publication(store, prompt(1, 3 * BLOCK))

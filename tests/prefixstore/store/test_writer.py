@@ -29,7 +29,7 @@ from diskprefix.prefixstore.store.statistics import savings
 from diskprefix.prefixstore.store.statistics.savings import Tally, read_savings
 from diskprefix.prefixstore.store.store import EXPIRED, OUTDATED, Publication, Store
 from diskprefix.prefixstore.store.verify import remove_problems, verify_index
-from diskprefix.prefixstore.store.writer import Writer
+from diskprefix.prefixstore.store.writer import Writer, WriterLimits
 from tests.prefixstore.store.building import BLOCK, Clock, is_whole, open_store, part_of, prompt, publication
 from tests.prefixstore.store.other_process import fill
 from tests.waiting import wait_for
@@ -171,7 +171,7 @@ def test_memory_pressure_drops_the_newest_publication_that_frees_pages(
 def test_full_queue_refuses_prompts_and_writes_the_waiting_ones(
     store: Store, writer: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer_module, "_MAX_SAVES", 2)
+    writer.limits = WriterLimits(max_saves=2)
     gate, pages = Gate(store, monkeypatch), Pages()
     pubs = [publication(store, prompt(seed, BLOCK)) for seed in range(3)]
     saves = [submit_all(writer, [pub], [pages]) for pub in pubs]
@@ -500,10 +500,7 @@ def test_joined_uses_are_counted_and_keep_the_longest_time_to_live(store: Store,
     assert found == [(3600, 2, 3000.0)] * 2 + [(-3600, 3, 3000.0)] * 2
 
 
-def test_node_with_its_own_ttl_expires_without_a_daemon_ttl_after_a_restart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(writer_module, "_TOUCH_INTERVAL_S", 0.01)
+def test_node_with_its_own_ttl_expires_without_a_daemon_ttl_after_a_restart(tmp_path: Path) -> None:
     clock = Clock()
     store = open_store(tmp_path / "kv", clock=clock)
     kept, going = (publication(store, prompt(seed, BLOCK)) for seed in range(2))
@@ -512,7 +509,7 @@ def test_node_with_its_own_ttl_expires_without_a_daemon_ttl_after_a_restart(
     store.close()
     clock.now += 5
     store = open_store(tmp_path / "kv", clock=clock)
-    writer = Writer(store, buffer_bytes=1 << 30)
+    writer = Writer(store, buffer_bytes=1 << 30, limits=WriterLimits(touch_interval_s=0.01))
     deadline = time.monotonic() + 30
     while not writer.housekeeping.expired and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -572,12 +569,9 @@ def test_paused_writer_does_everything_except_publish(store: Store, writer: Writ
     assert order == ["quarantine", "publication"]
 
 
-def test_what_must_be_on_the_disk_at_once_waits_for_no_pause_that_begins_meanwhile(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(writer_module, "_PAUSE_S", 600.0)
-    monkeypatch.setattr(writer_module, "_MAX_HELD_S", 600.0)
-    writer, save, pubs = Writer(store, buffer_bytes=1 << 30), Save(store.epochs.of("")), chained(store, 3)
+def test_what_must_be_on_the_disk_at_once_waits_for_no_pause_that_begins_meanwhile(store: Store) -> None:
+    writer = Writer(store, buffer_bytes=1 << 30, limits=WriterLimits(pause_s=600.0, max_held_s=600.0))
+    save, pubs = Save(store.epochs.of("")), chained(store, 3)
     writer.pause_writing()
     for pub in pubs[:2]:
         writer.queue_publication(save, pub)
@@ -592,11 +586,11 @@ def test_what_must_be_on_the_disk_at_once_waits_for_no_pause_that_begins_meanwhi
 
 @pytest.mark.cases(3)
 @pytest.mark.parametrize("reason", ["flush", "close", "half of the buffer", "time"])
-def test_pauses_end_within_their_limits(store: Store, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+def test_pauses_end_within_their_limits(store: Store, reason: str) -> None:
     pub = publication(store, prompt(1, BLOCK))
-    monkeypatch.setattr(writer_module, "_PAUSE_S", 600.0)
-    monkeypatch.setattr(writer_module, "_MAX_HELD_S", 0.1 if reason == "time" else 600.0)
-    writer = Writer(store, buffer_bytes=pub.payload_bytes if reason == "half of the buffer" else 1 << 30)
+    limits = WriterLimits(pause_s=600.0, max_held_s=0.1 if reason == "time" else 600.0)
+    room = pub.payload_bytes if reason == "half of the buffer" else 1 << 30
+    writer = Writer(store, buffer_bytes=room, limits=limits)
     writer.pause_writing()
     submit(writer, pub)
     if reason == "flush":
@@ -610,9 +604,8 @@ def test_pauses_end_within_their_limits(store: Store, monkeypatch: pytest.Monkey
 def test_a_pause_holds_a_publication_for_its_own_time_beside_an_older_prompt_that_goes_on(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer_module, "_PAUSE_S", 600.0)
-    monkeypatch.setattr(writer_module, "_MAX_HELD_S", 600.0)
-    writer, older = Writer(store, buffer_bytes=1 << 30), Save(store.epochs.of(""))
+    writer = Writer(store, buffer_bytes=1 << 30, limits=WriterLimits(pause_s=600.0, max_held_s=600.0))
+    older = Save(store.epochs.of(""))
     newest_of_older, waits_for_long = publication(store, prompt(1, BLOCK)), publication(store, prompt(2, BLOCK))
     writer.pause_writing()
     writer.queue_publication(older, newest_of_older)
@@ -625,14 +618,13 @@ def test_a_pause_holds_a_publication_for_its_own_time_beside_an_older_prompt_tha
     assert writer.close(30)
 
 
-def test_served_models_are_recorded_once_and_again_in_a_new_file(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer_module, "_TOUCH_INTERVAL_S", 0.01)
+def test_served_models_are_recorded_once_and_again_in_a_new_file(store: Store) -> None:
 
     def models() -> list[ModelRecord]:
         with store.snapshot() as snapshot:
             return [model for _, model in snapshot.models()]
 
-    writer = Writer(store, buffer_bytes=1 << 30)
+    writer = Writer(store, buffer_bytes=1 << 30, limits=WriterLimits(touch_interval_s=0.01))
     served, draft = (ModelRecord(model=name, identity=f"numbers of {name}") for name in ("served", "draft"))
     for model in (served, draft, served):
         writer.set_model(model)
@@ -662,10 +654,9 @@ def test_failing_model_record_fails_no_prompt(store: Store, monkeypatch: pytest.
 
 def test_temporary_failure_loses_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries must not drop a full queue at once."""
-    monkeypatch.setattr(writer_module, "_RETRY_S", 0.01)
     gate = Gate(store, monkeypatch)
     gate.failure = FolderUnavailable(store.path, OSError(errno.ENOSPC, "full"))
-    writer = Writer(store, buffer_bytes=1 << 30)
+    writer = Writer(store, buffer_bytes=1 << 30, limits=WriterLimits(retry_s=0.01))
     pubs = [publication(store, prompt(seed, BLOCK)) for seed in range(3)]
     for pub in pubs:
         submit(writer, pub)
@@ -684,9 +675,6 @@ def test_publications_wait_for_a_reader_without_limit_and_are_saved(
 ) -> None:
     """The first attempt waits for the reader; later attempts end at once."""
     monkeypatch.setattr(environment, "_READER_PATIENCE_S", 0.3)
-    monkeypatch.setattr(writer_module, "_TRIES_S", 0.1)
-    monkeypatch.setattr(writer_module, "_RETRY_S", 0.01)
-    monkeypatch.setattr(writer_module, "_TOUCH_INTERVAL_S", 0.01)
     clock = Clock()
     store = open_store(tmp_path, budget_bytes=16 << 20, clock=clock)
     fill(store, clock, range(12))
@@ -700,7 +688,7 @@ def test_publications_wait_for_a_reader_without_limit_and_are_saved(
             took_s.append(time.monotonic() - began_at)
 
     monkeypatch.setattr(store, "publish", timed)
-    writer = Writer(store, buffer_bytes=1 << 30)
+    writer = Writer(store, buffer_bytes=1 << 30, limits=WriterLimits(tries_s=0.1, retry_s=0.01, touch_interval_s=0.01))
     with store.snapshot() as snapshot:
         snapshot.counts()
         pubs = [publication(store, prompt(seed, 3 * BLOCK), payload_bytes=1_000_000) for seed in range(100, 103)]
@@ -723,13 +711,11 @@ def test_publications_wait_for_a_reader_without_limit_and_are_saved(
 
 @pytest.mark.parametrize("num_blocks", [1, 40])
 def test_prompt_larger_than_the_store_is_refused_once_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, num_blocks: int
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, num_blocks: int
 ) -> None:
     """In one publication, or together with the nodes that it continues."""
-    monkeypatch.setattr(writer_module, "_TRIES_S", 600.0)
-    monkeypatch.setattr(writer_module, "_RETRY_S", 600.0)
     store = open_store(tmp_path, budget_bytes=16 << 20)
-    writer = Writer(store, buffer_bytes=1 << 30)
+    writer = Writer(store, buffer_bytes=1 << 30, limits=WriterLimits(tries_s=600.0, retry_s=600.0))
     whole = publication(store, prompt(1, num_blocks * BLOCK), payload_bytes=(20 << 20) // num_blocks)
     save = submit_all(writer, [part_of(replace(whole, nodes=(node,))) for node in whole.nodes])
     submit(writer, small := publication(store, prompt(2, BLOCK)))
@@ -745,7 +731,6 @@ def test_prompt_larger_than_the_store_is_refused_once_with_the_reason(
 
 
 def test_flush_waits_until_damaged_records_are_removed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer_module, "_TOUCH_INTERVAL_S", 0.01)
     store.publish(publication(store, prompt(1, 4 * BLOCK)))
     may_remove = threading.Event()
 
@@ -757,7 +742,8 @@ def test_flush_waits_until_damaged_records_are_removed(store: Store, monkeypatch
     with store.changes() as changes:
         for name in list(changes.keys("usage")):
             changes._put_record("usage", name, b"x")
-    writer, more = Writer(store, buffer_bytes=1 << 30), publication(store, prompt(1, 6 * BLOCK))
+    writer = Writer(store, buffer_bytes=1 << 30, limits=WriterLimits(touch_interval_s=0.01))
+    more = publication(store, prompt(1, 6 * BLOCK))
     submit(writer, more)
     assert not writer.flush(0.3)
     may_remove.set()
@@ -772,12 +758,12 @@ def test_flush_waits_until_damaged_records_are_removed(store: Store, monkeypatch
 
 @pytest.mark.parametrize("why", ["time", "room", "pages that others need"])
 def test_retries_end_within_their_limits(store: Store, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
-    monkeypatch.setattr(writer_module, "_TRIES_S", 0.05 if why == "time" else 600.0)
     gate = Gate(store, monkeypatch)
     gate.failure = StoreUnavailable("gone for good")
     gate.open.set()
     pub = publication(store, prompt(1, BLOCK))
-    writer = Writer(store, buffer_bytes=pub.payload_bytes if why == "room" else 1 << 30)
+    limits = WriterLimits(tries_s=0.05 if why == "time" else 600.0)
+    writer = Writer(store, buffer_bytes=pub.payload_bytes if why == "room" else 1 << 30, limits=limits)
     if why == "pages that others need":
         submit_all(writer, [pub], [Pages()])
         assert writer.write_pages(30)
@@ -788,16 +774,12 @@ def test_retries_end_within_their_limits(store: Store, monkeypatch: pytest.Monke
     assert writer.close(30)
 
 
-def test_cancelled_prompt_leaves_the_writer_unpaused_for_the_next_pause(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(writer_module, "_PAUSE_S", 0.05)
-    monkeypatch.setattr(writer_module, "_MAX_HELD_S", 3.0)
-    writer = Writer(store, buffer_bytes=1 << 30)
+def test_cancelled_prompt_leaves_the_writer_unpaused_for_the_next_pause(store: Store) -> None:
+    writer = Writer(store, buffer_bytes=1 << 30, limits=WriterLimits(pause_s=0.05, max_held_s=3.0))
     writer.pause_writing()
     submit(writer, publication(store, prompt(1, BLOCK)))
     wait_for(lambda: not writer.num_pending)
-    monkeypatch.setattr(writer_module, "_PAUSE_S", 600.0)
+    writer.limits = WriterLimits(pause_s=600.0)
     writer.pause_writing()
     submit(writer, publication(store, prompt(2, BLOCK)))
     assert writer._next() is None
@@ -814,10 +796,9 @@ def test_saving_continues_while_a_damaged_file_is_checked(store: Store, monkeypa
     monkeypatch.setattr(Environment, "require_survivable", read)
     # As after a start that needed no check of the file.
     store.environment.is_checked = False
-    monkeypatch.setattr(writer_module, "_TOUCH_INTERVAL_S", 0.01)
     first, second = (publication(store, prompt(seed, 2 * BLOCK)) for seed in range(2))
     store.publish(first)
-    writer = Writer(store, buffer_bytes=1 << 30)
+    writer = Writer(store, buffer_bytes=1 << 30, limits=WriterLimits(touch_interval_s=0.01))
     writer.quarantine(first.nodes[0].name, first.nodes[0].parent)
     submit(writer, second)
     wait_for(lambda: not writer.num_pending)
