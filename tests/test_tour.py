@@ -39,7 +39,7 @@ from diskprefix.values import Selection
 from tests.daemon.server.chat_model import write_chat_model
 from tests.daemon.server.daemon_process import reply_to, text_of, wait_until
 from tests.daemon.server.scripted import started_app
-from tests.engines import ENGINE
+from tests.runtimes import RUNTIME
 
 ROOT = Path(diskprefix.__file__).parent
 PAGE = ROOT / "TOUR.md"
@@ -269,7 +269,7 @@ def values(tmp_path_factory: pytest.TempPathFactory) -> Values:
     with running() as client, tapped(found):
         response = client.post("/v1/chat/completions", json=body).raise_for_status()
         # With the reply there is a publication of its own.
-        num_lines = 1 if ENGINE == "llama" else 3
+        num_lines = 1 if RUNTIME == "llama" else 3
         wait_until(lambda: len(found["prefixstore/store/writer.py"]) == num_lines, "the state is written")
     found["daemon/server/streaming.py"] = events(response.text)
     return found
@@ -289,7 +289,7 @@ def same(text: str) -> tuple[str, list[float]]:
 def test_the_page_shows_the_values_of_a_real_request(values: Values) -> None:
     page = shown_on(PAGE.read_text(encoding="utf-8"))
     assert len(page) == 12
-    page |= AT_BLOCKS if ENGINE == "llama" else {}
+    page |= AT_BLOCKS if RUNTIME == "llama" else {}
     shown, real = ("\n".join(f"{file}\n" + "\n".join(of[file]) for file in page) for of in (page, values))
     assert same(shown)[0] == same(real)[0], f"the values of now:\n{real}"
     assert same(shown)[1] == pytest.approx(same(real)[1], abs=TOLERANCE)

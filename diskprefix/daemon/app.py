@@ -60,7 +60,7 @@ def serve(settings: Settings) -> None:
         return
     # Before torch loads libgomp. Rounds take other times on other CPUs, and macOS has no libgomp. llama.cpp's threads
     # meet after each operation of a step, so sleep costs them more.
-    if platform.machine() == "x86_64" and "OMP_WAIT_POLICY" not in os.environ and settings.engine != "llama":
+    if platform.machine() == "x86_64" and "OMP_WAIT_POLICY" not in os.environ and settings.runtime != "llama":
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
     from diskprefix.daemon.server.process.process import run
 

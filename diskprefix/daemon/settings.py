@@ -199,7 +199,7 @@ SETTINGS = dict(sorted(settings_of(Settings).items(), key=lambda item: _GROUPS.i
 PER_MODEL = frozenset(
     {
         *(
-            "engine",
+            "runtime",
             "device",
             "gpu_layers",
             "dtype",

@@ -89,7 +89,7 @@ class MeasuredModel(Struct, frozen=True):
         used |= {"device": self.loaded.device, "dtype": self.loaded.dtype}
         if isinstance(self.runtime, PlanRuntime):
             used |= {
-                "engine": "plan",
+                "runtime": "plan",
                 "rows": given["rows"],
                 "weights": "auto" if self.runtime.weights.keeps_quants else "native",
                 "speculative": "mtp" if self.layout.has_draft_layer else "off",
@@ -97,14 +97,14 @@ class MeasuredModel(Struct, frozen=True):
             }
         elif self.fingerprint.named.get("engine") == "llama":
             own = json.loads(self.fingerprint.named["options"])
-            used |= {"engine": "llama", "gpu_layers": str(own["layers"]), "context": str(own.get("least_cells", ""))}
+            used |= {"runtime": "llama", "gpu_layers": str(own["layers"]), "context": str(own.get("least_cells", ""))}
         else:
-            used |= {"engine": "grid", "kernels": given["kernels"] if operators() is None else ""}
+            used |= {"runtime": "grid", "kernels": given["kernels"] if operators() is None else ""}
         return {name: OptionValue(given[name], used.get(name, "")) for name in PARTING}
 
 
 def load_measured(settings: RuntimeOptions, progress: Report) -> MeasuredModel:
-    """Loads the model of `settings` for the engine that they name or that fits, and measures where it is exact. Raises
+    """Loads the model of `settings` for the runtime that they name or that fits, and measures where it is exact. Raises
     the errors of `measured` and `begin_load`."""
     if is_chosen(settings, progress):
         from diskprefix.runtime.llama.load_llama import load_llama

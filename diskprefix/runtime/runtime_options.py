@@ -52,7 +52,7 @@ class RuntimeOptions(StoreOptions):
         metavar="NAME",
         parts_cache=True,
     )
-    engine: str = _model(
+    runtime: str = _model(
         "auto",
         "plan (CPUs), llama (llama.cpp's library) or grid (transformers); auto takes llama if it has a GPU.",
         is_common=True,
@@ -61,7 +61,7 @@ class RuntimeOptions(StoreOptions):
     )
     gpu_layers: int | None = _model(
         None,
-        "With --engine llama, the number of layers that the GPU computes. The CPU computes the others.",
+        "With --runtime llama, the number of layers that the GPU computes. The CPU computes the others.",
         kind="integer",
         bounds=(0, 10_000),
         unset="as many as have room there",

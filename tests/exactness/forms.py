@@ -24,11 +24,11 @@ from diskprefix.prefixstore.store.store import Store
 from diskprefix.tokens import as_token_ids
 from tests.daemon.server.chat_model import write_chat_model
 from tests.daemon.server.daemon_process import DaemonProcess, clean_environment, serve_flags, wait_until
-from tests.engines import ENGINE
 from tests.exactness.architectures import VOCAB, tiny_model
 from tests.exactness.jobs import Case, Lengths, cases_of
 from tests.exactness.rows import UNSUPPORTED
 from tests.runtime.plan import tiny
+from tests.runtimes import RUNTIME
 
 ONE_AT_A_TIME = "1GiB"
 """Room to compute is most of what a tiny model needs."""
@@ -49,7 +49,7 @@ def daemon_of(models: Mapping[str, Path], cache: Path, lengths: Lengths) -> Daem
 def write_architecture(name: str, dtype: str, folder: Path) -> Path:
     """A tiny model as a folder, with a tokenizer that no test needs: prompts are token ids. For llama.cpp's library it
     is another Llama for each name: `tools/llama matrix` has the architectures."""
-    if ENGINE == "llama":
+    if RUNTIME == "llama":
         return write_chat_model(folder, seed=sum(name.encode()))
     tiny_model(name, getattr(torch, dtype)).save_pretrained(folder)
     tiny.tokenizer().save_pretrained(folder)

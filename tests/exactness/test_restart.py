@@ -22,7 +22,7 @@ from diskprefix.daemon.cli import cli
 from diskprefix.tokens import TokenIds, as_token_ids, common_prefix_length
 from tests.daemon.server.chat_model import write_chat_model
 from tests.daemon.server.daemon_process import DaemonProcess, cache_states, clean_environment, serve_flags
-from tests.engines import restorable
+from tests.runtimes import restorable
 
 Request = dict[str, Any]
 

@@ -97,14 +97,14 @@ def test_a_retry_says_that_it_found_a_part(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("asked", ["by a client", "by warm"])
-@pytest.mark.parametrize("engine", ["plan", "grid", "llama"])
+@pytest.mark.parametrize("runtime", ["plan", "grid", "llama"])
 def test_a_daemon_that_is_killed_in_the_middle_of_a_prompt_has_saved_what_it_computed(
-    engine: str, asked: str, tmp_path: Path
+    runtime: str, asked: str, tmp_path: Path
 ) -> None:
-    if engine == "llama":
+    if runtime == "llama":
         pytest.importorskip("llama_cpp")
-    model, cache = write_chat_model(tmp_path / "tiny-chat", engine=engine), tmp_path / "kv"
-    flags = serve_flags(model, cache, engine=engine, disk_prefix_cache="auto")
+    model, cache = write_chat_model(tmp_path / "tiny-chat", runtime=runtime), tmp_path / "kv"
+    flags = serve_flags(model, cache, runtime=runtime, disk_prefix_cache="auto")
     environment = clean_environment(HALT_AT="512")
     content = " ".join(f"{number} rivers" for number in range(400))
     body: dict[str, Any] = {"messages": [{"role": "user", "content": content}], "max_tokens": 4}
@@ -123,7 +123,7 @@ def test_a_daemon_that_is_killed_in_the_middle_of_a_prompt_has_saved_what_it_com
         daemon.stop(signal.SIGKILL)
         asking.join()
     with (
-        running_daemon(model, cache, engine=engine, disk_prefix_cache="auto") as restarted,
+        running_daemon(model, cache, runtime=runtime, disk_prefix_cache="auto") as restarted,
         restarted.client() as client,
     ):
         report = reply_to(client, body)

@@ -23,12 +23,12 @@ from diskprefix.runtime.fetch.embedded import EMBEDDED
 from tests.cache_folder import USERS
 from tests.daemon.server.daemon_process import DaemonProcess, clean_environment, reply_to, serve_flags
 from tests.daemon.server.other_user import OTHER_USER
-from tests.engines import ENGINE
 from tests.runtime.plan import tiny
+from tests.runtimes import RUNTIME
 from tests.small_disk import remount, small_disk
 
 pytestmark = pytest.mark.skipif(
-    operators() is None or ENGINE == "llama", reason="weights are packed for the compiled operators"
+    operators() is None or RUNTIME == "llama", reason="weights are packed for the compiled operators"
 )
 ROOT = Path(__file__).parents[2]
 KEPT = r"\[model\] kept for a faster start: .+ in (\S+)$"

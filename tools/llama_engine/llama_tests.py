@@ -26,7 +26,7 @@ SUITES = (
     "tests/daemon/server/test_responses.py",
     "tests/test_tour.py",
 )
-"""Suites of every engine, whose daemons get `--engine llama` here (`tests/engines.py`)."""
+"""Suites of every engine, whose daemons get `--runtime llama` here (`tests/runtimes.py`)."""
 _ROOT = Path(__file__).parents[2]
 
 
@@ -52,7 +52,7 @@ def tests(backend: str | None, arguments: tuple[str, ...]) -> None:
     ended = subprocess.run(
         [*command, *(() if named else (*ENGINE_TESTS, *SUITES))],
         cwd=_ROOT,
-        env=os.environ | variables_of(backend) | {"DISKPREFIX_TEST_ENGINE": "llama"},
+        env=os.environ | variables_of(backend) | {"DISKPREFIX_TEST_RUNTIME": "llama"},
         check=False,
     )
     sys.exit(ended.returncode)

@@ -60,7 +60,7 @@ _READ_BYTES = 1 << 16
 
 def record_all(workspace: Path) -> dict[str, bytes]:
     """Returns the response to each request of `BODIES`, with status line and headers. Raises `LiveServerError`."""
-    model = write_chat_model(workspace / "model", engine="diskprefix")
+    model = write_chat_model(workspace / "model", runtime="diskprefix")
     write_tokenizer(model, chat_template=TEMPLATE, more_special_tokens=_OF_A_GAP, more_texts=[CHAT_REPLY] * 4)
     flags = ("--model", str(model), "--kv-cache-gate", "off", "--speculative", "off")
     with LiveServer(

@@ -149,7 +149,7 @@ def _prompts(serving: Serving, purpose: Purpose, body: EmbeddingsRequest) -> tup
     engine = serving.engine
     if not engine.runtime.has_hidden:
         how = "the engine shows no hidden states of this model, so it makes no embeddings"
-        how += "; with --engine plan it does, if it has a plan"
+        how += "; with --runtime plan it does, if it has a plan"
         raise InvalidRequest.at("model", how)
     size = engine.config.get_text_config(decoder=True).hidden_size
     if body.dimensions is not None and body.dimensions > size:

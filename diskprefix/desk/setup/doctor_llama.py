@@ -27,8 +27,8 @@ def llama_findings(settings: Settings) -> Iterator[Finding]:
     from diskprefix.runtime.llama.llama_library import INSTALL, VERSION, open_library
 
     if find_spec("llama_cpp") is None:
-        is_wanted = settings.engine == "llama"
-        text = f"not installed: --engine llama, which uses GPUs for .gguf files, needs it ({INSTALL})"
+        is_wanted = settings.runtime == "llama"
+        text = f"not installed: --runtime llama, which uses GPUs for .gguf files, needs it ({INSTALL})"
         yield Finding("llama.cpp", "problem" if is_wanted else "ok", text, "install it" if is_wanted else "")
         return
     try:

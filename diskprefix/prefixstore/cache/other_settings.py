@@ -37,7 +37,7 @@ def differing_options(theirs: Mapping[str, OptionValue], ours: Mapping[str, Opti
 
 
 def options_text(options: Mapping[str, str]) -> str:
-    """Returns options as people write them: `--kv-type auto --engine grid`."""
+    """Returns options as people write them: `--kv-type auto --runtime grid`."""
     return " ".join(f"{flag} {value}" if value else f"no {flag}" for flag, value in options.items())
 
 

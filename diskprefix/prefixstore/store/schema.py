@@ -34,7 +34,7 @@ FORMAT, NAMES, PURGES = "format", "names", "purges"
 MODEL_MARK = b"model "
 ENCODED_PICTURES = "pictures "
 """The beginning of the identity of a root that holds an encoder's output for pictures."""
-FORMAT_VERSION = 15
+FORMAT_VERSION = 16
 MAX_PREFILL_S = 1e6
 """Limit for the seconds that computing a node took. Greater values in a record are not trusted."""
 DATABASES = ("meta", "roots", "nodes", "children", "usage", "payloads", "entries", "seen", "notes")

@@ -37,7 +37,7 @@ _JOIN_S = 0.5
 
 @dataclass(frozen=True)
 class WriterLimits:
-    """How long the writer waits, in seconds, and how much may wait for it."""
+    """Limits of waiting, in seconds, and of what waits."""
 
     touch_interval_s: float = 1.0
     """The interval at which uses of nodes and counts of requests are written, and the folder is checked. A kill loses

@@ -1,1 +1,1 @@
-"""llama.cpp's library as an engine: any `.gguf` file, on any device that it computes on. See README.md."""
+"""llama.cpp's library as a runtime: any `.gguf` file, on any device that it computes on. See README.md."""

@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("diskprefix")
 
 _NAMES = {"mps": ("metal", "mtl"), "xpu": ("sycl",), "cuda": ("cuda", "rocm", "musa")}
-"""The beginnings of the names of devices in the library, by the kinds that `--device` has for every engine."""
+"""The beginnings of the names of devices in the library, by the kinds that `--device` has for every runtime."""
 
 
 def is_chosen(settings: RuntimeOptions, progress: Report) -> bool:
-    """Returns whether the library computes the model of `settings`: if `--engine` says so, or with `auto` if the model
+    """Returns whether the library computes the model of `settings`: if `--runtime` says so, or with `auto` if the model
     is a `.gguf` file, and the library is installed and has the device that `--device` names, or any GPU. Fetches the
     model if that decides it. Raises the errors of `find_model`."""
-    if settings.engine != "auto":
-        return settings.engine == "llama"
+    if settings.runtime != "auto":
+        return settings.runtime == "llama"
     if settings.device == "cpu" or find_spec("llama_cpp") is None:
         return False
     # It takes a moment, which most starts do not need.

@@ -138,14 +138,14 @@ def open_library() -> Library:
         if error.name != "llama_cpp":
             raise ModelError(f"llama.cpp's library cannot be loaded: {error}; install it again: {INSTALL}") from error
         raise SettingsError(
-            f"--engine llama: llama.cpp's library is not installed; install it: {INSTALL} (this compiles it)"
+            f"--runtime llama: llama.cpp's library is not installed; install it: {INSTALL} (this compiles it)"
         ) from error
     except (OSError, RuntimeError, AttributeError) as error:
         # A part of it is missing, or a function.
         raise ModelError(f"llama.cpp's library cannot be loaded: {error}; install it again: {INSTALL}") from error
     if llama_cpp.__version__ != VERSION:
         raise ModelError(
-            f"--engine llama needs llama-cpp-python {VERSION}, whose structures it knows; this is "
+            f"--runtime llama needs llama-cpp-python {VERSION}, whose structures it knows; this is "
             f"{llama_cpp.__version__}: {INSTALL}"
         )
     return Library(api)

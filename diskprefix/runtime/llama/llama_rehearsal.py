@@ -112,7 +112,7 @@ def rehearsed(path: Path, options: LlamaOptions, key: str, report: Report) -> Re
 
 def _crash(path: Path, number: int) -> str:
     name = next((known.name for known in signal.Signals if known == number), f"signal {number}")
-    advice = "choose another --device, or --engine plan"
+    advice = "choose another --device, or --runtime plan"
     with suppress(OSError):
         if "amx_tile" in Path("/proc/cpuinfo").read_text(encoding="utf-8"):
             # What gcc 12 makes of the loads of AMX's configuration.

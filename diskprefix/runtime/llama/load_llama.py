@@ -53,7 +53,7 @@ _NOT_PORTABLE = frozenset({"golden", "device", "threads", "cpu"})
 
 
 class LlamaConfig(Struct, frozen=True):
-    """A configuration with the fields that the engine reads."""
+    """A configuration with the fields that the runtime reads."""
 
     model_type: str
     max_position_embeddings: int
@@ -207,7 +207,7 @@ def _read_file(settings: RuntimeOptions, progress: Report) -> _File:
     path, name = find_model(settings.model, progress)
     offer_packs(path, progress)
     if not path.is_file():
-        raise SettingsError(f"--engine llama reads .gguf files, and {path} is none; choose --engine plan or grid")
+        raise SettingsError(f"--runtime llama reads .gguf files, and {path} is none; choose --runtime plan or grid")
     parts = part_paths(path)
     metadata = Metadata(*read_tensors(parts))
     metadata.require_texts()
@@ -246,7 +246,7 @@ def _require_possible(settings: RuntimeOptions) -> None:
     }
     for flag, is_set in wrong.items():
         if is_set:
-            raise SettingsError(f"{flag}: it has no effect with --engine llama; leave it out")
+            raise SettingsError(f"{flag}: it has no effect with --runtime llama; leave it out")
 
 
 def _free_bytes(library: Library, device: Device) -> int:

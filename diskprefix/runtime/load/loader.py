@@ -444,11 +444,11 @@ def _source(
 
 
 def _no_plan(settings: RuntimeOptions, reason: str) -> str:
-    """Returns why the model gets no plan: a `reason`, or because `--engine` asks for another engine. Raises
+    """Returns why the model gets no plan: a `reason`, or because `--runtime` asks for another. Raises
     `SettingsError` if it asks for a plan and there is none."""
-    if settings.engine == "plan" and reason:
-        raise SettingsError(f"--engine plan: this model has none: {reason}; leave --engine out")
-    return "--engine grid asks for transformers' modules" if settings.engine == "grid" else reason
+    if settings.runtime == "plan" and reason:
+        raise SettingsError(f"--runtime plan: this model has none: {reason}; leave --runtime out")
+    return "--runtime grid asks for transformers' modules" if settings.runtime == "grid" else reason
 
 
 class _Headers(Struct, frozen=True, kw_only=True, eq=False):

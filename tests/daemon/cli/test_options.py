@@ -64,7 +64,7 @@ def values_of(folder: Path, model: Path) -> dict[str, str]:
     return {
         "model": str(model),
         "device": "cpu",
-        "engine": "plan",
+        "runtime": "plan",
         "dtype": "float32",
         "weights": "native",
         "packed_weights": str(folder / "weights"),
@@ -148,7 +148,7 @@ WAYS: tuple[Way, ...] = (by_flags, by_variables, by_a_policy)
 
 def answer_of(flags: list[str], variables: Mapping[str, str], model: str, key: str | None) -> dict[str, Any]:
     environment = clean_environment() | dict(variables)
-    for name in ("DISKPREFIX_AHEAD", "DISKPREFIX_ENGINE"):
+    for name in ("DISKPREFIX_AHEAD", "DISKPREFIX_RUNTIME"):
         environment.pop(name) if name not in variables else None
     with DaemonProcess(*flags, environment=environment) as daemon:
         with daemon.client(key) as client:

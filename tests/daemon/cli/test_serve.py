@@ -68,7 +68,7 @@ def test_every_setting_has_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch
         "model": "some/model",
         "models_dir": "~/models",
         "models_file": "/models.toml",
-        "engine": "LLAMA",
+        "runtime": "LLAMA",
         "device": "cuda:1",
         "gpu_layers": "12",
         "dtype": "float32",

@@ -127,7 +127,7 @@ def test_an_engine_that_shows_no_hidden_states_names_the_one_that_does(
     with daemon.client() as client:
         answer = client.post("/v1/embeddings", json={"input": "a text"})
     assert answer.status_code == 400
-    assert "; with --engine plan it does" in answer.json()["error"]["message"]
+    assert "; with --runtime plan it does" in answer.json()["error"]["message"]
 
 
 def test_a_mean_is_that_of_all_tokens_with_the_same_bits_in_company(

@@ -1,6 +1,6 @@
 """The options that part the cache are those that are marked, and a difference of two identities is told by them.
 
-Each engine is loaded with each marked option alone, and with all others at once.
+Each runtime is loaded with each marked option alone, and with all others at once.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ PARTING = {name for name, setting in SETTINGS.items() if setting.parts_cache}
 
 
 class Case(Struct, frozen=True):
-    """A model for an engine, and the options that change its identity, each with a value that does. `same` are values
+    """A model for a runtime, and the options that change its identity, each with a value that does. `same` are values
     of parting options that change nothing for it."""
 
     model: Callable[[Path], Path]
-    engine: str
+    runtime: str
     parts: dict[str, Any]
     same: dict[str, Any] = {}
 
@@ -61,20 +61,20 @@ def of_float32(folder: Path) -> Path:
 
 
 EVERYWHERE = {"block_size": 32, "fingerprint": "portable"}
-OF_PLANS = EVERYWHERE | {"dtype": "float32", "kv_type": "q8", "rows": "15", "engine": "grid", "kernels": "torch"}
+OF_PLANS = EVERYWHERE | {"dtype": "float32", "kv_type": "q8", "rows": "15", "runtime": "grid", "kernels": "torch"}
 CASES = {
     "quants": Case(
         of_quants,
         "plan",
         OF_PLANS | {"weights": "native"},
-        {"context": 64, "speculative": "ngram", "device": "cpu", "engine": "plan", "dtype": "bfloat16"},
+        {"context": 64, "speculative": "ngram", "device": "cpu", "runtime": "plan", "dtype": "bfloat16"},
     ),
     "draft layer": Case(with_draft_layer, "plan", {"speculative": "off"}, {"speculative": "mtp", "context": 64}),
     "two lengths": Case(of_two_lengths, "plan", {"context": ORIGINAL}, {"context": ORIGINAL + 8, "weights": "native"}),
     "grid": Case(
         of_float32,
         "grid",
-        EVERYWHERE | {"dtype": "bfloat16", "engine": "plan"},
+        EVERYWHERE | {"dtype": "bfloat16", "runtime": "plan"},
         {"rows": "15", "context": 64, "speculative": "off", "weights": "native", "kernels": "avx2", "dtype": "float32"},
     ),
     "llama": Case(
@@ -91,14 +91,14 @@ class Opening:
     """Loads the model of a case, llama.cpp's library being a script."""
 
     def __init__(self, case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        engine, _, device = case.engine.partition(" on ")
-        if engine == "llama":
+        runtime, _, device = case.runtime.partition(" on ")
+        if runtime == "llama":
             (folder / "library").mkdir()
             loading = Loading(folder / "library", monkeypatch)
             loading.api.gpus = {"CUDA0": (1, 1 << 40), "CUDA1": (1, 1 << 40)}
         self.plain: dict[str, Any] = {
             "model": str(case.model(folder)),
-            "engine": "auto" if engine == "plan" else engine,
+            "runtime": "auto" if runtime == "plan" else runtime,
             "device": device or "auto",
             "block_size": 64,
             "kv_cache_dir": folder / "kv",
@@ -144,7 +144,7 @@ def test_no_other_option_changes_the_identity(opening: Opening, case: Case, tmp_
 
 @pytest.mark.parametrize("architecture", ["llama", "lfm2"])
 @pytest.mark.parametrize(
-    ("was", "now"), [({}, {"kv_type": "q8"}), ({}, {"engine": "grid"}), ({"engine": "grid"}, {})], ids=str
+    ("was", "now"), [({}, {"kv_type": "q8"}), ({}, {"runtime": "grid"}), ({"runtime": "grid"}, {})], ids=str
 )
 def test_what_other_options_have_stored_is_promised_as_far_as_they_would_restore_it(
     was: dict[str, Any], now: dict[str, Any], architecture: str, tmp_path: Path

@@ -302,7 +302,7 @@ def test_a_request_whose_logits_are_not_finite_fails_alone_and_saves_no_such_sta
 
 def test_layers_for_a_gpu_are_refused_where_nothing_gives_them_to_one() -> None:
     with pytest.raises(SettingsError, match=r"^--gpu-layers: only llama\.cpp's library"):
-        measured_model.load_measured(Settings(model="/nowhere", engine="plan", gpu_layers=3), print)
+        measured_model.load_measured(Settings(model="/nowhere", runtime="plan", gpu_layers=3), print)
 
 
 def test_the_file_of_another_program_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:

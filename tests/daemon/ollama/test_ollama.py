@@ -22,7 +22,7 @@ from tests.daemon.server.agent_model import call, saying, thought
 from tests.daemon.server.chat_model import POSITIONS, weights_of, write_chat_model, write_tokenizer
 from tests.daemon.server.daemon_process import DaemonProcess, wait_until
 from tests.daemon.server.scripted import AppServer, ScriptedEngine, real_app
-from tests.engines import not_by_llama
+from tests.runtimes import not_by_llama
 
 MODEL = "tiny-chat"
 RIVERS: list[Any] = [

@@ -40,14 +40,14 @@ from tests.daemon.server.chat_model import POSITIONS, weights_of, write_chat_mod
 from tests.daemon.server.daemon_process import CHAT, DaemonProcess, clean_environment, family, serve_flags, wait_until
 from tests.daemon.server.process.test_process import Notifications, next_data
 from tests.daemon.server.test_auth import write_keys
-from tests.engines import ENGINE, not_by_llama
 from tests.runtime.plan.tiny import write_gguf
+from tests.runtimes import RUNTIME, not_by_llama
 
 KEY = "k" * 24
 ONE_OF_TWO = ("--memory-limit", "1GiB")
 """Room to compute is most of what a tiny model needs."""
 REPLY = 6
-COMPUTED_AGAIN = 16 - 1 + REPLY - 1 if ENGINE == "llama" else 0
+COMPUTED_AGAIN = 16 - 1 + REPLY - 1 if RUNTIME == "llama" else 0
 """How many of the tokens that a turn has computed the next one may compute again: a part of a block and the reply, for
 a model that is exact at blocks."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.engines import ENGINE
+from tests.runtimes import RUNTIME
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 VOCAB_SIZE = 512
@@ -69,9 +69,9 @@ def write_chat_model(
     chat_template: str | None = CHAT_TEMPLATE,
     seed: int = 7,
     positions: int = POSITIONS,
-    engine: str = ENGINE,
+    runtime: str = RUNTIME,
 ) -> Path:
-    """Two layers in float32. The weights are in a form that `engine` reads."""
+    """Two layers in float32. The weights are in a form that `runtime` reads."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -89,7 +89,7 @@ def write_chat_model(
     )
     model = LlamaForCausalLM(config)
     write_tokenizer(folder, chat_template=chat_template)
-    if engine == "llama":
+    if runtime == "llama":
         from tests.runtime.plan.llama_file import write_llama_file
 
         config.save_pretrained(folder)

@@ -22,8 +22,8 @@ import httpx
 
 from diskprefix.daemon.server.process.listener import listen
 from diskprefix.daemon.server.process.token_file import token_at
-from tests.engines import ENGINE
 from tests.forked import ForkedCommand
+from tests.runtimes import RUNTIME
 
 START_TIMEOUT_S = 120.0
 CHAT = "/v1/chat/completions"
@@ -32,13 +32,13 @@ _LISTENING = re.compile(r"listening on (http://\S+);")
 
 def clean_environment(**changes: str) -> dict[str, str]:
     """This process's environment without its DISKPREFIX_ variables, nor what a daemon in this process has set. Nothing
-    is computed ahead, and the engine is that of the tests.
+    is computed ahead, and the runtime is the tests'.
 
     A tiny model gains nothing from a second thread, and on a busy machine threads that wait for each other stand still.
     """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("DISKPREFIX_", "GOMP_"))}
     usual = {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "default", "OMP_NUM_THREADS": "1", "DISKPREFIX_AHEAD": "off"}
-    usual["DISKPREFIX_ENGINE"] = ENGINE
+    usual["DISKPREFIX_RUNTIME"] = RUNTIME
     return kept | usual | changes
 
 

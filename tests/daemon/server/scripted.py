@@ -53,7 +53,7 @@ from diskprefix.values import CacheReport, Scope, Selection, Tenant
 from tests.daemon.engine.driving import Cancelled, serve_one_at_a_time
 from tests.daemon.server.chat_model import POSITIONS, VOCAB_SIZE
 from tests.daemon.server.daemon_process import wait_until
-from tests.engines import ENGINE
+from tests.runtimes import RUNTIME
 
 Emit = Callable[[Event], None]
 Script = Callable[[GenerateRequest, Emit, Callable[[], bool]], None]
@@ -353,7 +353,7 @@ def scripted_app(model: Path, engine: ScriptedEngine | None = None, **changes: A
 
 @contextmanager
 def started_app(model: Path, load_engine: Any, **changes: Any) -> Iterator[AppServer]:
-    usual: dict[str, Any] = {"max_sequences": 1, "ahead": "off", "engine": ENGINE}
+    usual: dict[str, Any] = {"max_sequences": 1, "ahead": "off", "runtime": RUNTIME}
     server = AppServer(Settings(model=str(model), port=0, **usual | changes), load_engine)
     server.start()
     try:

@@ -15,7 +15,7 @@ from diskprefix.prefixstore.store.note_record import NoteKind
 from diskprefix.prefixstore.store.schema import DATABASES
 from diskprefix.prefixstore.store.store import Store
 from tests.daemon.server.daemon_process import DaemonProcess, command, props, running_daemon, wait_until
-from tests.engines import ENGINE
+from tests.runtimes import RUNTIME
 
 FIELDS: dict[str, Any] = {"model": "tiny-chat", "max_output_tokens": 24, "temperature": 0}
 WORDS = "The vixen {0} sleeps under elder {1}, where the miller's {2} lantern hangs. "
@@ -106,7 +106,7 @@ def test_after_a_delete_no_record_of_a_conversation_is_found(chat_model: Path, t
         assert objects_in(bucket) > objects_of_kept
         # A turn replaces the entry of the turn before, unless the state is exact at blocks alone.
         entries = entries_with(client, "vixen 2 ")
-        assert len(entries) == (2 if ENGINE == "llama" else 1)
+        assert len(entries) == (2 if RUNTIME == "llama" else 1)
         deleted = [client.delete(f"/dashboard/entries/{entry['id']}").json() for entry in entries]
         assert {report["remote_error"] for report in deleted} == {None}
         assert sum(report["remote_objects"] for report in deleted) > 0

@@ -15,7 +15,7 @@ from diskprefix.daemon.chat.known_parts import Encoding
 from tests.daemon.server.chat_model import write_chat_model
 from tests.daemon.server.daemon_process import reply_to
 from tests.daemon.server.scripted import AppServer, real_app
-from tests.engines import REPLIES_LATER, not_by_llama
+from tests.runtimes import REPLIES_LATER, not_by_llama
 
 CHAT = "/v1/chat/completions"
 REPLY = 40

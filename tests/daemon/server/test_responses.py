@@ -28,7 +28,7 @@ from tests.daemon.server.agent_model import call, thought
 from tests.daemon.server.daemon_process import DaemonProcess, running_daemon
 from tests.daemon.server.scripted import AppServer, Emit, ScriptedEngine, ScriptedNotes, done, scripted_app
 from tests.daemon.server.test_auth import ALICE, BOB
-from tests.engines import restorable
+from tests.runtimes import restorable
 
 ROUTE = "/v1/responses"
 MODEL = "scripted"

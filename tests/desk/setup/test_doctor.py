@@ -525,7 +525,7 @@ def test_another_kind_of_rows_is_advised_only_where_prompts_gain() -> None:
 
 def test_doctor_says_how_many_layers_a_device_computes(load: Loading) -> None:
     load.api.gpus = {"CUDA0": (1, 1 << 20)}
-    settings = Settings(model=str(load.file), engine="llama")
+    settings = Settings(model=str(load.file), runtime="llama")
     findings = model_findings(settings, lambda _line: None)
     of_layers = next(finding for finding in findings if finding.check == "layers")
     line = placement_of(settings).line

@@ -51,7 +51,7 @@ def run_two(model: Path, folder: Path, **cache: Any) -> str:
 @pytest.mark.parametrize("form", ["folder", "gguf"])
 def test_the_line_is_clear_in_the_list_and_masked_in_log_and_reply(form: str, chat_model: Path, tmp_path: Path) -> None:
     is_folder = form == "folder"
-    model = chat_model if is_folder else weights_of(write_chat_model(tmp_path / "model", engine="llama"))
+    model = chat_model if is_folder else weights_of(write_chat_model(tmp_path / "model", runtime="llama"))
     log = run_two(model, tmp_path / "kv")
     assert SHAPE in log
     assert not [word for word in ("Marmot", "Beaver", "Kumquat", "Quinces") if word in log]

@@ -13,7 +13,7 @@ from tests.daemon.server.daemon_process import DaemonProcess, command, reply_to,
 from tests.desk.conftest import Run
 
 PROMPT = "The water of the river is high in spring, and the bridge is closed then. " * 12
-OTHERS = {"--kv-type": ("auto", "q8"), "--block-size": ("16", "128"), "--engine": ("auto", "grid")}
+OTHERS = {"--kv-type": ("auto", "q8"), "--block-size": ("16", "128"), "--runtime": ("auto", "grid")}
 """The first and the second value."""
 
 

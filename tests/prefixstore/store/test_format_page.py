@@ -141,13 +141,13 @@ def test_the_page_lists_the_databases_and_the_kinds() -> None:
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> SecondReader:
     folder = tmp_path_factory.mktemp("store")
-    (folder / "data.mdb").write_bytes(gzip.decompress((FORMATS / "15.mdb.gz").read_bytes()))
+    (folder / "data.mdb").write_bytes(gzip.decompress((FORMATS / "16.mdb.gz").read_bytes()))
     return SecondReader(folder)
 
 
 def test_a_reader_made_from_the_page_finds_the_prompts_of_a_released_store(reader: SecondReader) -> None:
-    expected = json.loads((FORMATS / "15.json").read_text(encoding="utf-8"))
-    assert reader.format == 15
+    expected = json.loads((FORMATS / "16.json").read_text(encoding="utf-8"))
+    assert reader.format == 16
     assert {name.hex() for name in reader.entries} == {key.split()[1] for key in expected if key.startswith("entry ")}
     for name, entry in reader.entries.items():
         path = reader.path(name)
@@ -159,7 +159,7 @@ def test_a_reader_made_from_the_page_finds_the_prompts_of_a_released_store(reade
 
 
 def test_a_reader_made_from_the_page_decodes_every_payload_of_a_released_store(reader: SecondReader) -> None:
-    expected = json.loads((FORMATS / "15.json").read_text(encoding="utf-8"))
+    expected = json.loads((FORMATS / "16.json").read_text(encoding="utf-8"))
     texts = {f"node {node.name.hex()}": reader.text(node) for node in reader.nodes.values() if node.kind != 3}
     assert texts == {key: value for key, value in expected.items() if key.startswith("node ")}
     assert {codec for node in reader.nodes.values() for codec in reader.codecs(node)} == {0, 1, 2}

@@ -19,8 +19,8 @@ from tests.prefixstore.store.released_format import FORMATS, contents
 ROOT = Path(__file__).parents[3]
 RELEASED = sorted(FORMATS.glob("*.mdb.gz"))
 DIGESTS = {
-    "15.json": "553489a27ea712d2dd4a9529cc135792efcff2fedb3d593d68d3d96e484466bb",
-    "15.mdb.gz": "98104bca092e87938c7d951f38a175671b4fb0454add5ff41ddd126828810197",
+    "16.json": "553489a27ea712d2dd4a9529cc135792efcff2fedb3d593d68d3d96e484466bb",
+    "16.mdb.gz": "8ba96884947772a8bea1cf2a4d03af71d86f23842c5bfc165c76b94a8bcbbea5",
 }
 
 

@@ -207,8 +207,8 @@ def test_the_cpu_and_a_library_without_a_gpu_need_no_device() -> None:
 @pytest.mark.parametrize(
     ("asked", "gpus", "expected"),
     [
-        ({"engine": "llama", "device": "cpu"}, (), True),
-        ({"engine": "plan"}, ("CUDA0",), False),
+        ({"runtime": "llama", "device": "cpu"}, (), True),
+        ({"runtime": "plan"}, ("CUDA0",), False),
         ({}, ("CUDA0",), True),
         ({}, (), False),
         ({}, ("BLAS",), False),
@@ -235,7 +235,7 @@ def test_auto_takes_the_library_for_a_file_if_it_has_the_device(
     monkeypatch.setattr("diskprefix.runtime.llama.devices.find_spec", lambda _name: True)
     assert is_chosen(settings, lambda _line: None) is expected
     monkeypatch.setattr("diskprefix.runtime.llama.devices.find_spec", lambda _name: None)
-    assert is_chosen(settings, lambda _line: None) is (settings.engine == "llama")
+    assert is_chosen(settings, lambda _line: None) is (settings.runtime == "llama")
 
 
 def test_auto_does_without_a_library_that_cannot_be_used(

@@ -152,7 +152,7 @@ def test_a_library_that_ends_the_process_gives_one_line_with_what_to_do(
         asked()
     assert "\n" not in raised.value.message
     assert ("-mno-amx-tile" in raised.value.message) is has_amx
-    assert ("--engine plan" in raised.value.message) is not has_amx
+    assert ("--runtime plan" in raised.value.message) is not has_amx
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ class Loading:
     def __call__(self, **changes: Any) -> LoadedLlama:
         asked: dict[str, Any] = {
             "model": str(self.file),
-            "engine": "llama",
+            "runtime": "llama",
             "block_size": 64,
             "device": "cpu",
         } | changes
@@ -108,7 +108,7 @@ def test_what_the_library_does_not_do_is_refused_before_anything_is_loaded(
 def test_a_folder_is_refused(load: Loading, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
-    with pytest.raises(SettingsError, match=r"reads .gguf files, and .* is none; choose --engine plan or grid"):
+    with pytest.raises(SettingsError, match=r"reads .gguf files, and .* is none; choose --runtime plan or grid"):
         load(model=str(folder))
 
 
@@ -161,7 +161,7 @@ def test_layers_without_room_on_the_device_are_said_at_the_load_and_by_the_place
 ) -> None:
     line = "CUDA0 (1.0 MiB are free) computes 0 of 3 layers, and the CPU the others"
     load.api.gpus = {"CUDA0": (1, 1 << 20)}
-    settings: dict[str, Any] = {"model": str(load.file), "engine": "llama"}
+    settings: dict[str, Any] = {"model": str(load.file), "runtime": "llama"}
     assert load(device="auto").loaded.device == "CUDA0"
     assert [record.message for record in caplog.records if "layers" in record.message] == [
         f"[llama] {line}. {loading.MAKE_ROOM}"

@@ -43,12 +43,12 @@ class City(BaseModel):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose template writes calls."""
-    return write_chat_model(tmp_path_factory.mktemp("models") / "agent", chat_template=TEMPLATE, engine="llama")
+    return write_chat_model(tmp_path_factory.mktemp("models") / "agent", chat_template=TEMPLATE, runtime="llama")
 
 
 @pytest.fixture(scope="module")
 def daemon(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    flags = serve_flags(model, tmp_path_factory.mktemp("daemon") / "kv", engine="llama")
+    flags = serve_flags(model, tmp_path_factory.mktemp("daemon") / "kv", runtime="llama")
     with DaemonProcess(*flags) as process:
         yield process.wait_ready()
 
@@ -209,7 +209,7 @@ def test_a_setting_that_the_library_lacks_ends_the_start_in_one_line(
     model: Path, tmp_path: Path, flags: tuple[str, str], begin: str
 ) -> None:
     given = [str(model) if part == "MODEL" else part for part in flags]
-    served = [*serve_flags(model, tmp_path / "kv", engine="llama"), *given]
+    served = [*serve_flags(model, tmp_path / "kv", runtime="llama"), *given]
     with DaemonProcess(*served, environment=clean_environment()) as refused:
         assert refused.process.wait(120) == 2
         refused.stop()
@@ -226,7 +226,7 @@ def test_a_reply_is_computed_again_in_idle_time_and_restored_in_the_next_turn(
     body: dict[str, Any] = {"max_tokens": 64, "temperature": 0, "logit_bias": {"0": -100, "2": -100}, "logprobs": True}
 
     def turns(ahead: str) -> list[dict[str, Any]]:
-        settings: dict[str, Any] = {"engine": "llama", "ahead": ahead, "kv_cache_gate": "off"}
+        settings: dict[str, Any] = {"runtime": "llama", "ahead": ahead, "kv_cache_gate": "off"}
         with real_app(model, tmp_path / ahead, **settings) as server, server.client() as client:
             first = reply_to(client, body | {"messages": MESSAGES}, scope="full")
             wait_until(lambda: server.engine.ahead.wait_s is None, "nothing is left to compute")

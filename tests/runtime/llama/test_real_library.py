@@ -117,7 +117,7 @@ def test_the_golden_digest_follows_the_weights_and_the_type_of_the_rows(files: A
 @pytest.mark.slow
 def test_a_daemon_that_was_killed_restores_from_disk_and_gives_the_same_reply(tmp_path: Path) -> None:
     model = tiny.write_gguf(tmp_path / "tiny.gguf")
-    flags = serve_flags(model, tmp_path / "kv", engine="llama")
+    flags = serve_flags(model, tmp_path / "kv", runtime="llama")
     body = {"messages": [{"role": "user", "content": "hello there " * 3}], "max_tokens": 6, "temperature": 0}
     replies = []
     for _ in range(2):
@@ -143,7 +143,7 @@ def test_daemons_of_the_library_and_of_the_plan_share_a_store_and_lose_nothing(t
     for _ in range(2):
         with ExitStack() as running:
             daemons = [
-                running.enter_context(DaemonProcess(*serve_flags(model, tmp_path / "kv", engine=engine)))
+                running.enter_context(DaemonProcess(*serve_flags(model, tmp_path / "kv", runtime=engine)))
                 for engine in ("llama", "plan")
             ]
             for number, daemon in enumerate(daemons):

@@ -665,4 +665,4 @@ def test_a_library_that_is_not_installed_is_named_with_the_command_that_installs
     folder = tiny.write_folder(tmp_path / "m")
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ModelError, match=r"^serving .* needs transformers, which is not installed: .*pip install "):
-        load(folder, engine="grid")
+        load(folder, runtime="grid")

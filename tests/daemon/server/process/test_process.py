@@ -42,7 +42,7 @@ from tests.daemon.server.daemon_process import (
     wait_until,
 )
 from tests.daemon.server.test_auth import ALICE, bearer, write_keys
-from tests.engines import not_by_llama
+from tests.runtimes import not_by_llama
 
 BODY: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Name three rivers and tell me where each begins. " * 3}],
@@ -383,7 +383,7 @@ def test_waiting_threads_sleep_soon_unless_the_environment_decides(own: dict[str
     [library] = map(str, Path(str(spec.origin)).parent.glob("lib/libgomp*"))
     code = "import ctypes; "
     code += "from diskprefix.daemon import app, settings; from diskprefix.daemon.server.process import process; "
-    code += f"process.run = lambda *_: ctypes.CDLL({library!r}); app.serve(settings.Settings(engine={engine!r}))"
+    code += f"process.run = lambda *_: ctypes.CDLL({library!r}); app.serve(settings.Settings(runtime={engine!r}))"
     environment = clean_environment(OMP_DISPLAY_ENV="verbose", **own)
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     [spins] = re.findall("GOMP_SPINCOUNT = '([0-9]+)'", said.stderr)
