@@ -75,7 +75,7 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
     parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache")
     from diskprefix.daemon.engine.loop import Engine
     from diskprefix.prefixstore.cache.tiered_store import open_store
-    from diskprefix.runtime.choose_runtime import load_draft, load_measured
+    from diskprefix.runtime.choose_runtime import load_draft, load_servable
     from diskprefix.runtime.memory import explain_out_of_memory
 
     imported = time.perf_counter()
@@ -86,7 +86,7 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
         recorder = open_recorder(settings, lambda: opening.result().secret, settings.served_model_name or "")
         if recorder is not None:
             opened.callback(recorder.close)
-        measurement = load_measured(settings, progress)
+        measurement = load_servable(settings, progress)
         loaded = measurement.loaded
         store = opening.result()
         loaded_at = time.perf_counter()

@@ -50,7 +50,7 @@ class LoadedDraft(NamedTuple):
     cache: PrefixCache
 
 
-class MeasuredModel(Struct, frozen=True):
+class ServableModel(Struct, frozen=True):
     """A loaded model, its layout and its identity. `reason` says why it is not exact at every token, "" if it is."""
 
     loaded: LoadedModel
@@ -103,21 +103,21 @@ class MeasuredModel(Struct, frozen=True):
         return {name: OptionValue(given[name], used.get(name, "")) for name in PARTING}
 
 
-def load_measured(settings: RuntimeOptions, progress: Report) -> MeasuredModel:
+def load_servable(settings: RuntimeOptions, progress: Report) -> ServableModel:
     """Loads the model of `settings` for the runtime that they name or that fits, and measures where it is exact. Raises
-    the errors of `measured` and `begin_load`."""
+    the errors of `servable` and `begin_load`."""
     if is_chosen(settings, progress):
         from diskprefix.runtime.llama.load_llama import load_llama
 
         llama = load_llama(settings, progress)
         reason = llama.loaded.reason or "llama.cpp's library computes it in steps of one grid"
-        return MeasuredModel(llama.loaded, llama.runtime.layout, llama.runtime, llama.fingerprint, reason, llama.build)
+        return ServableModel(llama.loaded, llama.runtime.layout, llama.runtime, llama.fingerprint, reason, llama.build)
     if settings.gpu_layers is not None:
         raise SettingsError("--gpu-layers: only llama.cpp's library gives layers to a GPU; leave it out")
-    return measured(begin_load(settings, progress), settings)
+    return servable(begin_load(settings, progress), settings)
 
 
-def measured(loaded: LoadedModel, settings: RuntimeOptions) -> MeasuredModel:
+def servable(loaded: LoadedModel, settings: RuntimeOptions) -> ServableModel:
     """Measures whether a model is exact at every token or only on the grid. Raises the errors of torch when memory runs
     out, and the errors of `load_model`."""
     if loaded.runtime is not None:
@@ -136,7 +136,7 @@ def measured(loaded: LoadedModel, settings: RuntimeOptions) -> MeasuredModel:
     return _by_modules(loaded, settings)
 
 
-def _by_plan(loaded: LoadedModel, runtime: PlanRuntime, settings: RuntimeOptions) -> MeasuredModel:
+def _by_plan(loaded: LoadedModel, runtime: PlanRuntime, settings: RuntimeOptions) -> ServableModel:
     """Measures a model with a plan. Raises `NotExact` if the plan does not pass its check."""
     compiled = operators()
     assert compiled is not None, "plans need them"
@@ -153,7 +153,7 @@ def _by_plan(loaded: LoadedModel, runtime: PlanRuntime, settings: RuntimeOptions
     if loaded.processor is not None and loaded.encoder is not None:
         versions = compiled.identity if settings.fingerprint == "strict" else ""
         loaded.processor.computed_by = partial(_runs_encoder, loaded.encoder, versions)
-    return MeasuredModel(loaded, runtime.layout, runtime, fingerprint, "", build_of(compiled))
+    return ServableModel(loaded, runtime.layout, runtime, fingerprint, "", build_of(compiled))
 
 
 def _runs_encoder(read: Callable[[], PreTrainedModel], versions: str) -> str:
@@ -163,7 +163,7 @@ def _runs_encoder(read: Callable[[], PreTrainedModel], versions: str) -> str:
     return f"{computed_by(modules)} {versions}" if versions else ""
 
 
-def _by_modules(loaded: LoadedModel, settings: RuntimeOptions) -> MeasuredModel:
+def _by_modules(loaded: LoadedModel, settings: RuntimeOptions) -> ServableModel:
     from diskprefix.runtime.grid.grid_runtime import GridRuntime
     from diskprefix.runtime.grid.rehearsal import rehearse
 
@@ -175,7 +175,7 @@ def _by_modules(loaded: LoadedModel, settings: RuntimeOptions) -> MeasuredModel:
         log.info("prompts are restored in steps of %d tokens: %s", settings.block_size, reason)
     if loaded.device == "cpu" and are_missing():
         log.warning("[model] replies are many times slower without the compiled operators: %s", REMEDY)
-    return MeasuredModel(loaded, layout, GridRuntime(loaded.model, layout), fingerprint, reason)
+    return ServableModel(loaded, layout, GridRuntime(loaded.model, layout), fingerprint, reason)
 
 
 def load_draft(settings: RuntimeOptions, served: LoadedModel, cache: PrefixCache, progress: Report) -> LoadedDraft:
@@ -188,7 +188,7 @@ def load_draft(settings: RuntimeOptions, served: LoadedModel, cache: PrefixCache
     own = dataclasses.replace(own, draft_model=None, speculative="off")
     loaded = load_model(own, progress, flag="--draft-model")
     require_same_vocabulary(served, loaded)
-    draft = measured(loaded, settings)
+    draft = servable(loaded, settings)
     if draft.reason:
         raise ModelError(f"--draft-model: {loaded.name} cannot guess, it is not exact at every token: {draft.reason}")
     if not draft.layout.is_sliceable:

@@ -34,7 +34,7 @@ _model, _cache = partial(option, MODEL), partial(option, CACHE)
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeOptions(StoreOptions):
-    """The options of `load_measured`, and of the store that its model has."""
+    """The options of `load_servable`, and of the store that its model has."""
 
     model: str | None = _model(
         None,

@@ -5,7 +5,7 @@ SKIPPED = {
     "LMCache is not installed": "likewise: `tests/bridges/real-engines lmcache`",
     "SGLang is not installed": "likewise: `tests/bridges/real-engines sglang`",
 }
-READ_WITHOUT_A_DAEMON = {"bridges/shared/plans.py": "vLLM's process"}
+READ_WITHOUT_A_DAEMON = {"bridges/shared/step_orders.py": "vLLM's process"}
 MAY_HANG = {
     "bridges/lmcache/l2_adapter.py": "by `ask`",
     "bridges/sglang/hicache_backend.py": "whoever clears SGLang's storage",

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from diskprefix.errors import StoreCorrupt
-from diskprefix.prefixstore.store.survival import require_sound_meta, require_survivable
+from diskprefix.prefixstore.store.btree_check import require_sound_meta, require_survivable
 from tests.examples import thorough
 from tests.faults.file_damage import FILE_DAMAGE, PAGE, RECORD_DAMAGE, STRUCTURES, DataFile, extremes
 from tests.faults.seeds import seeds_of

@@ -37,8 +37,8 @@ from diskprefix.prefixstore.kv.numbers import converted
 from diskprefix.prefixstore.kv.pages import PagePool
 from diskprefix.prefixstore.kv.sequence import KVSequence
 from diskprefix.progress import Report
-from diskprefix.runtime import choose_runtime as measured_model
-from diskprefix.runtime.choose_runtime import MeasuredModel
+from diskprefix.runtime import choose_runtime as choosing
+from diskprefix.runtime.choose_runtime import ServableModel
 from diskprefix.runtime.contract import Rows, Runtime
 from diskprefix.runtime.load.loader import LoadedModel, load_model
 from tests.daemon.chat.families.sources import LLAMA_CPP, SourcesMissing, download
@@ -225,7 +225,7 @@ def read(case: Case, folder: Path, form: str) -> str:
     settings = Settings(model=str(folder / f"{form}.gguf"), weights=weights, context=case.num_tokens)
     before, began = status_bytes(os.getpid(), "RssAnon"), time.perf_counter()
     with peak_of(lambda: status_bytes(os.getpid(), "RssAnon")) as memory:
-        model = measured_model.measured(load_model(settings, lambda _: None), settings)
+        model = choosing.servable(load_model(settings, lambda _: None), settings)
     figures: Found = {"start_s": time.perf_counter() - began, "start_bytes": memory.peak_bytes - before}
     errors = errors_of(computed(model, case, form), folder, form)
     equal = equal_to(errors, form)
@@ -234,7 +234,7 @@ def read(case: Case, folder: Path, form: str) -> str:
         fault = "its draft layer is not that of the folder"
     if case.is_slow:
         settings = Settings(model=str(folder / "model"), dtype="float32")
-        of_folder = measured_model.measured(load_model(settings, print), settings)
+        of_folder = choosing.servable(load_model(settings, print), settings)
         figures["folder_errors"] = errors_of(of_runtime(of_folder.runtime, of_folder.layout, case), folder, form)
         for of, compared in (("it", errors), ("its folder", figures["folder_errors"])):
             fault = fault or ("" if "llama.cpp" in equal_to(compared, form) else f"{of} does not equal llama.cpp")
@@ -259,7 +259,7 @@ def equal_to(errors: dict[str, float], form: str) -> list[str]:
 
 
 @torch.inference_mode()
-def computed(model: MeasuredModel, case: Case, form: str) -> torch.Tensor:
+def computed(model: ServableModel, case: Case, form: str) -> torch.Tensor:
     """Returns the logits that a daemon computes; with the form `f32` in float32."""
     layout, runtime, modules = model.layout, model.runtime, model.loaded.model
     if form == "f32":

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from diskprefix.bridges.shared.connector_settings import connector_settings
-from diskprefix.bridges.shared.plans import StepPlan
+from diskprefix.bridges.shared.step_orders import StepOrders
 from diskprefix.bridges.shared.timed_opening import open_in_time
 from diskprefix.bridges.vllm import _vllm_compat as compat
 from diskprefix.bridges.vllm.engine_pages import EngineGroup, Pages, UnsupportedPages
@@ -34,7 +34,7 @@ steps in a tight loop, on the cores that decode."""
 class StepMetadata(compat.KVConnectorMetadata):  # type: ignore[misc]
     """The plan of a step. `is_idle`: the step computes no token."""
 
-    plan: StepPlan
+    plan: StepOrders
     is_idle: bool = False
 
 
@@ -169,7 +169,7 @@ class DiskPrefixConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # typ
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         if self._scheduler is None:
-            return StepMetadata(StepPlan())
+            return StepMetadata(StepOrders())
         plan = self._scheduler.plan(compat.scheduled(scheduler_output, self._requests))
         is_idle = scheduler_output.total_num_scheduled_tokens == 0
         if is_idle and not plan.loads:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from msgspec import Struct
 
-from diskprefix.bridges.shared.plans import NO_PAGE
+from diskprefix.bridges.shared.step_orders import NO_PAGE
 from diskprefix.prefixstore.cache.tiers.tier import Write
 from diskprefix.prefixstore.store.codec.planes import Bytes
 from diskprefix.prefixstore.store.pieces import Axis, LayoutGroup

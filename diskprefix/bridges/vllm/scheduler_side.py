@@ -11,16 +11,16 @@ from typing import Any, Protocol
 import numpy as np
 from msgspec import Struct
 
-from diskprefix.bridges.shared.plans import (
+from diskprefix.bridges.shared.shared_store import SharedStore
+from diskprefix.bridges.shared.step_orders import (
     NO_PAGE,
     BlocksToSave,
     EndOfRequest,
     Load,
-    PlannedBlock,
-    PlannedUpload,
-    StepPlan,
+    OrderedBlock,
+    OrderedUpload,
+    StepOrders,
 )
-from diskprefix.bridges.shared.shared_store import SharedStore
 from diskprefix.bridges.vllm.fetching import PromptFetch, PromptFetcher, fetched_names
 from diskprefix.bridges.vllm.request_options import BadParameters, options_of
 from diskprefix.errors import CacheError
@@ -125,7 +125,7 @@ class SchedulerSide:
         self._requests: dict[str, Tracked] = {}
         self._loads: list[Load] = []
         self._ended: list[EndOfRequest] = []
-        self._uploads: list[PlannedUpload] = []
+        self._uploads: list[OrderedUpload] = []
         self._is_off = False
         self._fetcher = None if shared.remote is None else PromptFetcher(shared, shared.remote, self._ranks)
         self._recorder = open_recorder(shared.settings, lambda: shared.store.secret)
@@ -208,7 +208,7 @@ class SchedulerSide:
         tracked.loading = range(num_computed, num_computed + num_external)
         self._loads.append(Load(request_id, str(tracked.tenant), planned))
 
-    def plan(self, scheduled: Sequence[tuple[str, int, Sequence[Sequence[int]]]]) -> StepPlan:
+    def plan(self, scheduled: Sequence[tuple[str, int, Sequence[Sequence[int]]]]) -> StepOrders:
         """Returns the workers' plan for a step. `scheduled` has for each request its id, the number of computed tokens
         after the step, and the engine's blocks by group."""
         saves = []
@@ -224,7 +224,7 @@ class SchedulerSide:
         loads, self._loads = self._loads, []
         ended, self._ended = self._ended, []
         uploads, self._uploads = self._uploads, []
-        return StepPlan(tuple(loads), tuple(saves), tuple(ended), tuple(uploads))
+        return StepOrders(tuple(loads), tuple(saves), tuple(ended), tuple(uploads))
 
     def finish(self, request_id: str) -> dict[str, Any] | None:
         """Ends a request. Returns the `kv_transfer_params` of its response."""
@@ -327,7 +327,7 @@ class SchedulerSide:
         size, num_matched = self._block_size, tracked.num_matched * self._block_size
         num_tokens = selection.shared(self._settings.remote_write, tracked.num_stored * size, num_matched)
         if token_ids := tracked.token_ids[: ID_BYTES * (num_tokens // size * size)]:
-            self._uploads.append(PlannedUpload(str(tracked.tenant), token_ids))
+            self._uploads.append(OrderedUpload(str(tracked.tenant), token_ids))
 
     def _source(self, tracked: Tracked) -> StateSource:
         """Returns where the restored tokens came from: the bucket, if any of their blocks did."""
@@ -431,7 +431,7 @@ class SchedulerSide:
         if tracked.is_broken or num_blocks <= tracked.num_stored:
             return None
         self._extend(tracked, num_blocks * self._block_size)
-        planned: list[PlannedBlock] = []
+        planned: list[OrderedBlock] = []
         for index in range(tracked.num_stored, num_blocks):
             block = self._plan_block(tracked, index, blocks)
             if any(NO_PAGE in pages for pages in block.pages):
@@ -462,7 +462,7 @@ class SchedulerSide:
 
     def _plan_block(
         self, tracked: Tracked, index: int, blocks: Sequence[Sequence[int]], first: int = 0
-    ) -> PlannedBlock:
+    ) -> OrderedBlock:
         """Returns a block and its pages, without the pages of tokens before `first`."""
         start = index * self._block_size
         pages = []
@@ -470,7 +470,7 @@ class SchedulerSide:
             numbers = range(start // size, (start + self._block_size) // size)
             pages.append(tuple(table[n] if n < len(table) and n * size >= first else NO_PAGE for n in numbers))
         parents, names = zip(*(names[index : index + 2] for names in tracked.names), strict=True)
-        return PlannedBlock(names, parents, start, self._block_tokens(tracked, index), tuple(pages))
+        return OrderedBlock(names, parents, start, self._block_tokens(tracked, index), tuple(pages))
 
     def _extend(self, tracked: Tracked, num_tokens: int) -> None:
         """Adds the names of the full blocks in the first `num_tokens` tokens."""

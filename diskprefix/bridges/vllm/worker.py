@@ -14,18 +14,18 @@ from functools import partial
 import numpy as np
 from msgspec.structs import replace
 
-from diskprefix.bridges.shared.plans import (
+from diskprefix.bridges.shared.processors import unbind
+from diskprefix.bridges.shared.shared_store import SharedStore
+from diskprefix.bridges.shared.staging import Staging
+from diskprefix.bridges.shared.step_orders import (
     NO_PAGE,
     BlocksToSave,
     EndOfRequest,
     Load,
-    PlannedBlock,
-    PlannedUpload,
-    StepPlan,
+    OrderedBlock,
+    OrderedUpload,
+    StepOrders,
 )
-from diskprefix.bridges.shared.processors import unbind
-from diskprefix.bridges.shared.shared_store import SharedStore
-from diskprefix.bridges.shared.staging import Staging
 from diskprefix.bridges.vllm.engine_pages import Pages, PageSink
 from diskprefix.errors import CacheError
 from diskprefix.prefixstore.cache.tiers.loading import READER_THREADS, Loader
@@ -67,13 +67,13 @@ class WorkerSide:
         self._bad_blocks: set[int] = set()
         self._counts: Counter[str] = Counter()
 
-    def load(self, plan: StepPlan) -> None:
+    def load(self, plan: StepOrders) -> None:
         """Starts the loads of a step."""
         self._num_loading += len(plan.loads)
         for load in plan.loads:
             self._loader.submit(self._load, load)
 
-    def save(self, plan: StepPlan) -> None:
+    def save(self, plan: StepOrders) -> None:
         """Saves the blocks that the step completed: copies their pages and submits the copies to the writer.
         Call it at the end of the step, before anything changes the pages."""
         for save in plan.saves:
@@ -181,7 +181,7 @@ class WorkerSide:
             writer.fail(saving, "the write buffer has no room for it")
         self._count(saved_blocks=len(nodes), saved_bytes=len(nodes) * self.block_bytes, dropped=int(is_dropped))
 
-    def _captured(self, block: PlannedBlock, ttl_s: float | None) -> NewNode:
+    def _captured(self, block: OrderedBlock, ttl_s: float | None) -> NewNode:
         payload = self._staging.take()
         self._pages.read(block.pages, payload)
         pieces = self._layout.pieces(self._identity.block_size, NodeKind.BLOCK)
@@ -213,7 +213,7 @@ class WorkerSide:
         last = replace(publication, last_node=ended.names[self._rank], ttl_s=ended.ttl_s)
         self._shared.writer.queue_publication(saving, last, is_last=True)
 
-    def _upload(self, planned: PlannedUpload) -> None:
+    def _upload(self, planned: OrderedUpload) -> None:
         """Queues blocks for the bucket. What was saved of them is read from the write buffer or the disk."""
         store, tenant = self._shared.store, planned.tenant
         if self._shared.remote is None:

@@ -34,7 +34,7 @@ from diskprefix.prefixstore.store.schema import ModelRecord, NodeKind, OptionVal
 from diskprefix.prefixstore.store.statistics.lost_tokens import LostTokens, of_last_day
 from diskprefix.prefixstore.store.statistics.savings import Savings, Tally
 from diskprefix.prefixstore.store.store import Store
-from diskprefix.prefixstore.store.written import WrittenBytes
+from diskprefix.prefixstore.store.write_counter import WrittenBytes
 from diskprefix.prefixstore.store_options import StoreOptions
 from diskprefix.scope import parse_scope
 from diskprefix.tokens import TokenIds, root_hash

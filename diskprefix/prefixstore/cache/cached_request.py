@@ -29,7 +29,7 @@ from diskprefix.prefixstore.cache.policy.seen import Sighting
 from diskprefix.prefixstore.cache.policy.select import AT_ANY_TOKEN, Rules
 from diskprefix.prefixstore.cache.policy.write_budget import Spending, within_budget
 from diskprefix.prefixstore.cache.restore import Restore
-from diskprefix.prefixstore.cache.saving import Plan, Saver
+from diskprefix.prefixstore.cache.saving import SavePlan, Saver
 from diskprefix.prefixstore.cache.tiers.nodes import PromptNodes
 from diskprefix.prefixstore.cache.tiers.tier import Upload
 from diskprefix.prefixstore.kv.sequence import KVSequence, Owner
@@ -266,7 +266,7 @@ class CachedRequest:
             elif saver.needs_interim(num_tokens) and self._may_save_unselected(sequence):
                 saver.queue_interim(sequence)
             missing = saver.planner.missing(min(num_tokens, self.selection.aligned), saver.states_at)
-            saver.queue(sequence, Plan(missing))
+            saver.queue(sequence, SavePlan(missing))
             self._save_sliding_blocks(sequence)
 
     def _save_sliding_blocks(self, sequence: KVSequence) -> None:
@@ -276,7 +276,7 @@ class CachedRequest:
             return
         missing = self._saver.planner.missing(sequence.num_tokens, self._saver.states_at)
         if missing and missing[0].position >= sequence.complete_from and self._may_save_unselected(sequence):
-            self._saver.queue(sequence, Plan(missing), min_ttl_s=_MIN_TTL_S)
+            self._saver.queue(sequence, SavePlan(missing), min_ttl_s=_MIN_TTL_S)
 
     def publish(self, sequence: KVSequence | None, logits: Logits | None, prefill_s: float) -> None:
         """Queues the rest of the selected part of the prompt, with the entry and the prompt as seen.
@@ -333,7 +333,7 @@ class CachedRequest:
         """Queues the rest of the prompt, with the entry, and the prompt as `seen`."""
         saver, planner, selection = self._saver, self._saver.planner, self.selection
         with_end = not planner.leaves_end(selection)
-        plan = Plan() if saver.save.has_failed else planner.plan(selection, saver.states_at, with_end=with_end)
+        plan = SavePlan() if saver.save.has_failed else planner.plan(selection, saver.states_at, with_end=with_end)
         self._is_stored = plan.last_node is not None
         has_tail = bool(plan.nodes) and plan.nodes[-1].kind == NodeKind.TAIL
         assert logits is not None or not selection.keep_tail, "a prompt that goes on has no tail"
@@ -422,9 +422,9 @@ class CachedRequest:
         has_more = num_tokens >= restored.num_tokens + LEAST_TOKENS
         if self.cache.layout.states and has_more and (is_block_end or planner.state in AT_ANY_TOKEN):
             saver.states_at.add(num_tokens)
-        saver.queue(sequence, Plan(planner.missing(num_tokens, saver.states_at)), min_ttl_s=min_ttl_s)
+        saver.queue(sequence, SavePlan(planner.missing(num_tokens, saver.states_at)), min_ttl_s=min_ttl_s)
         if planner.state == "token" and not is_block_end and num_tokens > restored.stored_tokens:
-            saver.queue(sequence, Plan((planner.nodes.partial_block(num_tokens),)), min_ttl_s=min_ttl_s)
+            saver.queue(sequence, SavePlan((planner.nodes.partial_block(num_tokens),)), min_ttl_s=min_ttl_s)
 
     def save_idle(self, sequence: KVSequence) -> None:
         """Queues the state of a prompt that the store lacks, as far as the sequence has it, and ends the request

@@ -1,6 +1,6 @@
 """Saving of one request's state: which nodes are stored, when, and what a failure does.
 
-A `Planner` lists the nodes that the policy selected and the store lacks. `CachedRequest` decides when. A `Saver`
+A `SavePlanner` lists the nodes that the policy selected and the store lacks. `CachedRequest` decides when. A `Saver`
 captures them from KV memory and gives them to the writer, parents first: blocks and checkpoints after each step of the
 prompt, the end of the prompt and its entry once it is computed, then the reply, or the state of a request that is
 cancelled. Together they are one `Save`, which fails as a whole: then nothing is added any more but that the prompt was
@@ -40,7 +40,7 @@ _INTERIM_S, _INTERIM_TOKENS = 4.0, 1024
 kill loses what was computed since the last one and while this one is written."""
 
 
-class Plan(Struct, frozen=True):
+class SavePlan(Struct, frozen=True):
     """Nodes to be stored, parents first, and the records that come with the last of them.
 
     `last_node` holds the boundary, which is at `num_tokens`; None if there is no boundary. `has_entry`: the prompt is
@@ -55,7 +55,7 @@ class Plan(Struct, frozen=True):
 
 
 @dataclass
-class Planner:
+class SavePlanner:
     """Plans the nodes that one request stores. `nodes` are the nodes of the prompt, later also of the reply. Tokens
     after `prompt_tokens` were decoded. Fewer than `min_tokens` tokens of prompt and reply are not saved. `submitted`
     has the names of the nodes that the request has stored itself."""
@@ -77,7 +77,7 @@ class Planner:
         """Returns whether the partial block at the end of the prompt is written with the reply, which fills it."""
         return self.state == "token" and selection.saves_reply and not selection.keep_tail
 
-    def plan(self, selection: Selection, states_at: Collection[int], *, with_end: bool = True) -> Plan:
+    def plan(self, selection: Selection, states_at: Collection[int], *, with_end: bool = True) -> SavePlan:
         """Returns the selected nodes that are not stored yet. `states_at`: the positions whose states are stored
         too. Without `with_end`, the end and the entry come later (see `leaves_end`)."""
         aligned, num_blocks = selection.aligned, selection.aligned // self.nodes.block_size
@@ -88,17 +88,17 @@ class Planner:
             last = self.nodes.partial_block(aligned)
         elif self.state in AT_CHECKPOINTS:
             if aligned in states_at:
-                return Plan(missing, self.nodes.checkpoint(aligned).name, aligned)
+                return SavePlan(missing, self.nodes.checkpoint(aligned).name, aligned)
             # The restored node may hold the states there: a checkpoint, or the tail of a shorter prompt.
             is_stored = self.restored.stored_tokens == aligned
-            return Plan(missing, self.restored.last_node if is_stored else None, aligned)
+            return SavePlan(missing, self.restored.last_node if is_stored else None, aligned)
         else:
             end = self.nodes.parent(num_blocks) if num_blocks else None
-            return Plan(missing, end, num_blocks * self.nodes.block_size, has_entry=with_end)
+            return SavePlan(missing, end, num_blocks * self.nodes.block_size, has_entry=with_end)
         if (holder := self._holder(last)) is None:
-            return Plan((*missing, last), last.name, last.end)
+            return SavePlan((*missing, last), last.name, last.end)
         # With state kind `token`, a longer node may replace the holder before this is written: it gets no entry.
-        return Plan(missing, holder, last.end, has_entry=self.state != "token")
+        return SavePlan(missing, holder, last.end, has_entry=self.state != "token")
 
     def reply_stop(self, num_tokens: int, selection: Selection) -> int:
         """Returns up to which of the `num_tokens` tokens of prompt and reply state is saved; 0 if the reply is not. A
@@ -110,7 +110,7 @@ class Planner:
         is_saved &= stop >= self.min_tokens
         return stop if is_saved and (stop == num_tokens or self.state == "token") else 0
 
-    def plan_reply(self, nodes: PromptNodes, stop: int, selection: Selection, states_at: Collection[int]) -> Plan:
+    def plan_reply(self, nodes: PromptNodes, stop: int, selection: Selection, states_at: Collection[int]) -> SavePlan:
         """Returns the plan for the first `stop` tokens of a prompt and its reply, which have these `nodes`."""
         self.nodes = nodes
         return self.plan(replace(selection, aligned=stop, keep_tail=False), states_at)
@@ -168,7 +168,7 @@ class Saver:
         token_ids, block_size = context.prompt.token_ids, cache.settings.block_size
         path = TokenPath(context.epoch.secret, context.namespace.root, token_ids, block_size)
         nodes = PromptNodes(path, cache.payload_layout)
-        self.planner = Planner(
+        self.planner = SavePlanner(
             nodes, RestoreResult(), cache.layout.state_kind, len(token_ids), cache.settings.kv_cache_min_tokens
         )
         self.states_at: set[int] = set()
@@ -211,12 +211,14 @@ class Saver:
         if there is no memory for a copy of the states. See `queue`."""
         cache, planner, num_tokens = self._context.cache, self.planner, sequence.num_tokens
         planner.interim = planner.nodes.checkpoint(num_tokens)
-        self.queue(sequence, Plan((*planner.missing(num_tokens, self.states_at), planner.interim)))
+        self.queue(sequence, SavePlan((*planner.missing(num_tokens, self.states_at), planner.interim)))
         if self._interim == planner.interim:
             cache.spend(self._context.options.share, cache.layout.state_bytes)
         self._writer.write_at_once(self.save)
 
-    def queue(self, sequence: KVSequence, plan: Plan, *, logits: Logits | None = None, min_ttl_s: float = 0.0) -> None:
+    def queue(
+        self, sequence: KVSequence, plan: SavePlan, *, logits: Logits | None = None, min_ttl_s: float = 0.0
+    ) -> None:
         """Captures the nodes of a plan and queues them in batches, the last one with the plan's other records. A tail
         has `logits`. The time to live of state that the policy did not select is at least `min_ttl_s`. Raises
         `CacheError`, and errors of missing memory."""
@@ -234,7 +236,7 @@ class Saver:
                 if self.save.has_failed:
                     continue
                 if num_bytes >= _BATCH_BYTES:
-                    self._writer.queue_publication(self.save, self._publication(batch, Plan(), replaced), holds)
+                    self._writer.queue_publication(self.save, self._publication(batch, SavePlan(), replaced), holds)
                     batch, holds, num_bytes, replaced = [], [], 0, None
                 pieces = planner.nodes.pieces(node)
                 payload = sequence.capture(node.position, pieces, logits if node.kind == NodeKind.TAIL else None)
@@ -270,7 +272,7 @@ class Saver:
         selected = selection.checkpoints if node.kind == NodeKind.CHECKPOINT else range(selection.aligned + 1)
         return max(ttl_s or 0.0, min_ttl_s) if min_ttl_s and node.end not in selected else ttl_s
 
-    def _publication(self, nodes: Sequence[NewNode], plan: Plan, replaced: Node | None) -> Publication:
+    def _publication(self, nodes: Sequence[NewNode], plan: SavePlan, replaced: Node | None) -> Publication:
         last_node = None if self.save.has_failed else plan.last_node
         context, root, continued = self._context, self._context.namespace.root, self._continued
         prompt, options = context.prompt, context.options

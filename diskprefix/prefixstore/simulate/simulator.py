@@ -26,14 +26,14 @@ from diskprefix.prefixstore.cache.matching import Matcher, RestoreResult
 from diskprefix.prefixstore.cache.policy.seen import SeenPrompts
 from diskprefix.prefixstore.cache.policy.select import Rules
 from diskprefix.prefixstore.cache.policy.write_budget import Spending, within_budget
-from diskprefix.prefixstore.cache.saving import Plan, Planner
+from diskprefix.prefixstore.cache.saving import SavePlan, SavePlanner
 from diskprefix.prefixstore.cache.tiers.nodes import PromptNodes
 from diskprefix.prefixstore.simulate.geometry import Geometry
 from diskprefix.prefixstore.simulate.simulated_memory import SimulatedMemory
 from diskprefix.prefixstore.simulate.simulated_store import NewEntry, SimulatedStore
 from diskprefix.prefixstore.simulate.trace import Trace, TraceRequest
 from diskprefix.prefixstore.store.schema import NodeKind
-from diskprefix.prefixstore.store.written import WrittenBytes
+from diskprefix.prefixstore.store.write_counter import WrittenBytes
 from diskprefix.tokens import LEAST_TOKENS, TokenIds, TokenPath, floor_to_grid, root_hash
 from diskprefix.values import CacheOptions, Scope, Selection
 
@@ -200,7 +200,7 @@ class Simulator:
         if end == len(token_ids) and (spending is None or spending.is_ample):
             scope = request.scope or self._policy.scope
             selection = selection_ahead(prompt, scope, state, 1 if self._geometry.exact_at == "token" else grid)
-            planner = Planner(nodes, restored, state, end)
+            planner = SavePlanner(nodes, restored, state, end)
             self._store(request, planner, planner.plan(selection, selection.checkpoints), selection)
 
     def _seen(self, request: TraceRequest) -> SeenPrompts:
@@ -236,7 +236,7 @@ class Simulator:
     def _publish(self, request: TraceRequest, nodes: PromptNodes, restored: RestoreResult, selection: Selection) -> int:
         """Publishes the prompt, then its reply. Returns the number of written tokens."""
         state, min_tokens = self._geometry.state_kind, self._policy.min_tokens
-        planner = Planner(nodes, restored, state, len(nodes.token_ids), min_tokens)
+        planner = SavePlanner(nodes, restored, state, len(nodes.token_ids), min_tokens)
         # Restored tokens are not computed, so they leave no checkpoint.
         with_end = not (len(request.reply) and planner.leaves_end(selection))
         states_at = {at for at in selection.checkpoints if at > restored.num_tokens}
@@ -258,7 +258,7 @@ class Simulator:
             written += self._store(request, planner, plan, selection)
         return written
 
-    def _store(self, request: TraceRequest, planner: Planner, plan: Plan, selection: Selection) -> int:
+    def _store(self, request: TraceRequest, planner: SavePlanner, plan: SavePlan, selection: Selection) -> int:
         """Stores the nodes of a plan. Returns the number of written tokens."""
         nodes, marks, ttl_s = planner.nodes, request.prompt.marks, request.ttl_s
         to_the_token, per_token = self._geometry.state_kind == "token", self._policy.seconds_per_token

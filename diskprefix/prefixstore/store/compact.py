@@ -20,6 +20,7 @@ import lmdb
 from msgspec import Struct
 
 from diskprefix.errors import CacheError, StoreUnavailable
+from diskprefix.prefixstore.store.btree_check import require_sound_meta
 from diskprefix.prefixstore.store.codec.codec import populate
 from diskprefix.prefixstore.store.environment import Environment, is_held
 from diskprefix.prefixstore.store.folder import (
@@ -34,7 +35,6 @@ from diskprefix.prefixstore.store.folder import (
 from diskprefix.prefixstore.store.lmdb_engine import open_lmdb
 from diskprefix.prefixstore.store.schema import DATABASES, piece_index, piece_key
 from diskprefix.prefixstore.store.snapshot import Snapshot
-from diskprefix.prefixstore.store.survival import require_sound_meta
 from diskprefix.prefixstore.store.tree import PrefixTree
 from diskprefix.tokens import HASH_BYTES
 from diskprefix.units import format_size

@@ -22,6 +22,7 @@ from typing import Any
 import lmdb
 
 from diskprefix.errors import ReaderStays, StoreCorrupt, StoreFull, StoreUnavailable
+from diskprefix.prefixstore.store.btree_check import is_sound_run, overflow_of, require_survivable
 from diskprefix.prefixstore.store.folder import (
     DATA,
     LMDB_LOCK,
@@ -33,7 +34,6 @@ from diskprefix.prefixstore.store.folder import (
     locked_names,
 )
 from diskprefix.prefixstore.store.lmdb_engine import engine_version, open_lmdb
-from diskprefix.prefixstore.store.survival import is_sound_run, overflow_of, require_survivable
 from diskprefix.prefixstore.store.write_lock import WriteLock
 from diskprefix.units import format_size
 
@@ -161,7 +161,7 @@ class Environment:
         return os.fstat(self._fd).st_ino
 
     def require_survivable(self) -> None:
-        """Checks the B-trees of the file as of its last commit; see `survival.py`. For any thread, also while others
+        """Checks the B-trees of the file as of its last commit; see `btree_check.py`. For any thread, also while others
         write. Raises `StoreCorrupt`; without `has_lock` only after several attempts, because a writer may overwrite the
         pages during the check."""
         for attempt in range(_CHECKS):

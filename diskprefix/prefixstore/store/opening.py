@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from diskprefix.errors import CacheError, StoreUnavailable
+from diskprefix.prefixstore.store.btree_check import mend_runs, require_sound_meta
 from diskprefix.prefixstore.store.environment import Environment, other_lmdb
 from diskprefix.prefixstore.store.folder import (
     CRASH,
@@ -33,7 +34,6 @@ from diskprefix.prefixstore.store.folder import (
     sync,
 )
 from diskprefix.prefixstore.store.schema import DATABASES
-from diskprefix.prefixstore.store.survival import mend_runs, require_sound_meta
 from diskprefix.units import format_size
 
 log = logging.getLogger("diskprefix")

@@ -33,7 +33,7 @@ from diskprefix.prefixstore.store.schema import OWN_KINDS, EntryRecord, NodeKind
 from diskprefix.prefixstore.store.snapshot import Snapshot
 from diskprefix.prefixstore.store.statistics.savings import keep_counts
 from diskprefix.prefixstore.store.store_file import OnCorruption, StoreFile
-from diskprefix.prefixstore.store.written import WRITTEN, WrittenBytes, read_written
+from diskprefix.prefixstore.store.write_counter import WRITTEN, WrittenBytes, read_written
 from diskprefix.tokens import TokenPath
 from diskprefix.units import counted, format_size
 

@@ -32,7 +32,7 @@ from diskprefix.prefixstore.store.reads import Reads
 from diskprefix.prefixstore.store.schema import NO_BUILD, NamesRecord
 from diskprefix.prefixstore.store.snapshot import Snapshot
 from diskprefix.prefixstore.store.store_identity import identify, require_namespace
-from diskprefix.prefixstore.store.written import WriteMeter
+from diskprefix.prefixstore.store.write_counter import WriteMeter
 from diskprefix.prefixstore.store_options import MAX_BUDGET, MIN_BUDGET
 from diskprefix.units import format_size
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from diskprefix.bridges.shared.plans import StepPlan
+from diskprefix.bridges.shared.step_orders import StepOrders
 from diskprefix.bridges.vllm.engine_pages import UnsupportedPages
 
 vllm = pytest.importorskip("vllm")
@@ -125,7 +125,7 @@ def test_only_a_step_that_computes_nothing_waits_for_loads(num_tokens: int) -> N
 
     worker = Fake(load=lambda _: None, take_results=take_results)
     connector = module.DiskPrefixConnector.__new__(module.DiskPrefixConnector)
-    scheduler = Fake(plan=lambda _: StepPlan(), wait_for_fetch=waits_for_fetch.append)
+    scheduler = Fake(plan=lambda _: StepOrders(), wait_for_fetch=waits_for_fetch.append)
     connector._scheduler, connector._worker, connector._requests = scheduler, worker, {}
     connector._keeps_part = True
     output = Fake(kv_connector_block_state=None, num_scheduled_tokens={}, total_num_scheduled_tokens=num_tokens)

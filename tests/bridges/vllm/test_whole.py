@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from diskprefix.bridges.shared import connector_settings
-from diskprefix.bridges.shared.plans import NO_PAGE
+from diskprefix.bridges.shared.step_orders import NO_PAGE
 from diskprefix.errors import StoreUnavailable
 from diskprefix.prefixstore.simulate.trace_formats import read_trace
 from diskprefix.prefixstore.store.schema import piece_key

@@ -29,7 +29,7 @@ from diskprefix.prefixstore.store.compact import require_unused
 from diskprefix.prefixstore.store.environment import Environment
 from diskprefix.prefixstore.store.folder import DATA, LOCK
 from diskprefix.prefixstore.store.opening import DAMAGED
-from diskprefix.runtime import choose_runtime as measured_model
+from diskprefix.runtime import choose_runtime as choosing
 from diskprefix.runtime.load.loader import begin_load
 from tests.daemon.engine.driving import (
     Client,
@@ -69,7 +69,7 @@ def test_the_model_is_loaded_while_the_file_of_the_store_is_checked(
         os.truncate(tmp_path / "kv" / DATA, 2 * mmap.PAGESIZE)
     monkeypatch.setattr(opening, "_LARGE_BYTES", 0)
     monkeypatch.setattr(Environment, "require_survivable", check_later)
-    monkeypatch.setattr(measured_model, "begin_load", loaded)
+    monkeypatch.setattr(choosing, "begin_load", loaded)
     engine = load(folder, tmp_path / "kv")
     assert engine.cache.store.problem is None
     assert (tmp_path / "kv" / DAMAGED).exists() == is_damaged
@@ -89,7 +89,7 @@ def test_a_model_that_cannot_be_loaded_leaves_the_folder_free_once_the_check_has
 
     monkeypatch.setattr(opening, "_LARGE_BYTES", 0)
     monkeypatch.setattr(Environment, "require_survivable", check_later)
-    monkeypatch.setattr(measured_model, "begin_load", failing)
+    monkeypatch.setattr(choosing, "begin_load", failing)
     with pytest.raises(ModelError):
         load(folder, tmp_path / "kv")
     has_failed.set()

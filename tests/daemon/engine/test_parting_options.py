@@ -19,7 +19,7 @@ from diskprefix.daemon.cli import cli
 from diskprefix.daemon.cli.options import build_settings, policy_values
 from diskprefix.daemon.settings import SETTINGS, Settings
 from diskprefix.prefixstore.cache.other_settings import differing_options
-from diskprefix.runtime.choose_runtime import MeasuredModel, load_measured
+from diskprefix.runtime.choose_runtime import ServableModel, load_servable
 from diskprefix.setting import flag_of
 from diskprefix.tokens import TokenIds
 from diskprefix.values import CacheReport, is_miss
@@ -107,7 +107,7 @@ class Opening:
     def __call__(self, **changes: Any) -> tuple[str, dict[str, Any]]:
         """Returns the identity of the model, and what its record says of the options."""
         settings = Settings(**self.plain | changes)
-        measurement: MeasuredModel = load_measured(settings, lambda _line: None)
+        measurement: ServableModel = load_servable(settings, lambda _line: None)
         measurement.loaded.finish()
         return measurement.identity(settings), measurement.options(settings)
 

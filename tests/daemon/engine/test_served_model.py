@@ -39,7 +39,7 @@ from diskprefix.prefixstore.simulate.simulator import Policy, simulate
 from diskprefix.prefixstore.simulate.trace import RecordedDaemon, Trace
 from diskprefix.prefixstore.simulate.trace_formats import read_trace
 from diskprefix.prefixstore.store.lmdb_engine import open_lmdb
-from diskprefix.runtime import choose_runtime as measured_model
+from diskprefix.runtime import choose_runtime as choosing
 from diskprefix.runtime.grid import state_layout
 from diskprefix.runtime.grid.rehearsal import rehearse
 from diskprefix.runtime.load import self_check
@@ -260,7 +260,7 @@ def test_memory_that_runs_out_after_the_weights_is_one_line_and_frees_the_folder
     def starved(*_args: Any, **_kwargs: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 9 GiB")
 
-    for module, step in ((measured_model, "check"), (generate, "PageCache")):
+    for module, step in ((choosing, "check"), (generate, "PageCache")):
         with monkeypatch.context() as patch:
             patch.setattr(module, step, starved)
             with pytest.raises(ModelError, match=r"^the model fits in memory, but nothing [^\n]+$"):
@@ -302,7 +302,7 @@ def test_a_request_whose_logits_are_not_finite_fails_alone_and_saves_no_such_sta
 
 def test_layers_for_a_gpu_are_refused_where_nothing_gives_them_to_one() -> None:
     with pytest.raises(SettingsError, match=r"^--gpu-layers: only llama\.cpp's library"):
-        measured_model.load_measured(Settings(model="/nowhere", runtime="plan", gpu_layers=3), print)
+        choosing.load_servable(Settings(model="/nowhere", runtime="plan", gpu_layers=3), print)
 
 
 def test_the_file_of_another_program_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ from diskprefix.prefixstore.store.schema import (
     model_key,
 )
 from diskprefix.prefixstore.store.store import Store
-from diskprefix.runtime import choose_runtime as measured_model
+from diskprefix.runtime import choose_runtime as choosing
 from diskprefix.runtime.load import plan_fingerprint
 from diskprefix.tokens import NO_PROMPT, TokenIds, root_hash
 from diskprefix.values import SHARED, CacheReport
@@ -70,7 +70,7 @@ def opened(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
         for engine in engines:
             assert engine.close()
         engines.clear()
-        monkeypatch.setattr(measured_model, "build_of", lambda _: build)
+        monkeypatch.setattr(choosing, "build_of", lambda _: build)
         monkeypatch.setattr(plan_fingerprint, "bits_of_build", lambda _: bits)
         engines.append(load(model, tmp_path / "kv", **settings))
         return engines[0]

@@ -38,9 +38,9 @@ from diskprefix.prefixstore.store.save import Save
 from diskprefix.prefixstore.store.schema import NodeKind
 from diskprefix.prefixstore.store.store import Publication, Store
 from diskprefix.prefixstore.store.store_file import StoreFile
+from diskprefix.prefixstore.store.write_counter import WriteMeter, WrittenBytes
 from diskprefix.prefixstore.store.write_lock import WriteLock
 from diskprefix.prefixstore.store.writer import Room, Writer, WriterLimits
-from diskprefix.prefixstore.store.written import WriteMeter, WrittenBytes
 from diskprefix.thread_pool import ThreadPool
 from diskprefix.tokens import root_hash
 from tests.faults.interleavings import world

@@ -41,15 +41,15 @@ from diskprefix.prefixstore.kv import page_cache, pages, sequence, sizes
 from diskprefix.prefixstore.kv.layout import Layout
 from diskprefix.prefixstore.kv.pages import Captured, PagePool
 from diskprefix.prefixstore.remote import objects, remote_tier  # noqa: F401 (imported before its names are replaced)
-from diskprefix.prefixstore.store import compact, environment, evictor, folder, opening, written
+from diskprefix.prefixstore.store import compact, environment, evictor, folder, opening
 from diskprefix.prefixstore.store.environment import Environment
 from diskprefix.prefixstore.store.evictor import Evictor
 from diskprefix.prefixstore.store.folder import FolderLock
 from diskprefix.prefixstore.store.reads import Patience
 from diskprefix.prefixstore.store.save import Save
 from diskprefix.prefixstore.store.store import Store
+from diskprefix.prefixstore.store.write_counter import WriteMeter
 from diskprefix.prefixstore.store.writer import Writer
-from diskprefix.prefixstore.store.written import WriteMeter
 from diskprefix.thread_pool import ThreadPool
 from diskprefix.values import Tenant
 from tests.faults.interleavings import hash_model, shared_file, threads
@@ -398,7 +398,7 @@ def replaced() -> list[tuple[Any, str, Any]]:
         (Memo, "get", lambda _self, _key: None),
         (Memo, "put", lambda _self, _key, _value: None),
         # The kernel counts for this thread, which is that of all tasks. Without it, pages of records are counted.
-        (written, "_written_by_thread", lambda: None),
+        (write_counter, "_written_by_thread", lambda: None),
         (store_options, "_MIN_WRITTEN", 0),
         # Prompts are short. So are the rows of a step.
         (pages, "_SLAB_BYTES", 1024),

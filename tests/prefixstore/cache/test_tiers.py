@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from diskprefix.errors import StoreCorrupt
 from diskprefix.prefixstore.cache import restore
 from diskprefix.prefixstore.cache.matching import Matcher, RestoreResult
-from diskprefix.prefixstore.cache.saving import Planner
+from diskprefix.prefixstore.cache.saving import SavePlanner
 from diskprefix.prefixstore.cache.tiers.loading import Loader
 from diskprefix.prefixstore.cache.tiers.local import DiskView, view_buffer, view_disk
 from diskprefix.prefixstore.cache.tiers.nodes import Node, PromptNodes
@@ -303,6 +303,6 @@ def test_a_checkpoint_that_waits_to_be_written_is_found_behind_blocks_on_the_dis
 
 def test_states_that_a_preempted_reply_copied_before_an_end_that_was_saved_save_nothing(store: Store) -> None:
     nodes = PromptNodes(TokenPath(store.secret, ROOT, LONG, BLOCK), PayloadLayout.parse(LAYOUT))
-    planner = Planner(nodes, RestoreResult(), "checkpoints", len(LONG))
+    planner = SavePlanner(nodes, RestoreResult(), "checkpoints", len(LONG))
     points = [nodes.checkpoint(blocks * BLOCK) for blocks in (3, 1, 4)]
     assert list(planner.saved_tokens(points)) == [3 * BLOCK, 0, BLOCK]

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from diskprefix.prefixstore.cache.policy.select import Rules
 from diskprefix.prefixstore.cache.policy.write_budget import Spending, SpentByShare, within_budget
-from diskprefix.prefixstore.store.written import WrittenBytes
+from diskprefix.prefixstore.store.write_counter import WrittenBytes
 from diskprefix.tokens import as_token_ids
 from diskprefix.values import SHARED, CacheOptions, CacheReport, Mark, Prompt, Scope, Selection
 from tests.runner import BLOCK, Runner, random_prompt, tiny_llama, tiny_settings

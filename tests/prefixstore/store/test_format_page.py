@@ -32,7 +32,7 @@ from diskprefix.prefixstore.store.schema import (
 )
 from diskprefix.prefixstore.store.statistics.lost_tokens import LostTokens
 from diskprefix.prefixstore.store.statistics.savings import Savings, Tally
-from diskprefix.prefixstore.store.written import WrittenBytes
+from diskprefix.prefixstore.store.write_counter import WrittenBytes
 from diskprefix.tokens import PromptDigest
 from tests.prefixstore.store.second_reader import SecondReader
 from tests.source_files import PACKAGE, modules_in

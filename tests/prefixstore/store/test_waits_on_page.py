@@ -37,7 +37,7 @@ NO_WAITS = {
     "writer._JOIN_S": "the time between two looks",
     "writer.pause_s": "writing pauses for a prompt, not for the disk",
     "writer.touch_interval_s": "the time between two writes",
-    "written._HOUR_S": "an hour",
+    "write_counter._HOUR_S": "an hour",
 }
 """Constants in seconds that limit no wait, and what they are."""
 

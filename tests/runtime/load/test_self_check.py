@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from diskprefix.daemon.settings import Settings
 from diskprefix.native import build, library
 from diskprefix.native.library import operators
-from diskprefix.runtime.choose_runtime import measured
+from diskprefix.runtime.choose_runtime import servable
 from diskprefix.runtime.files.file_matrix import MatrixPacking
 from diskprefix.runtime.load import loader, packed_weights, self_check
 from diskprefix.runtime.plan.plan_runner import PlanRunner
@@ -43,7 +43,7 @@ def test_missing_operators_are_a_warning_with_the_remedy_unless_they_were_left_o
     library.choose(kernels)
     model = tiny_model("llama", torch.float32)
     loaded: Any = SimpleNamespace(runtime=None, model=model, weights_digest="", reason="", device="cpu")
-    assert measured(loaded, Settings()).layout.exact_at == "grid"
+    assert servable(loaded, Settings()).layout.exact_at == "grid"
     library._loaded.cache_clear()
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert [("apt install g++" in line, "pip install" in line) for line in warnings] == [(True, True)] * (
@@ -60,7 +60,7 @@ def test_operators_of_another_cpu_are_a_warning_with_the_remedy_unless_they_were
     monkeypatch.setattr(library, "_lacks", lambda name: name == "newest")
     library.choose(kernels)
     settings = Settings(model=str(tiny.write_folder(tmp_path / "m")), kernels=kernels)
-    assert measured(loader.begin_load(settings, lambda _: None), settings).layout.exact_at == "token"
+    assert servable(loader.begin_load(settings, lambda _: None), settings).layout.exact_at == "token"
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert ["newest was not compiled" in line and "pip install" in line for line in warnings] == [True] * (
         not is_chosen
@@ -177,7 +177,7 @@ def test_a_model_that_fails_is_read_as_modules_when_the_memory_of_its_plan_is_fr
     monkeypatch.setattr(self_check, "_check", failing)
     monkeypatch.setattr(loader._ModelSource, "modules", modules)
     settings = Settings(model=str(tiny.write_folder(tmp_path / "m")))
-    found = measured(loader.begin_load(settings, lambda _: None), settings)
+    found = servable(loader.begin_load(settings, lambda _: None), settings)
     assert (found.layout.exact_at, found.reason) == ("grid", "so")
 
 
@@ -196,7 +196,7 @@ def test_a_model_that_fails_keeps_no_packed_weights(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(self_check, "_check", refused)
     model = tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q4_1")
     settings = Settings(model=str(model), packed_weights=str(tmp_path / "weights"))
-    found = measured(loader.begin_load(settings, lambda _: None), settings)
+    found = servable(loader.begin_load(settings, lambda _: None), settings)
     assert found.reason == "so"
     assert matrices
     assert not [packed for packed in matrices if packed() is not None]

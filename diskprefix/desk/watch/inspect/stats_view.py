@@ -14,7 +14,7 @@ from diskprefix.prefixstore.cache.other_settings import options_text
 from diskprefix.prefixstore.store.snapshot import Snapshot
 from diskprefix.prefixstore.store.statistics.savings import Savings, Tally, read_savings
 from diskprefix.prefixstore.store.tree import EntryInfo
-from diskprefix.prefixstore.store.written import read_written
+from diskprefix.prefixstore.store.write_counter import read_written
 from diskprefix.printable import printable_only
 from diskprefix.runtime.load.packed_weights import PackedFiles
 from diskprefix.units import ago, counted, format_duration, format_size

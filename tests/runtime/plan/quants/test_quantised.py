@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from diskprefix.daemon.settings import Settings
-from diskprefix.runtime.choose_runtime import measured
+from diskprefix.runtime.choose_runtime import servable
 from diskprefix.runtime.load.loader import LoadedModel, load_model
 from diskprefix.runtime.plan.families.slot_names import SlotNames
 from diskprefix.runtime.plan.quants.forms import weights_of as numbers_of
@@ -33,7 +33,7 @@ def loaded(model: Path, weights: str, **changes: Any) -> LoadedModel:
 
 
 def root_of(file: Path, weights: str, kernels: str, *, rows: str = "8", mode: str = "portable") -> str:
-    model = measured(loaded(file, weights, kernels=kernels, rows=rows), Settings(model=str(file), fingerprint=mode))
+    model = servable(loaded(file, weights, kernels=kernels, rows=rows), Settings(model=str(file), fingerprint=mode))
     return model.fingerprint.identity(16, 1, "layout")
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from diskprefix.prefixstore.store import store as store_module
-from diskprefix.prefixstore.store import written as written_module
+from diskprefix.prefixstore.store import write_counter as written_module
 from diskprefix.prefixstore.store.save import Save
 from diskprefix.prefixstore.store.snapshot import Snapshot
 from diskprefix.prefixstore.store.store import Store
+from diskprefix.prefixstore.store.write_counter import WriteMeter, WrittenBytes, read_written
 from diskprefix.prefixstore.store.writer import Writer
-from diskprefix.prefixstore.store.written import WriteMeter, WrittenBytes, read_written
 from tests.prefixstore.store.building import BLOCK, Clock, open_store, prompt, publication
 
 HOUR_S = 3600.0

@@ -1,4 +1,4 @@
-"""The plans that the scheduler's side sends to the workers in each step."""
+"""The orders that the scheduler's side sends to the workers in each step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NO_PAGE = 0
 """The number of vLLM's null block. It replaces blocks that a sliding window no longer needs."""
 
 
-class PlannedBlock(Struct, frozen=True):
+class OrderedBlock(Struct, frozen=True):
     """A block of the store and its pages. `names` and `parents` have an item for each rank. `token_ids` are int32,
     little-endian. `pages` has the engine's blocks by group, with `NO_PAGE` for those that do not exist or are not
     needed."""
@@ -33,7 +33,7 @@ class Load(Struct, frozen=True):
 
     request_id: str
     tenant: str
-    blocks: tuple[PlannedBlock, ...]
+    blocks: tuple[OrderedBlock, ...]
 
 
 class BlocksToSave(Struct, frozen=True):
@@ -42,7 +42,7 @@ class BlocksToSave(Struct, frozen=True):
 
     request_id: str
     tenant: str
-    blocks: tuple[PlannedBlock, ...]
+    blocks: tuple[OrderedBlock, ...]
     ttls: tuple[float | None, ...]
     scope: str
     prompt: PromptDigest
@@ -62,7 +62,7 @@ class EndOfRequest(Struct, frozen=True):
     prompt: PromptDigest
 
 
-class PlannedUpload(Struct, frozen=True):
+class OrderedUpload(Struct, frozen=True):
     """The first blocks of a request to write to the bucket that machines share. `token_ids` are int32,
     little-endian."""
 
@@ -70,10 +70,10 @@ class PlannedUpload(Struct, frozen=True):
     token_ids: bytes
 
 
-class StepPlan(Struct, frozen=True):
+class StepOrders(Struct, frozen=True):
     """The workers' plan for a step."""
 
     loads: tuple[Load, ...] = ()
     saves: tuple[BlocksToSave, ...] = ()
     ended: tuple[EndOfRequest, ...] = ()
-    uploads: tuple[PlannedUpload, ...] = ()
+    uploads: tuple[OrderedUpload, ...] = ()
