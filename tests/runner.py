@@ -184,16 +184,16 @@ class Runner:
         pictures = tuple(self.pictures[token] for token in token_ids.tolist() if token in self.pictures)
         return self.run_prompt(Prompt(token_ids, boundaries, pictures=pictures), options, reply=reply)
 
-    def run_prompt(self, prompt: Prompt, options: CacheOptions, *, reply: int = 0, have: int = 0) -> Answer:
+    def run_prompt(self, prompt: Prompt, options: CacheOptions, *, reply: int = 0, in_memory_tokens: int = 0) -> Answer:
         """The calls that the engine makes, in its order. `reply`: greedy tokens to generate; the last of them is not
-        run through the model. `have`: tokens of the prompt that the last sequence holds."""
+        run through the model. `in_memory_tokens`: tokens of the prompt that the last sequence holds."""
         token_ids = prompt.token_ids
         self.in_prompt = self._pictures_of(prompt, options)
         cached = CachedRequest(self.cache, prompt, options)
-        sequence = self.sequence if have else self.new_sequence(len(token_ids))
-        sequence.truncate(have)
+        sequence = self.sequence if in_memory_tokens else self.new_sequence(len(token_ids))
+        sequence.truncate(in_memory_tokens)
         sequence.reserve(len(token_ids))
-        restored = cached.restore(sequence, have)
+        restored = cached.restore(sequence, in_memory_tokens)
         logits, num_forwards = restored.logits, 0
         if logits is None:
             num_forwards = -(-(len(token_ids) - restored.num_tokens) // self.settings.block_size)

@@ -170,7 +170,7 @@ def _fetch(blocks: Sequence[int], stored: int, size: int, bucket: set[int], coun
     if stored == len(blocks):
         return stored
     slots = [slot for slot in _slots(len(blocks), size) if slot.last > stored]
-    have, asked, wanted, concurrent = stored // size * size, 0, 0, 1
+    in_memory_tokens, asked, wanted, concurrent = stored // size * size, 0, 0, 1
     for number, slot in enumerate(slots):
         wanted = max(wanted, min(len(slots), number + concurrent))
         asked, new = wanted, slots[asked:wanted]
@@ -179,15 +179,15 @@ def _fetch(blocks: Sequence[int], stored: int, size: int, bucket: set[int], coun
         counts["read"] += sum((each.last - each.first) * encoded for each in new if blocks[each.last - 1] in bucket)
         if blocks[slot.last - 1] not in bucket:
             break
-        have, concurrent = slot.last, min(MAX_CONCURRENT, 2 * concurrent)
-    for slot in last_bundles(size, have, len(blocks)):
+        in_memory_tokens, concurrent = slot.last, min(MAX_CONCURRENT, 2 * concurrent)
+    for slot in last_bundles(size, in_memory_tokens, len(blocks)):
         # All of them are asked for at once, and the longest is used.
         is_there = not slot.has_tail and blocks[slot.last - 1] in bucket
         counts["get" if is_there else "get_missing"] += 1
-        if is_there and slot.last > have:
+        if is_there and slot.last > in_memory_tokens:
             counts["read"] += (slot.last - slot.first) * encoded
-            have = slot.last
-    return have
+            in_memory_tokens = slot.last
+    return in_memory_tokens
 
 
 def _upload(

@@ -40,7 +40,7 @@ class ReadJob:
     """A job that reads: its steps run one after the other. The steps of a restore are those of `cache.restore.Restore`.
     For the engine's thread, except `is_wanted` and `begin_step`."""
 
-    is_needed: Callable[[], bool]
+    request_is_wanted: Callable[[], bool]
     """Returns whether the result is still needed. Called on any thread."""
     on_end: Callable[[ReadJob], None] = lambda _: None
     """Called when the job has ended or is given up. After a job was given up, called again when it `is_late`."""
@@ -97,7 +97,7 @@ class ReadJob:
     def is_wanted(self) -> bool:
         """Returns whether to go on. A step that calls this also shows that it moves. For any thread."""
         self.moved_at = time.monotonic()
-        return self.is_needed() and not self.is_given_up
+        return self.request_is_wanted() and not self.is_given_up
 
     def has_stalled(self, now: float) -> bool:
         return self.is_running and now - self.moved_at > reads.STALL_S
@@ -150,7 +150,7 @@ class Fetches:
         is_stalled = self._note_stall(hanging)
         for job in [job for job in self._open if not job.is_given_up]:
             is_slow = job.step in hanging or now - job.waits_since > job.patience_s
-            is_in_vain = is_stalled or is_slow or not job.is_needed()
+            is_in_vain = is_stalled or is_slow or not job.request_is_wanted()
             if job.hangs or not job.patience.left_s:
                 job.give_up()
             elif is_in_vain:

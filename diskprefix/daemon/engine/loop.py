@@ -158,12 +158,12 @@ class Loop:
         if not isinstance(sequence, KVSequence):
             self._begin_reply(reply, RestoreResult())
             return
-        token_ids, have = reply.restorable_ids(), sequence.num_tokens
+        token_ids, in_memory_tokens = reply.restorable_ids(), sequence.num_tokens
         logits = self._served.pages.running[sequence].logits
-        is_whole = have + (logits is None) >= len(token_ids)
+        is_whole = in_memory_tokens + (logits is None) >= len(token_ids)
         # A request is matched once even if memory has its whole prompt: the match decides how much must be saved.
         if running.request.cache.scope.kind == "off" or (running.cached.is_chosen and is_whole):
-            self._begin_reply(reply, RestoreResult(num_tokens=have, logits=logits))
+            self._begin_reply(reply, RestoreResult(num_tokens=in_memory_tokens, logits=logits))
             return
         self._read(reply, sequence, token_ids, logits)
         if logits is not None:
@@ -184,10 +184,12 @@ class Loop:
             self._early_logits.append((reply, logits))
             self._inbox.wake()
 
-        have = sequence.num_tokens
-        restore = running.cached.begin_restore(sequence, token_ids, have, logits, on_logits, on_block, job.is_wanted)
+        in_memory_tokens = sequence.num_tokens
+        restore = running.cached.begin_restore(
+            sequence, token_ids, in_memory_tokens, logits, on_logits, on_block, job.is_wanted
+        )
         if (token_s := cache.cost_model.prefill_s_per_token) is not None:
-            job.patience_s = max(_MIN_WAIT_S, token_s * (len(token_ids) - have))
+            job.patience_s = max(_MIN_WAIT_S, token_s * (len(token_ids) - in_memory_tokens))
         is_shared = cache.remote is not None and not running.cached.is_chosen
         job.steps = restore.steps(prefetches=is_shared and not self._fetches.prefetch_hangs)
         on_end = partial(self._end_read, reply, stay, job)

@@ -95,7 +95,7 @@ class Daemon:
         self._loop: asyncio.AbstractEventLoop
         self._thread: threading.Thread | None = None
         self.imports: ImportChecks | None = None
-        self._looking: list[asyncio.Task[None]] = []
+        self._background_tasks: list[asyncio.Task[None]] = []
         """What looks for work ahead from time to time."""
         self.threads = Threads(self._is_computing)
         self.in_flight = InFlight(settings)
@@ -198,7 +198,7 @@ class Daemon:
     async def close(self) -> None:
         """Drains without grace, then flushes and closes the cache."""
         await self.drain(0)
-        for task in self._looking:
+        for task in self._background_tasks:
             task.cancel()
         serving, self.serving = self.serving, None
         if serving is not None:
@@ -318,7 +318,7 @@ class Daemon:
             if self.settings.ahead_s:
                 self.imports = ImportChecks(serving)
                 looks = (self.imports.run(self.threads), compute_openings(serving, self.threads))
-                self._looking += map(asyncio.create_task, looks)
+                self._background_tasks += map(asyncio.create_task, looks)
 
     def _failed(self, error: DiskPrefixError) -> None:
         self.failure = error

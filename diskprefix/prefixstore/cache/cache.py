@@ -80,7 +80,7 @@ class PrefixCache:
         self.tiered: TieredStore = TieredStore(settings, store) if beside is None else beside.tiered
         self.store, self.writer = store, self.tiered.writer
         self.remote = self.tiered.remote
-        self.readers, self.aside = self.tiered.readers, self.tiered.aside
+        self.readers, self.background = self.tiered.readers, self.tiered.background
         self._aside: set[Future[object]] = set()
         self.counters: Counter[str] = Counter()
         self._counting = threading.Lock()
@@ -305,7 +305,7 @@ class PrefixCache:
         return time.monotonic() + self.lasts_s(ttl_s)
 
     def run_aside(self, work: Callable[[], object]) -> None:
-        """Runs small work on the thread `kv-aside`."""
+        """Runs small work on the thread `kv-background`."""
 
         def note_end(future: Future[object]) -> None:
             self._aside.discard(future)
@@ -313,7 +313,7 @@ class PrefixCache:
                 self.count("errors")
                 log.error("[disk-cache] not saved: %r", error)
 
-        future = self.aside.submit(work)
+        future = self.background.submit(work)
         self._aside.add(future)
         future.add_done_callback(note_end)
 

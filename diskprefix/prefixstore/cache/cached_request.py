@@ -52,7 +52,7 @@ class CachedRequest:
     """One request's way through the cache: what is restored, what is saved and when, and the report. Call `close` when
     the request ends, however it ends.
 
-    For the engine's thread: making one does not wait. `goes_on`: the prompt ends at a grid point and is only a
+    For the engine's thread: making one does not wait. `is_prefix_only`: the prompt ends at a grid point and is only a
     beginning, so its next-token logits are neither needed nor saved. `origin`: what its entries say of it. It `began`
     now, or when the caller says. For `of_any_build` see `RequestContext`.
     """
@@ -63,7 +63,7 @@ class CachedRequest:
         prompt: Prompt,
         options: CacheOptions,
         *,
-        goes_on: bool = False,
+        is_prefix_only: bool = False,
         origin: PromptOrigin = SENT,
         began: Beginning | None = None,
         of_any_build: bool = False,
@@ -71,7 +71,7 @@ class CachedRequest:
         began = began or cache.begin(options)
         self.cache, self.namespace = cache, began.namespace
         self.prompt, self.options = prompt, options
-        self._context = context = RequestContext(cache, began, prompt, options, goes_on, origin, of_any_build)
+        self._context = context = RequestContext(cache, began, prompt, options, is_prefix_only, origin, of_any_build)
         num_tokens, reason = len(prompt.token_ids), self._bypass or "off"
         self._saver = Saver(context, Selection(scope=options.scope, prompt_tokens=num_tokens, reason=reason))
         self._pins = ExitStack()
@@ -123,17 +123,17 @@ class CachedRequest:
         """The part of the prompt to save. Set by `choose`."""
         return self._saver.selection
 
-    def restore(self, sequence: KVSequence, have: int = 0) -> RestoreResult:
-        """Runs all steps of a restore into a sequence that has the first `have` tokens, and `choose`."""
-        restore = self.begin_restore(sequence, self.prompt.token_ids, have)
+    def restore(self, sequence: KVSequence, in_memory_tokens: int = 0) -> RestoreResult:
+        """Runs all steps of a restore into a sequence that has the first `in_memory_tokens` tokens, and `choose`."""
+        restore = self.begin_restore(sequence, self.prompt.token_ids, in_memory_tokens)
         restore.run(prefetches=True)
         self.adopt_restore(restore)
         self.choose(sequence)
         return self.restored
 
-    def fetch(self, sequence: KVSequence, have: int = 0, logits: Logits | None = None) -> None:
+    def fetch(self, sequence: KVSequence, in_memory_tokens: int = 0, logits: Logits | None = None) -> None:
         """Runs the steps of a restore but `prefetch`. See `Restore`."""
-        restore = self.begin_restore(sequence, self.prompt.token_ids, have, logits)
+        restore = self.begin_restore(sequence, self.prompt.token_ids, in_memory_tokens, logits)
         restore.run()
         self.adopt_restore(restore)
 
@@ -141,7 +141,7 @@ class CachedRequest:
         self,
         sequence: KVSequence,
         token_ids: TokenIds,
-        have: int = 0,
+        in_memory_tokens: int = 0,
         logits: Logits | None = None,
         on_logits: Callable[[Logits], None] = lambda _: None,
         on_block: Callable[[int], None] = lambda _: None,
@@ -154,7 +154,7 @@ class CachedRequest:
             self._context,
             self.nodes if token_ids is self.nodes.token_ids else self.nodes.extended(token_ids),
             sequence,
-            have,
+            in_memory_tokens,
             logits,
             on_logits=on_logits,
             on_block=on_block,
@@ -188,7 +188,7 @@ class CachedRequest:
         prompt, selection = self.prompt, self.selection
         if self._bypass is None and prompt.source is not None:
             # The search compares whole prompts, and its result is only reported.
-            self._broken = self.cache.aside.submit(find_lost_prefix, prompt, self._sighting, restored, selection)
+            self._broken = self.cache.background.submit(find_lost_prefix, prompt, self._sighting, restored, selection)
         misses = is_miss(len(prompt.token_ids), restored.num_tokens)
         self._lacks_reason = misses and self._miss_reason is None
         if not misses:
@@ -218,7 +218,7 @@ class CachedRequest:
         evictor.refuse(refused_tokens(self._sighting, selection, stored) * cache.layout.bytes_per_token)
         had, is_asked = max(restored.num_tokens, stored), options.is_asked
         selection = within_budget(selection, prompt, self._spending, rules, stored=stored, had=had, is_asked=is_asked)
-        if self._context.goes_on and selection.keep_tail:
+        if self._context.is_prefix_only and selection.keep_tail:
             # Only the states of the tail are kept, as a checkpoint.
             points = (*selection.checkpoints, selection.aligned) if cache.layout.states else ()
             selection = replace(selection, keep_tail=False, checkpoints=points, votes=())
@@ -432,7 +432,7 @@ class CachedRequest:
         itself."""
         try:
             if self._bypass is None:
-                self.fetch(sequence, have=sequence.num_tokens)
+                self.fetch(sequence, in_memory_tokens=sequence.num_tokens)
                 self._saver.begin_saving(replace(self.restored, num_tokens=self.restored.stored_tokens))
                 if self._saves and self._may_save_unselected(sequence):
                     with self._context.guarded("idle state is not saved"):

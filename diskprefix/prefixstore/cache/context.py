@@ -41,15 +41,15 @@ SENT = PromptOrigin()
 
 @dataclass(eq=False)
 class RequestContext:
-    """A prompt with its options, what it `began` with, and the cache. `goes_on`: the prompt ends at a grid point and is
-    only a beginning, so its end is not kept. `of_any_build`: the stored state of every build is restored, to be
+    """A prompt with its options, what it `began` with, and the cache. `is_prefix_only`: the prompt ends at a grid point
+    and is only a beginning, so its end is not kept. `of_any_build`: the stored state of every build is restored, to be
     compared."""
 
     cache: PrefixCache
     began: Beginning
     prompt: Prompt
     options: CacheOptions
-    goes_on: bool = False
+    is_prefix_only: bool = False
     origin: PromptOrigin = SENT
     of_any_build: bool = False
 

@@ -40,7 +40,7 @@ _MAX_UNVERIFIED = 1 << 16
 
 class Restore:
     """Restores the longest stored prefix of a prompt into `sequence`, which has room for the prompt, and already the
-    exact state of its first `have` tokens.
+    exact state of its first `in_memory_tokens` tokens.
 
     The steps run one after the other, on any threads. Only `load` changes the sequence. The steps share with other
     requests: objects with locks (the writer's queues, the pins, the counters), the cost model's count of refused
@@ -58,7 +58,7 @@ class Restore:
         context: RequestContext,
         nodes: PromptNodes,
         sequence: KVSequence,
-        have: int,
+        in_memory_tokens: int,
         logits: Logits | None,
         *,
         on_logits: Callable[[Logits], None],
@@ -66,12 +66,14 @@ class Restore:
         is_wanted: Callable[[], bool],
         computes_last: bool,
     ) -> None:
-        assert have < len(nodes.token_ids) or logits is not None or context.goes_on, (
+        assert in_memory_tokens < len(nodes.token_ids) or logits is not None or context.is_prefix_only, (
             "there must be something to sample from"
         )
-        self.sequence, self.have = sequence, have
-        source: StateSource = "memory" if have else "none"
-        self.in_memory = RestoreResult(num_tokens=have, logits=logits, matched=have, source=source)
+        self.sequence, self.in_memory_tokens = sequence, in_memory_tokens
+        source: StateSource = "memory" if in_memory_tokens else "none"
+        self.in_memory = RestoreResult(
+            num_tokens=in_memory_tokens, logits=logits, matched=in_memory_tokens, source=source
+        )
         """The result if nothing is restored."""
         self.restored = self.in_memory
         """The result."""
@@ -88,7 +90,7 @@ class Restore:
         self._prefetched = Prefetched()
         self._noted_logits: Bytes | None = None
         """The logits at the prompt's end, if a note has them: they were stored when the prompt's tail was replaced."""
-        self._num_intact = have
+        self._num_intact = in_memory_tokens
         """The number of first tokens whose state the sequence surely has, also after an error."""
         self._is_slower = False
         """Computing the tokens is faster than restoring them."""
@@ -150,7 +152,7 @@ class Restore:
             self.load_s, waited_ms = restored.restore_ms / 1e3, self._prefetched.seconds * 1e3
             self.restored = replace(restored, restore_ms=restored.restore_ms + waited_ms)
             self.miss_reason = None
-        elif self._num_intact < self.have:
+        elif self._num_intact < self.in_memory_tokens:
             self.restored = RestoreResult()
 
     # The shared tier.
@@ -181,7 +183,7 @@ class Restore:
             tiers=context.tiers,
             publish=save_nodes,
             max_s=cache.settings.remote_deadline,
-            have=self.have,
+            in_memory_tokens=self.in_memory_tokens,
             pays=lambda *sizes: context.allows("fetch", pays=cost_model.pays_remote(*sizes)),
             is_cancelled=lambda: not self._is_wanted(),
             prefill_s_per_token=cost_model.prefill_s_per_token or 0.0,
@@ -203,21 +205,21 @@ class Restore:
 
         Returns None if something is left to load, because of `loads` or `is_wanted`. Raises `CacheError`.
         """
-        self._num_intact = self.have
+        self._num_intact = self.in_memory_tokens
         started = time.perf_counter()
         with open_views(self._context.tiers) as views:
             matcher = Matcher(
                 self._nodes,
                 views,
                 self._layout.state_kind,
-                needs_logits=not self._context.goes_on,
+                needs_logits=not self._context.is_prefix_only,
                 has_logits=self._load_noted_logits,
                 computes_last=self._computes_last,
                 is_wanted=self._is_wanted,
             )
             matcher.match()
             self._pin(matcher.deepest)
-            path, stop = self._select(matcher, self.have)
+            path, stop = self._select(matcher, self.in_memory_tokens)
             prefill_s, is_part = _prefill_s(matcher), _is_part(matcher)
             matched = time.perf_counter()
             if self._noted_logits is not None and stop == len(self._nodes.token_ids):
@@ -226,7 +228,7 @@ class Restore:
         if loader is None:
             return None
         loaded = time.perf_counter()
-        deepest, num_tokens = matcher.deepest, max(loader.have, loader.stop)
+        deepest, num_tokens = matcher.deepest, max(loader.in_memory_tokens, loader.stop)
         unverified_from = self._unverified_from(matcher, path, views, num_tokens)
         return RestoreResult(
             num_tokens=num_tokens,
@@ -267,18 +269,20 @@ class Restore:
             known.add(first.name)
         return first.position
 
-    def _select(self, matcher: Matcher[View], have: int) -> tuple[list[Node], int]:
+    def _select(self, matcher: Matcher[View], in_memory_tokens: int) -> tuple[list[Node], int]:
         """Returns the nodes of the prefix to restore, with the last one pinned, and the number of its tokens. Returns
-        no nodes if computing the tokens after the first `have` is faster."""
+        no nodes if computing the tokens after the first `in_memory_tokens` is faster."""
         nodes, stop = matcher.restorable()
         cost_model, self._last_node = self._cache.cost_model, None
         if not self._layout.states and stop % self._nodes.block_size and stop < len(self._nodes.token_ids):
             # All of the last node is read and verified, however little of it is used.
             last = nodes[-1]
             num_bytes = self._layout.bytes_per_token * last.num_tokens
-            if stop > have and not cost_model.pays(stop - max(last.position, have), num_bytes):
+            if stop > in_memory_tokens and not cost_model.pays(stop - max(last.position, in_memory_tokens), num_bytes):
                 nodes, stop = nodes[:-1], last.position
-        self._is_slower = stop > have and not self._context.allows("restore", pays=cost_model.allows(stop - have))
+        self._is_slower = stop > in_memory_tokens and not self._context.allows(
+            "restore", pays=cost_model.allows(stop - in_memory_tokens)
+        )
         if self._is_slower:
             return [], 0
         if nodes:
@@ -288,13 +292,13 @@ class Restore:
 
     def _load(self, matcher: Matcher[View], path: list[Node], stop: int, *, loads: bool) -> Loader | None:
         """Loads the nodes of a path; see `_restore`. Returns the loader that loaded them."""
-        sequence, have = self.sequence, self.have
+        sequence, in_memory_tokens = self.sequence, self.in_memory_tokens
         # Bound: each round but the last one removes a damaged node. The last one has nothing to load.
         for rounds_left in range(self._nodes.num_blocks + 2, -1, -1):
             loader = Loader(
                 self._nodes,
-                [(node, matcher.index_of[node.name]) for node in path if min(node.end, stop) > have],
-                have,
+                [(node, matcher.index_of[node.name]) for node in path if min(node.end, stop) > in_memory_tokens],
+                in_memory_tokens,
                 stop,
                 self._first_needed(matcher, stop),
                 sequence.fill,
@@ -306,26 +310,26 @@ class Restore:
                 break
             if not loads:
                 return None
-            self._prepare_pages(loader.first_needed, have, stop)
+            self._prepare_pages(loader.first_needed, in_memory_tokens, stop)
             if (bad := loader.run(self._cache.readers)) is None:
-                if loader.is_cut:
+                if loader.became_unwanted:
                     return None
                 break
             node, view, error = bad
             assert node.name not in view.damaged, "a view has no node that it dropped"
             view.drop_damaged(node, error)
             matcher.drop_node(node)
-            have = self._num_intact
-            sequence.truncate(have)
-            path, stop = self._select(matcher, have) if rounds_left > 1 else ([], 0)
+            in_memory_tokens = self._num_intact
+            sequence.truncate(in_memory_tokens)
+            path, stop = self._select(matcher, in_memory_tokens) if rounds_left > 1 else ([], 0)
         return loader
 
-    def _prepare_pages(self, first_needed: Mapping[int, int], have: int, stop: int) -> None:
+    def _prepare_pages(self, first_needed: Mapping[int, int], in_memory_tokens: int, stop: int) -> None:
         """Takes the pages of a restore. Raises `MemoryError` if there are too few; the sequence keeps `_num_intact`."""
         for number in range(len(self._layout.groups)):
             start = floor_to_grid(first_needed[number], self._nodes.block_size)
             self.sequence.prepare_restore(number, start, stop)
-            if not self.sequence.continues_at(have):
+            if not self.sequence.continues_at(in_memory_tokens):
                 # Pages that a window has passed went back.
                 self._num_intact = 0
         if self._layout.states:
@@ -352,7 +356,7 @@ class Restore:
     def _load_noted_logits(self) -> bool:
         """Loads the noted logits, unless the sequence has the whole prompt. Returns False without any."""
         content = None
-        if self.have < len(self._nodes.token_ids):
+        if self.in_memory_tokens < len(self._nodes.token_ids):
             content = self._context.notes().get(NoteKind.LOGITS, self._nodes.end_id)
         if content is not None and len(content) == self._layout.logits_bytes + BUILD_BYTES:
             logits, build = content[:-BUILD_BYTES], content[-BUILD_BYTES:]
@@ -365,7 +369,7 @@ class Restore:
 
     def _logits_at_end(self, matcher: Matcher[View], loader: Loader) -> Logits | None:
         """Returns the next-token logits at the prompt's end; None if the prompt was not restored to its end."""
-        if loader.stop <= loader.have:
+        if loader.stop <= loader.in_memory_tokens:
             return self.in_memory.logits
         content = loader.logits if matcher.tail is not None else self._noted_logits
         if content is None or loader.stop < len(self._nodes.token_ids):

@@ -79,7 +79,7 @@ class TieredStore:
         # A draft model has one load more.
         num_readers = READER_THREADS * (MAX_LOADS + 1)
         self.readers = ThreadPool(num_readers, "kv-reader").start()
-        self.aside = ThreadPool(1, "kv-aside").start()
+        self.background = ThreadPool(1, "kv-background").start()
         """The thread for small work that reads nothing from the disk."""
         self.tiers = self.tiers_of(of_any_build)
         """The tiers with the state of every build."""
@@ -97,7 +97,7 @@ class TieredStore:
             # The shared tier reads its uploads from the store.
             self.remote.close(min(timeout_s, _REMOTE_CLOSE_S))
         is_written = self.writer.close(timeout_s)
-        for threads in (self.readers, self.aside):
+        for threads in (self.readers, self.background):
             # A read that hangs is not waited for.
             threads.shutdown(wait=False)
         self.store.reads.close()

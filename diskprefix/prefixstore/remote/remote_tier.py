@@ -80,7 +80,7 @@ class RemoteTier:
         nodes, started = request.nodes, time.monotonic()
         with open_views(request.tiers) as views:
             num_near = num_first_blocks(nodes, views, nodes.num_blocks)
-        num_held = max(num_near * nodes.block_size, request.have)
+        num_held = max(num_near * nodes.block_size, request.in_memory_tokens)
         if nodes.num_blocks * nodes.block_size - num_held < nodes.block_size:
             # Less than a block takes about as long to compute as to ask for.
             return Prefetched()

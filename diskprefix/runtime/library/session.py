@@ -131,7 +131,7 @@ class PrefixCacheSession:
             self.report = None
             return cache, 0
         with torch.no_grad(), self._sequence(stop) as sequence:
-            self._complete(sequence, _beginning(prompt, stop), goes_on=True)
+            self._complete(sequence, _beginning(prompt, stop), is_prefix_only=True)
             return filled(cache, sequence, self.model.device), self.report.restored if self.report else 0
 
     def generate(self, input_ids: Ids, **kwargs: Any) -> Any:
@@ -247,10 +247,10 @@ class PrefixCacheSession:
         log.warning("[disk-cache] bypassed: this model is not supported yet (%s)", reasons)
         self.report = CachedRequest(self._cache, prompt, self._options).close()
 
-    def _complete(self, sequence: KVSequence, prompt: Prompt, *, goes_on: bool = False) -> Logits | None:
+    def _complete(self, sequence: KVSequence, prompt: Prompt, *, is_prefix_only: bool = False) -> Logits | None:
         """Restores, computes and publishes the whole prompt. Returns the next-token logits, shape [vocab], or None if
-        they are not needed (`goes_on`) and were not computed."""
-        cached = CachedRequest(self._cache, prompt, self._options, goes_on=goes_on)
+        they are not needed (`is_prefix_only`) and were not computed."""
+        cached = CachedRequest(self._cache, prompt, self._options, is_prefix_only=is_prefix_only)
         try:
             restored = cached.restore(sequence)
             logits, started = restored.logits, time.perf_counter()

@@ -436,7 +436,7 @@ def test_a_request_that_waits_for_another_is_matched_when_that_is_far_enough(
 def test_where_a_prompt_changed_is_found_on_another_thread(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     by = list[str]()
     monkeypatch.setattr(misses, "find_break", lambda *_: by.append(threading.current_thread().name))
-    submit, one = engine.cache.aside.submit, request(NEW)
+    submit, one = engine.cache.background.submit, request(NEW)
 
     def begun(*call: Any) -> Any:
         """A request that ends before the search begins cancels it."""
@@ -444,15 +444,15 @@ def test_where_a_prompt_changed_is_found_on_another_thread(engine: Engine, monke
         wait_for(lambda: search.running() or search.done())
         return search
 
-    monkeypatch.setattr(engine.cache.aside, "submit", begun)
+    monkeypatch.setattr(engine.cache.background, "submit", begun)
     source: Any = SimpleNamespace(line_at=str)
     run_together(engine, [replace(one, prompt=replace(one.prompt, source=source))])
-    assert by == ["kv-aside_0"]
+    assert by == ["kv-background_0"]
 
 
 def test_a_request_ends_while_the_thread_that_looks_where_its_prompt_changed_is_held_up(engine: Engine) -> None:
     may_go, one = threading.Event(), request(NEW)
-    engine.cache.aside.submit(may_go.wait, 120)
+    engine.cache.background.submit(may_go.wait, 120)
     source: Any = SimpleNamespace(line_at=str)
     with running(engine) as inbox:
         client = Client(inbox, replace(one, prompt=replace(one.prompt, source=source)))

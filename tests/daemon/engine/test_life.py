@@ -170,7 +170,7 @@ def test_a_cancelled_restore_keeps_its_whole_blocks_by_name_and_nothing_else(
 
     def noted(self: Restore, *args: Any, **named: Any) -> None:
         init(self, *args, **named)
-        begun.append(self.have)
+        begun.append(self.in_memory_tokens)
 
     monkeypatch.setattr(PageCache, "name_restored", naming)
     monkeypatch.setattr(Restore, "__init__", noted)

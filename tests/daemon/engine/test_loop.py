@@ -190,10 +190,10 @@ class Asked:
     """In the place of the shared tier: notes how many tokens are in memory when it is asked."""
 
     def __init__(self) -> None:
-        self.have: list[int] = []
+        self.in_memory_tokens: list[int] = []
 
     def prefetch(self, request: PrefetchRequest) -> Prefetched:
-        self.have.append(request.have)
+        self.in_memory_tokens.append(request.in_memory_tokens)
         return Prefetched()
 
     def upload(self, _: object) -> None:
@@ -208,7 +208,7 @@ def test_the_next_turn_goes_on_from_memory(engine: Engine, monkeypatch: pytest.M
     (second,) = run_together(engine, [request(turn)])
     assert second.done.usage.cached_tokens == 300 + len(first.tokens) - 1
     assert second.done.cache.source == "memory"
-    assert asked.have == [0, second.done.usage.cached_tokens], "the shared tier is told what memory has"
+    assert asked.in_memory_tokens == [0, second.done.usage.cached_tokens], "the shared tier is told what memory has"
     assert len(engine.pages.kept.sequence_ends()) == 2
 
 

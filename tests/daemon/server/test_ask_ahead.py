@@ -155,7 +155,7 @@ def test_a_restart_computes_the_prompts_that_wait(model: Path, tmp_path: Path) -
         restored, sent = first_question(server)
         assert sent - 40 < restored < sent
     with start(model, tmp_path) as server:
-        wait_for(lambda: any(task.done() for task in server.daemon._looking))
+        wait_for(lambda: any(task.done() for task in server.daemon._background_tasks))
         wait_computed(server)
         assert server.engine.cache.counters["ahead_tokens"] == 0, "it is stored by now"
 

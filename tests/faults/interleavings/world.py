@@ -41,7 +41,7 @@ from diskprefix.prefixstore.kv import page_cache, pages, sequence, sizes
 from diskprefix.prefixstore.kv.layout import Layout
 from diskprefix.prefixstore.kv.pages import Captured, PagePool
 from diskprefix.prefixstore.remote import objects, remote_tier  # noqa: F401 (imported before its names are replaced)
-from diskprefix.prefixstore.store import compact, environment, evictor, folder, opening
+from diskprefix.prefixstore.store import compact, environment, evictor, folder, opening, write_counter
 from diskprefix.prefixstore.store.environment import Environment
 from diskprefix.prefixstore.store.evictor import Evictor
 from diskprefix.prefixstore.store.folder import FolderLock

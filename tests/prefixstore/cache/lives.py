@@ -191,7 +191,7 @@ class Lives:
                 raise Over
 
         cached = CachedRequest(
-            runner.cache, one.prompt(token_ids), one.options(), goes_on=origin is not SENT, origin=origin
+            runner.cache, one.prompt(token_ids), one.options(), is_prefix_only=origin is not SENT, origin=origin
         )
         sequence = runner.new_sequence(len(token_ids))
         restore = cached.begin_restore(sequence, token_ids)

@@ -35,23 +35,25 @@ def compute(runner: Runner, token_ids: TokenIds, start: int = 0) -> Logits:
     ).copy()
 
 
-def fetch(runner: Runner, have: int, logits: Logits | None = None, options: CacheOptions = READ_ONLY) -> CachedRequest:
+def fetch(
+    runner: Runner, in_memory_tokens: int, logits: Logits | None = None, options: CacheOptions = READ_ONLY
+) -> CachedRequest:
     cached = CachedRequest(runner.cache, Prompt(PROMPT), options)
-    cached.fetch(runner.sequence, have, logits)
+    cached.fetch(runner.sequence, in_memory_tokens, logits)
     cached.choose(runner.sequence)
     return cached
 
 
-@pytest.mark.parametrize("have", [2 * BLOCK, 2 * BLOCK + 3, 4 * BLOCK - 1])
+@pytest.mark.parametrize("in_memory_tokens", [2 * BLOCK, 2 * BLOCK + 3, 4 * BLOCK - 1])
 def test_what_the_sequence_has_is_neither_loaded_nor_overwritten(
-    have: int, opened: Opened, monkeypatch: pytest.MonkeyPatch
+    in_memory_tokens: int, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = opened("token")
     runner.run(PROMPT, "full")
     runner.flush()
     logits = compute(runner, PROMPT)
     expected = runner.sequence.content(0, len(PROMPT))
-    compute(runner, PROMPT[:have])
+    compute(runner, PROMPT[:in_memory_tokens])
     filled: list[int] = []
     fill = runner.sequence.fill
 
@@ -60,31 +62,31 @@ def test_what_the_sequence_has_is_neither_loaded_nor_overwritten(
         fill(position, *args)
 
     monkeypatch.setattr(runner.sequence, "fill", noted)
-    cached = fetch(runner, have)
+    cached = fetch(runner, in_memory_tokens)
     restored = cached.restored
     assert (restored.num_tokens, restored.stored_tokens, restored.source) == (len(PROMPT), len(PROMPT), "disk")
-    assert min(filled) == have
+    assert min(filled) == in_memory_tokens
     assert runner.sequence.content(0, len(PROMPT)) == expected
     assert restored.logits is not None
     assert np.array_equal(restored.logits, logits)
     block_bytes = BLOCK * runner.layout.bytes_per_token
-    bytes_behind = (6 - have // BLOCK) * block_bytes
+    bytes_behind = (6 - in_memory_tokens // BLOCK) * block_bytes
     assert bytes_behind < restored.num_bytes < bytes_behind + block_bytes + 1000
     cached.close()
 
 
 def test_what_is_stored_no_further_than_the_sequence_has_is_not_loaded(opened: Opened) -> None:
-    runner, have = opened("token"), 3 * BLOCK + 2
+    runner, in_memory_tokens = opened("token"), 3 * BLOCK + 2
     runner.run(PROMPT, 2 * BLOCK)
     runner.flush()
-    compute(runner, PROMPT[:have])
-    expected = runner.sequence.content(0, have)
-    cached = fetch(runner, have)
+    compute(runner, PROMPT[:in_memory_tokens])
+    expected = runner.sequence.content(0, in_memory_tokens)
+    cached = fetch(runner, in_memory_tokens)
     restored = cached.restored
-    assert (restored.num_tokens, restored.stored_tokens, restored.num_bytes) == (have, 2 * BLOCK, 0)
-    assert runner.sequence.content(0, have) == expected
+    assert (restored.num_tokens, restored.stored_tokens, restored.num_bytes) == (in_memory_tokens, 2 * BLOCK, 0)
+    assert runner.sequence.content(0, in_memory_tokens) == expected
     report = cached.close()
-    assert (report.source, report.restored, report.miss_reason) == ("memory", have, None)
+    assert (report.source, report.restored, report.miss_reason) == ("memory", in_memory_tokens, None)
 
 
 @pytest.mark.parametrize("name", ["token", "qwen3_next"])
@@ -170,7 +172,7 @@ def test_what_a_restore_did_not_load_is_not_saved_when_the_store_lost_it(opened:
     assert BLOCK <= runner.sequence.complete_from <= len(prompt) - min(windows) + 1
     runner.flush()
     purge(runner.cache.store, PurgeFilter(), time.time(), lambda _: None)
-    again = runner.run_prompt(Prompt(longer), FULL, have=len(prompt))
+    again = runner.run_prompt(Prompt(longer), FULL, in_memory_tokens=len(prompt))
     assert torch.equal(again.logits, cold.logits)
     assert again.report.saved == "dropped"
     runner.reopen()
@@ -180,19 +182,19 @@ def test_what_a_restore_did_not_load_is_not_saved_when_the_store_lost_it(opened:
 
 
 @pytest.mark.parametrize("name", ["token", "grid", "qwen3_next"])
-@pytest.mark.parametrize("have", [0, 2 * BLOCK])
-def test_what_a_sequence_had_that_lost_its_memory_is_restored(name: str, have: int, opened: Opened) -> None:
+@pytest.mark.parametrize("in_memory_tokens", [0, 2 * BLOCK])
+def test_what_a_sequence_had_that_lost_its_memory_is_restored(name: str, in_memory_tokens: int, opened: Opened) -> None:
     """It may wait to be written: the pages are others' by then."""
     runner, told = opened(name), list[int]()
     expected = compute(runner, PROMPT)
     cached = fetch(runner, 0, None, FULL)
     compute(runner, PROMPT[: 4 * BLOCK])
     cached.save_partial(runner.sequence, PROMPT[: 4 * BLOCK])
-    compute(runner, PROMPT[:have] if have else PROMPT[::-1].copy())
-    again = cached.begin_restore(runner.sequence, PROMPT, have, on_block=told.append)
+    compute(runner, PROMPT[:in_memory_tokens] if in_memory_tokens else PROMPT[::-1].copy())
+    again = cached.begin_restore(runner.sequence, PROMPT, in_memory_tokens, on_block=told.append)
     again.run()
     assert cached.adopt_restore(again).num_tokens == 4 * BLOCK
-    assert (runner.sequence.num_tokens, sorted(told)) == (4 * BLOCK, list(range(have // BLOCK, 4)))
+    assert (runner.sequence.num_tokens, sorted(told)) == (4 * BLOCK, list(range(in_memory_tokens // BLOCK, 4)))
     assert np.array_equal(compute(runner, PROMPT, start=4 * BLOCK), expected)
     cached.close()
     runner.flush()

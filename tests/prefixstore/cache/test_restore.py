@@ -131,12 +131,12 @@ def test_a_restore_without_memory_keeps_what_the_sequence_has(
     fails_at: int, name: str, exact_at: ExactAt, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unless a window has passed it: `fails_at` is the group for which there are no pages."""
-    runner, have = opened(name, exact_at=exact_at), 2 * BLOCK
+    runner, in_memory_tokens = opened(name, exact_at=exact_at), 2 * BLOCK
     prompt = random_prompt(1, 6 * BLOCK + 5)
     cold = runner.run(prompt, "full")
     runner.reopen()
     # The sequence has the beginning.
-    runner.run(prompt[:have], "off")
+    runner.run(prompt[:in_memory_tokens], "off")
     prepare, slid = KVSequence.prepare_restore, False
 
     def fail(sequence: KVSequence, group: int, start: int, stop: int) -> None:
@@ -144,15 +144,17 @@ def test_a_restore_without_memory_keeps_what_the_sequence_has(
         if group == fails_at:
             raise MemoryError("there is no KV memory for a restore")
         prepare(sequence, group, start, stop)
-        slid = not sequence.continues_at(have)
+        slid = not sequence.continues_at(in_memory_tokens)
 
     with monkeypatch.context() as patch:
         patch.setattr(KVSequence, "prepare_restore", fail)
         cached = CachedRequest(runner.cache, Prompt(prompt), CacheOptions(scope=Scope("full"), save=False))
-        cached.fetch(runner.sequence, have)
+        cached.fetch(runner.sequence, in_memory_tokens)
         cached.close()
     fails = fails_at < len(runner.layout.groups)
-    assert cached.restored.num_tokens == ((0 if slid else have) if fails else len(prompt))
+    assert cached.restored.num_tokens == ((0 if slid else in_memory_tokens) if fails else len(prompt))
     if fails:
-        again = runner.run_prompt(Prompt(prompt), CacheOptions(scope=Scope("off")), have=cached.restored.num_tokens)
+        again = runner.run_prompt(
+            Prompt(prompt), CacheOptions(scope=Scope("off")), in_memory_tokens=cached.restored.num_tokens
+        )
         assert same(again, cold)

@@ -167,21 +167,23 @@ class Pages:
         return in_order[:, start * self._row_bytes : end * self._row_bytes].tobytes()
 
 
-@pytest.mark.parametrize("have", [0, BLOCK, BLOCK + 3])
-def test_any_memory_can_be_read_into(have: int, store: Store, tier_of: Callable[[Publication], Tier]) -> None:
+@pytest.mark.parametrize("in_memory_tokens", [0, BLOCK, BLOCK + 3])
+def test_any_memory_can_be_read_into(
+    in_memory_tokens: int, store: Store, tier_of: Callable[[Publication], Tier]
+) -> None:
     pub, nodes = publication(store, PROMPT), nodes_of(store)
     pages = Pages(nodes.layout.groups[0])
     with ThreadPoolExecutor(2) as readers, tier_of(pub)() as view:
-        missing = [(node_of(new), view) for new in pub.nodes if new.position + len(new.token_ids) > have]
-        loader = Loader(nodes, missing, have, len(PROMPT), {}, pages.fill)
+        missing = [(node_of(new), view) for new in pub.nodes if new.position + len(new.token_ids) > in_memory_tokens]
+        loader = Loader(nodes, missing, in_memory_tokens, len(PROMPT), {}, pages.fill)
         assert loader.run(readers) is None
     for new in pub.nodes:
         start, end = new.position, new.position + len(new.token_ids)
-        if start >= have:
+        if start >= in_memory_tokens:
             assert pages.tokens(start, end) == b"".join(new.payload)[: len(pages.tokens(start, end))]
     assert loader.logits is not None
     assert b"".join(pub.nodes[-1].payload).endswith(loader.logits.tobytes())
-    assert not any(pages.tokens(0, have)), "what the memory has already is not written"
+    assert not any(pages.tokens(0, in_memory_tokens)), "what the memory has already is not written"
 
 
 @pytest.mark.parametrize("where", ["memory", "disk"])

@@ -126,10 +126,10 @@ class Histories(RuleBasedStateMachine):
             assert self.running or self.holds, "there is something to wait for"
             return
         seed: object = self.num_begun if owner is None else owner._replace(private=b"")
-        have, logits = sequence.num_tokens, self.cache.running[sequence].logits
-        if have and not any(self.seeds[one] == seed for one in self.running):
-            assert self.lasts_until[seed, token_ids[:have].tobytes()] > self.now
-        assert have < len(token_ids) or (logits is not None and not computes_last)
+        in_memory_tokens, logits = sequence.num_tokens, self.cache.running[sequence].logits
+        if in_memory_tokens and not any(self.seeds[one] == seed for one in self.running):
+            assert self.lasts_until[seed, token_ids[:in_memory_tokens].tobytes()] > self.now
+        assert in_memory_tokens < len(token_ids) or (logits is not None and not computes_last)
         if logits is not None:
             assert np.array_equal(logits, self.logits(seed, token_ids))
         self.private |= {owner.private} if owner is not None else set()

@@ -126,15 +126,15 @@ def test_a_sequence_is_gone_on_from_where_its_window_is_there(gemma: Model) -> N
         gemma.run(too_early, [3])
 
 
-@pytest.mark.parametrize(("have", "end"), [(0, 420), (400, 420), (0, 831), (200, 831), (830, 831)])
-def test_a_restore_takes_pages_for_what_it_loads(gemma: Model, have: int, end: int) -> None:
+@pytest.mark.parametrize(("in_memory_tokens", "end"), [(0, 420), (400, 420), (0, 831), (200, 831), (830, 831)])
+def test_a_restore_takes_pages_for_what_it_loads(gemma: Model, in_memory_tokens: int, end: int) -> None:
     cold, sequence = gemma.sequence(slides=False), KVSequence(spoilt(gemma.sequence().pool))
     gemma.run(cold, random_steps(random.Random(3), end))
-    gemma.run(sequence, random_steps(random.Random(4), have))
+    gemma.run(sequence, random_steps(random.Random(4), in_memory_tokens))
     for number, group in enumerate(gemma.layout.groups):
         start = group.first_needed(end) // BLOCK * BLOCK
         sequence.prepare_restore(number, start, end)
-        for position in range(max(start, have), end):
+        for position in range(max(start, in_memory_tokens), end):
             (page,) = cold.tables[number].pages
             assert page is not None
 

@@ -138,7 +138,7 @@ def test_what_a_machine_has_is_not_fetched_again(make: MakeMachine) -> None:
 def test_what_memory_holds_is_not_asked_for(make: MakeMachine) -> None:
     other, saved = sharing(make)
     before = other.remote.stats()
-    assert other.prefetch(PROMPT, have=6 * BLOCK + 1)[1] == []
+    assert other.prefetch(PROMPT, in_memory_tokens=6 * BLOCK + 1)[1] == []
     assert other.remote.stats() == before
     asked: list[int] = []
 
@@ -147,7 +147,7 @@ def test_what_memory_holds_is_not_asked_for(make: MakeMachine) -> None:
         return True
 
     # What continues it can only be stored if all before it is.
-    assert payloads(other.prefetch(PROMPT, have=6 * BLOCK, pays=pays)[1]) == payloads(saved.nodes)
+    assert payloads(other.prefetch(PROMPT, in_memory_tokens=6 * BLOCK, pays=pays)[1]) == payloads(saved.nodes)
     assert asked == [BLOCK + 5]
 
 
@@ -298,21 +298,21 @@ DAMAGE: dict[str, tuple[Callable[[bytes, str], bytes], str]] = {
 
 
 @pytest.mark.parametrize(
-    ("what", "have"),
-    [*((what, 0) for what in DAMAGE), ("a cut body", 1), ("nothing", 1), ("a flipped bit of state", 1)],
+    ("what", "is_behind_a_block"),
+    [*((what, False) for what in DAMAGE), ("a cut body", True), ("nothing", True), ("a flipped bit of state", True)],
 )
 def test_a_wrong_object_is_refused_and_counted_and_what_comes_before_it_is_used(
-    what: str, have: int, make: MakeMachine, bucket: Path
+    what: str, is_behind_a_block: bool, make: MakeMachine, bucket: Path
 ) -> None:
     other, saved = sharing(make)
-    victim = 5 if not have else 2
+    victim = 5 if not is_behind_a_block else 2
     (path,) = (name for name in bundles(bucket) if saved.nodes[victim].name.hex() in name)
     damage, reason = DAMAGE[what]
     bundles(bucket)[path].write_bytes(damage(bundles(bucket)[path].read_bytes(), path))
-    if have:
+    if is_behind_a_block:
         other.save(PROMPT[:BLOCK], end_kind=NodeKind.BLOCK)
     _, nodes = other.prefetch(PROMPT)
-    assert payloads(nodes) == payloads(saved.nodes[:3] if not have else [])
+    assert payloads(nodes) == payloads(saved.nodes[:3] if not is_behind_a_block else [])
     refused = {name: count for name, count in other.remote.stats()["refused"].items() if count}
     assert refused == {reason: 1}
     before = other.remote.stats()

@@ -108,7 +108,7 @@ def _num_ready(job: AheadJob, prompt: Prompt, patience: Patience | None) -> int:
     """Returns how many of a prompt's first tokens are in memory, or in a tier from which they can be restored. A tier
     that fails has none."""
     cache = job.model.cache
-    context = RequestContext(cache, cache.begin(job.options), prompt, job.options, goes_on=True)
+    context = RequestContext(cache, cache.begin(job.options), prompt, job.options, is_prefix_only=True)
     if context.bypass is not None:
         return 0
     token_ids, size = prompt.token_ids, cache.settings.block_size

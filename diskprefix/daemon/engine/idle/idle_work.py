@@ -164,7 +164,9 @@ class IdleWork:
             raise CacheError("there is no memory for it")
         stay, is_taken = Stay(pages, sequence), False
         try:
-            cached = CachedRequest(model.cache, prompt, options, goes_on=True, origin=origin, of_any_build=of_any_build)
+            cached = CachedRequest(
+                model.cache, prompt, options, is_prefix_only=True, origin=origin, of_any_build=of_any_build
+            )
             restored = RestoredSequence(stay, cached)
             try:
                 job = ReadJob(lambda: True)

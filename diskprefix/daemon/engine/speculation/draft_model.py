@@ -207,7 +207,7 @@ class DraftModel:
     ) -> DraftSequence | None:
         """Returns a new sequence for a request that began in `epoch`. Returns None if there is no memory for it, or if
         the epoch is over, so that no state may be kept. `is_first`: the prompt is restored and saved."""
-        cached = CachedRequest(self.cache, prompt, options, goes_on=True)
+        cached = CachedRequest(self.cache, prompt, options, is_prefix_only=True)
         if self.cache.epochs.is_over(epoch):
             return None
         # The state is as old as the request, also if a purge is noticed now.

@@ -29,24 +29,24 @@ class Loader:
     """Verifies, decodes and copies pieces on the reading threads, which take them one after the other.
 
     `path` has the nodes of the first `stop` tokens, each with the view that has the node, except nodes within the first
-    `have` tokens, which the target has already. The last node may reach further; all of it is verified. `first_needed`
-    is the first token to load for each group of per-token tensors, and for the logits: layers with a window need no
-    earlier ones. `num_bytes` is the size of the loaded pieces before encoding. On a reading thread, `on_logits` is
-    called with the next-token logits as soon as they are loaded, and `on_block` with the number of each full block. The
-    logits come first, then the nodes in the order of the store. `is_wanted` is called before each piece; if it returns
-    False, no more is read.
+    `in_memory_tokens` tokens, which the target has already. The last node may reach further; all of it is verified.
+    `first_needed` is the first token to load for each group of per-token tensors, and for the logits: layers with a
+    window need no earlier ones. `num_bytes` is the size of the loaded pieces before encoding. On a reading thread,
+    `on_logits` is called with the next-token logits as soon as they are loaded, and `on_block` with the number of each
+    full block. The logits come first, then the nodes in the order of the store. `is_wanted` is called before each
+    piece; if it returns False, no more is read.
     """
 
     nodes: PromptNodes
     path: Sequence[tuple[Node, View]]
-    have: int
+    in_memory_tokens: int
     stop: int
     first_needed: Mapping[int, int]
     fill: Fill
     on_logits: Callable[[Bytes], None] = lambda _: None
     on_block: Callable[[int], None] = lambda _: None
     is_wanted: Callable[[], bool] = lambda: True
-    is_cut: bool = False
+    became_unwanted: bool = False
     """Set if pieces are missing because `is_wanted` returned False."""
     logits: Bytes | None = None
     """The next-token logits as bytes, shape [1, bytes], if they were loaded."""
@@ -106,8 +106,8 @@ class Loader:
         while not self._bad:
             with self._taking:
                 number = self._count_piece(loaded)
-                self.is_cut = self.is_cut or not self.is_wanted()
-                load = None if self.is_cut else next(self._loads, None)
+                self.became_unwanted = self.became_unwanted or not self.is_wanted()
+                load = None if self.became_unwanted else next(self._loads, None)
                 self.num_bytes += load[1].num_bytes if load else 0
             if number is not None:
                 self.on_block(number)
@@ -125,7 +125,7 @@ class Loader:
             return None
         self._left[index] -= 1
         (node, _), size = self.path[index], self.nodes.block_size
-        is_whole = node.num_tokens == size and node.end <= self.stop and node.position >= self.have
+        is_whole = node.num_tokens == size and node.end <= self.stop and node.position >= self.in_memory_tokens
         return node.position // size if is_whole and not self._left[index] else None
 
     def _load(self, node: Node, piece: Piece, write: Write) -> None:
@@ -135,7 +135,7 @@ class Loader:
             self.logits = logits
             self.on_logits(logits)
         else:
-            start, stop = max(node.position, self.have), min(node.end, self.stop)
+            start, stop = max(node.position, self.in_memory_tokens), min(node.end, self.stop)
             if stop - start < node.num_tokens and piece.group < len(self.nodes.layout.groups):
                 first_byte = (start - node.position) * (piece.row_bytes // node.num_tokens)
                 write = partial(_write_part, piece, write, first_byte)

@@ -113,16 +113,16 @@ class PrefetchRequest(Struct, frozen=True):
     """A request to fetch, within `max_s` seconds, the nodes of a prompt that the nearer `tiers` lack.
 
     `publish` puts nodes, parents first, into the nearest tier, and returns False if there is no room. The state of the
-    first `have` tokens is in memory, so nothing is fetched for them alone. `pays(num_tokens, num_bytes)` returns
-    whether fetching is expected to be faster than computing. `is_cancelled` is polled. `prefill_s_per_token`, `ttl_s`
-    and `replaces` are for the `NewNode`s.
+    first `in_memory_tokens` tokens is in memory, so nothing is fetched for them alone. `pays(num_tokens, num_bytes)`
+    returns whether fetching is expected to be faster than computing. `is_cancelled` is polled. `prefill_s_per_token`,
+    `ttl_s` and `replaces` are for the `NewNode`s.
     """
 
     nodes: PromptNodes
     tiers: Sequence[Tier]
     publish: Callable[[tuple[NewNode, ...]], bool]
     max_s: float
-    have: int = 0
+    in_memory_tokens: int = 0
     pays: Callable[[int, int], bool] = lambda _num_tokens, _num_bytes: True
     is_cancelled: Callable[[], bool] = lambda: False
     prefill_s_per_token: float = 0.0
