@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -81,11 +80,9 @@ def unbounded(source: str) -> list[int]:
     return sorted(found)
 
 
-@pytest.mark.cases(61)
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
-def test_each_loop_has_an_upper_bound(file: Path) -> None:
+def test_each_loop_has_an_upper_bound() -> None:
     """Evident in its condition, or in a comment above it that begins with "Bound:"."""
-    assert unbounded(file.read_text()) == []
+    assert {str(file.relative_to(PACKAGE)): lines for file in FILES if (lines := unbounded(file.read_text()))} == {}
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from functools import cache
 
 import numpy as np
 
+from diskprefix.gguf_types import GGUF_TYPES
 from diskprefix.native import ROWS, address_of, require
 from diskprefix.native.compute_threads import num_threads
 from diskprefix.native.library import Operators
@@ -14,34 +15,8 @@ from diskprefix.native.library import Operators
 _PACKING = struct.Struct("@5q 5P q")
 """`Packing` of `source/interface.h`."""
 
-TYPES = {
-    "Q4_0": (2, 32, 18),
-    "Q4_1": (3, 32, 20),
-    "Q5_0": (6, 32, 22),
-    "Q5_1": (7, 32, 24),
-    "Q8_0": (8, 32, 34),
-    "Q2_K": (10, 256, 84),
-    "Q3_K": (11, 256, 110),
-    "Q4_K": (12, 256, 144),
-    "Q5_K": (13, 256, 176),
-    "Q6_K": (14, 256, 210),
-    "IQ2_XXS": (16, 256, 66),
-    "IQ2_XS": (17, 256, 74),
-    "IQ3_XXS": (18, 256, 98),
-    "IQ1_S": (19, 256, 50),
-    "IQ4_NL": (20, 32, 18),
-    "IQ3_S": (21, 256, 110),
-    "IQ2_S": (22, 256, 82),
-    "IQ4_XS": (23, 256, 136),
-    "IQ1_M": (29, 256, 56),
-    "TQ1_0": (34, 256, 54),
-    "TQ2_0": (35, 256, 66),
-    "MXFP4": (39, 32, 17),
-    "NVFP4": (40, 64, 36),
-    "Q1_0": (41, 128, 18),
-    "Q2_0": (42, 64, 18),
-}
-"""The number of each type in files, and the weights and bytes of a block."""
+TYPES = {kind.name: kind for kind in GGUF_TYPES if kind.is_packed}
+"""The types that are packed, by name."""
 _WITH_GRID = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
 
 
@@ -97,7 +72,7 @@ def _call(
     content: int = 0,
     threads: int | None = None,
 ) -> None:
-    number, weights, num_bytes = TYPES[kind]
+    number, weights, num_bytes = TYPES[kind].number, TYPES[kind].weights, TYPES[kind].num_bytes
     strips, columns = out.shape[0], row_bytes // num_bytes * weights
     has_units = row_bytes % num_bytes == 0 and out.shape[1] == columns // weights
     require(has_units and out.dtype == np.uint8 and out.flags.c_contiguous, out)

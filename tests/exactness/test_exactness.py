@@ -27,7 +27,6 @@ from diskprefix.prefixstore.kv.pages import Captured, Page, PagePool
 from diskprefix.prefixstore.kv.sequence import KVSequence
 from diskprefix.prefixstore.store.schema import NodeKind as NodeKind
 from diskprefix.prefixstore.store.schema import node_name
-from diskprefix.prefixstore.store.snapshot import Snapshot
 from diskprefix.prefixstore.store.writer import Writer
 from diskprefix.runtime.contract import Rows, Runtime
 from diskprefix.runtime.grid.rehearsal import rehearse
@@ -325,7 +324,7 @@ def earlier_states(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     """… and its tokens are not compared."""
     colliding_names(monkeypatch)
-    monkeypatch.setattr(Snapshot, "has", lambda self, name, *_, **__: self.get_record("nodes", name) is not None)
+    monkeypatch.setattr("diskprefix.prefixstore.store.snapshot.is_node", lambda *_: True)
 
 
 @pytest.mark.cases(3)

@@ -250,7 +250,7 @@ def test_rows_have_factors(operators: Operators) -> None:
 def test_scales_may_be_anything(operators: Operators, kind: str) -> None:
     """With scales of 0 and less, 0 and -0 are told apart."""
     content = content_of(kind, ROWS, WIDE)
-    num_bytes = TYPES[kind][2]
+    num_bytes = TYPES[kind].num_bytes
     blocks = content.reshape(ROWS, -1, num_bytes)
     numbers = np.resize(np.array(SPECIAL, np.uint16), blocks.shape[:2])
     for at in _HALVES.get(kind, (0,)):

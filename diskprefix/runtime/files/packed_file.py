@@ -281,7 +281,7 @@ def _require_packer(contents: _Contents, operators: Operators) -> None:
 def _known(operators: Operators, kind: str) -> bytes:
     """Returns the digest of a matrix of two strips as it is packed, with its rows in order and the last one first. What
     is done to a model's numbers before they are packed is not in it: `VERSION` rises with that."""
-    _, weights, num_bytes = TYPES[kind]
+    weights, num_bytes = TYPES[kind].weights, TYPES[kind].num_bytes
     blocks = max(1, 256 // weights)
     content = np.random.default_rng(blocks).integers(0, 256, (2 * ROWS, blocks * num_bytes), np.uint8)
     factors = np.ones(2 * ROWS, np.float32) if kind == "NVFP4" else None

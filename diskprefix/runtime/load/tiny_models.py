@@ -189,7 +189,7 @@ class TinyWeights(Weights):
 
 def _made_up_quants(kind: str, rows: int, columns: int, seed: int) -> np.ndarray:
     """Returns made-up rows of a file's quants, uint8 [rows, bytes]. Scales have eleven bits."""
-    _, weights, num_bytes = TYPES[kind]
+    weights, num_bytes = TYPES[kind].weights, TYPES[kind].num_bytes
     content = made_up((rows, columns // weights, num_bytes), seed, None).copy()
     for place in _FLOATS_AT[kind]:
         scales = np.abs(made_up(content.shape[:2], seed + place)) * 2.0 ** (-5 if weights < 256 else -9)

@@ -14,6 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from diskprefix.errors import ModelError
+from diskprefix.gguf_types import GGUF_TYPES
 from diskprefix.printable import first_line
 from diskprefix.runtime.files.gguf.gguf_strings import PIECE_BYTES, StringPiece, decoded
 from diskprefix.runtime.files.lfs_pointer import fault_or_pointer
@@ -35,17 +36,8 @@ _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", FLOAT32: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 """Formats of `struct`, by the number of the type in the file."""
 _UINT32 = 4
-_TABLE = """
-    0 F32 1 4, 1 F16 1 2, 2 Q4_0 32 18, 3 Q4_1 32 20, 6 Q5_0 32 22, 7 Q5_1 32 24, 8 Q8_0 32 34, 9 Q8_1 32 40,
-    10 Q2_K 256 84, 11 Q3_K 256 110, 12 Q4_K 256 144, 13 Q5_K 256 176, 14 Q6_K 256 210, 15 Q8_K 256 292,
-    16 IQ2_XXS 256 66, 17 IQ2_XS 256 74, 18 IQ3_XXS 256 98, 19 IQ1_S 256 50, 20 IQ4_NL 32 18, 21 IQ3_S 256 110,
-    22 IQ2_S 256 82, 23 IQ4_XS 256 136, 24 I8 1 1, 25 I16 1 2, 26 I32 1 4, 27 I64 1 8, 28 F64 1 8, 29 IQ1_M 256 56,
-    30 BF16 1 2, 34 TQ1_0 256 54, 35 TQ2_0 256 66, 39 MXFP4 32 17, 40 NVFP4 64 36, 41 Q1_0 128 18, 42 Q2_0 64 18
-"""
-TYPES = {int(row[0]): (row[1], int(row[2]), int(row[3])) for row in map(str.split, _TABLE.split(","))}
-"""Types of tensors by their numbers: the name, the numbers of a block and its bytes. The library `gguf` has them too,
-and takes long to import."""
-_BLOCK_BYTES = {name: num_bytes for name, _, num_bytes in TYPES.values()}
+TYPES = {kind.number: kind for kind in GGUF_TYPES}
+_BLOCK_BYTES = {kind.name: kind.num_bytes for kind in GGUF_TYPES}
 _CODES: dict[str, tuple[int, tuple[int, ...]]] = {"Q1_0": (1, (-1, 1)), "Q2_0": (2, (-1, 0, 1, 2))}
 """The bits of a code and the numbers of the codes, in blocks that begin with a float16, of types that the library
 `gguf` cannot read."""
@@ -418,7 +410,7 @@ def _tensor(path: Path, reading: _Reading) -> FileTensor:
     number, offset = reading.number("<I"), reading.number("<Q")
     if number not in TYPES:
         raise ValueError(f"the tensor {name!r} has the type {number}, which is not known")
-    kind, block, block_bytes = TYPES[number]
+    kind, block, block_bytes = TYPES[number].name, TYPES[number].weights, TYPES[number].num_bytes
     if not all(sizes) or sizes[0] % block:
         raise ValueError(f"the tensor {name!r} of type {kind} has the sizes {sizes}")
     shape, dtype = sizes[::-1], np.dtype(_PLAIN.get(kind, np.uint8))

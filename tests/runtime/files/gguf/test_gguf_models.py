@@ -16,11 +16,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from diskprefix.daemon.settings import Settings
 from diskprefix.errors import ModelError
+from diskprefix.gguf_types import GGUF_TYPES
 from diskprefix.native.library import operators
 from diskprefix.runtime.files.file_matrix import MatrixPacking
 from diskprefix.runtime.files.fit import needs_of_gguf
 from diskprefix.runtime.files.gguf.gguf import GgufModel
-from diskprefix.runtime.files.gguf.gguf_header import TYPES, FileTensor, GgufHeader
+from diskprefix.runtime.files.gguf.gguf_header import FileTensor, GgufHeader
 from diskprefix.runtime.files.gguf.gguf_rope import scale_positions
 from diskprefix.runtime.files.gguf.metadata import Metadata
 from diskprefix.runtime.load.loader import load_model
@@ -510,8 +511,8 @@ def test_latent_attention_of_a_file_is_exact_at_every_token(tmp_path: Path) -> N
 
 
 def test_types_of_tensors_are_those_of_the_library() -> None:
-    known = {kind.value: (kind.name, *gguf.GGML_QUANT_SIZES[kind]) for kind in gguf.GGMLQuantizationType}
-    assert known.items() <= TYPES.items()
+    known = {(kind.value, kind.name, *gguf.GGML_QUANT_SIZES[kind]) for kind in gguf.GGMLQuantizationType}
+    assert known <= {(kind.number, kind.name, kind.weights, kind.num_bytes) for kind in GGUF_TYPES}
 
 
 def test_estimated_and_read_weights_have_equal_shapes(tmp_path: Path) -> None:

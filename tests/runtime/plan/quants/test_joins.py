@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from diskprefix.gguf_types import GGUF_TYPES
 from diskprefix.runtime.files.file_matrix import MatrixPacking
 from diskprefix.runtime.files.gguf.architecture import Architecture, _several
 from diskprefix.runtime.files.gguf.gguf_file import read_tensors
-from diskprefix.runtime.files.gguf.gguf_header import TYPES, FileTensor
+from diskprefix.runtime.files.gguf.gguf_header import FileTensor
 from diskprefix.runtime.files.gguf.gguf_weights import GgufWeights
 from diskprefix.runtime.files.gguf.known_families import _BY_NAME
 from diskprefix.runtime.files.gguf.mixture_families import MIXTRAL, deepseek
@@ -34,7 +35,7 @@ KEY_HEADS, KEY_DIM, VALUES = 2, 16, 64
 """Heads of keys and their size, and the rows of values, in layers with the delta rule."""
 ROWS = {"attn_qkv": 2 * KEY_HEADS * KEY_DIM + VALUES, "attn_gate": VALUES, "attn_q": 64}
 """Rows of tensors; others have 32."""
-NUMBERS = {name: number for number, (name, _, _) in TYPES.items()}
+NUMBERS = {kind.name: kind.number for kind in GGUF_TYPES}
 KINDS = sorted(FILE_FORMS)
 
 

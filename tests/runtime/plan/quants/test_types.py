@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from diskprefix.errors import ModelError
-from diskprefix.native import packing
+from diskprefix.gguf_types import GGUF_TYPES
 from diskprefix.native.library import operators
 from diskprefix.runtime.files.file_matrix import FileMatrix, MatrixPacking
 from diskprefix.runtime.files.gguf.gguf_file import read_tensors
-from diskprefix.runtime.files.gguf.gguf_header import TYPES, FileTensor
+from diskprefix.runtime.files.gguf.gguf_header import FileTensor
 from diskprefix.runtime.plan.quants.forms import weights_of
 from diskprefix.runtime.plan.quants.quant_form import FILE_FORMS
 from tests.arrays import tensor_of
@@ -48,9 +48,9 @@ def content_of(kind: str, rows: int) -> np.ndarray:
     return np.random.default_rng(1).integers(0, 64, (rows, COLUMNS // weights * num_bytes), dtype=np.uint8)
 
 
-@pytest.mark.parametrize("kind", sorted({name for name, _, _ in TYPES.values()}))
+@pytest.mark.parametrize("kind", sorted(kind.name for kind in GGUF_TYPES))
 def test_a_tensor_of_each_type_becomes_numbers_or_is_refused(kind: str, tmp_path: Path) -> None:
-    number = next(number for number, (name, _, _) in TYPES.items() if name == kind)
+    number = next(known.number for known in GGUF_TYPES if known.name == kind)
     file = write_tensors(tmp_path / "a.gguf", {"x.weight": (number, (ROWS, COLUMNS), content_of(kind, ROWS).tobytes())})
     (tensor,) = read_tensors([file])[1]
     matrix = FileMatrix.whole(tensor)
@@ -62,11 +62,6 @@ def test_a_tensor_of_each_type_becomes_numbers_or_is_refused(kind: str, tmp_path
     exact = content if kind in PLAIN else reference.dequantised(kind, content)
     assert torch.equal(tensor_of(matrix.dequantised()), torch.from_numpy(exact.astype(np.float32)).bfloat16())
     assert matrix.is_packable == (kind in FILE_FORMS)
-
-
-def test_the_packed_types_are_those_of_the_table() -> None:
-    named = {name: (number, *sizes) for number, (name, *sizes) in TYPES.items()}
-    assert {kind: named[kind] for kind in packing.TYPES} == packing.TYPES
 
 
 def test_a_type_that_is_not_known_is_refused_with_the_name_of_the_tensor(tmp_path: Path) -> None:
