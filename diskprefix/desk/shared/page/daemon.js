@@ -78,8 +78,9 @@ function onLogin(open) {
   find("#copy-unlock").addEventListener("click", ({ target }) => copy(find("#unlock").textContent, find("#unlock"), target.nextElementSibling));
   find("#login").addEventListener("submit", (event) => {
     event.preventDefault();
-    // The files of the token and of API keys have other words before it.
-    unlock(find("#key").value.trim().split(/\s+/).pop()).then(open);
+    // The files of the token and of API keys have other words before it, that of the token settings behind it.
+    const given = find("#key").value.trim();
+    unlock(given.match(/[\w-]+-[0-9a-f]{64}/)?.[0] ?? given.split(/\s+/).pop()).then(open);
     find("#key").value = "";
   });
 }
