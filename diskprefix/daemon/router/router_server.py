@@ -10,6 +10,7 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from diskprefix.daemon.router import STOPPED
 from diskprefix.daemon.router.listing import Listing
 from diskprefix.daemon.router.router import RouterApp
 from diskprefix.daemon.router.workers import Workers
@@ -55,7 +56,7 @@ class RouterServer(SignalledServer):
         await super().shutdown(sockets)
         await self._workers.close()
         if not self._router.exit_code:
-            log.info("[router] stopped")
+            log.info(STOPPED)
 
 
 def run_router(listing: Listing, settings: Settings) -> None:

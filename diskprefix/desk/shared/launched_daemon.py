@@ -26,6 +26,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from diskprefix.daemon.router import STOPPED
 from diskprefix.daemon.server.process.token_file import UNPUBLISHED, daemon_at
 from diskprefix.desk.shared.daemon_call import running_daemon
 from diskprefix.desk.shared.tooling import say, status
@@ -36,12 +37,17 @@ from diskprefix.private_file import make_private_folder
 SERVE = (sys.executable, "-P", "-m", "diskprefix", "serve")
 """Without -P, Python would run a `diskprefix` of the current folder."""
 _POLL_S, _PATIENCE_S = 0.05, 5.0
+_STOP_S = 120.0
+"""Longer than a daemon takes to end. One that is suspended does not end."""
+_REASON_S = 60.0
+"""An error that is older than this at the last line of the log is not why the daemon ended."""
 _DEATH = b"[router] the worker of"
 """The beginning of what a router logs when the process of a model dies."""
 _LOGGED = r"^[\d-]+ [\d:,]+ "
 """The beginning of a line of the log, before its level."""
-_STOPPED = re.compile(rf"{_LOGGED}INFO \[router\] stopped$", re.MULTILINE)
-_ERROR = re.compile(rf"(?:^error:|{_LOGGED}(?:ERROR|CRITICAL)) (.+)", re.MULTILINE)
+_STOPPED = re.compile(rf"{_LOGGED}INFO {re.escape(STOPPED)}$", re.MULTILINE)
+_TIME = re.compile(r"^([\d-]+ [\d:]+),\d+ ", re.MULTILINE)
+_ERROR = re.compile(r"^(?:error:|([\d-]+ [\d:]+),\d+ (?:ERROR|CRITICAL)) (.+)", re.MULTILINE)
 _LAST = re.compile(rf"^(?!{_LOGGED}).+\Z", re.MULTILINE)
 _NUMBERED = re.compile(r"daemon-\d+")
 """The folder of a daemon beside the first one."""
@@ -152,8 +158,8 @@ class LaunchedDaemon:
         return [] if self.url() is None else self._state().get("flags", [])
 
     def end_unused(self) -> bool:
-        """Ends the daemon if no launch uses it, and waits for its end. Returns whether it still runs. The caller holds
-        `mutex`."""
+        """Ends the daemon if no launch uses it, and waits for its end, but for no daemon that is suspended. Returns
+        whether it still runs. The caller holds `mutex`."""
         if self.url() is None:
             return False
         try:
@@ -164,8 +170,11 @@ class LaunchedDaemon:
                     return True
                 with suppress(ProcessLookupError):
                     os.kill(state["pid"], signal.SIGTERM)
-                with status("the daemon is saving what is only in memory …"), locked(self.folder / "daemon.json"):
-                    return False
+                with status("the daemon is saving what is only in memory …"):
+                    has_ended = self.has_ended(_STOP_S)
+                if not has_ended:
+                    say(f"the daemon did not end within {_STOP_S:.0f} s: see process {state['pid']} and {self.log}")
+                return not has_ended
         except BlockingIOError:
             return True
 
@@ -217,9 +226,10 @@ class LaunchedDaemon:
             raise
         raise NotReady(self.failure())
 
-    def has_ended(self) -> bool:
-        """Waits some seconds for the end of a daemon that does not serve. Returns whether it has ended."""
-        deadline = time.monotonic() + _PATIENCE_S
+    def has_ended(self, limit_s: float | None = None) -> bool:
+        """Waits some seconds, or `limit_s`, for the end of a daemon that does not serve. Returns whether it has
+        ended."""
+        deadline = time.monotonic() + (_PATIENCE_S if limit_s is None else limit_s)
         while self.url() is not None:
             if time.monotonic() > deadline:
                 return False
@@ -227,10 +237,12 @@ class LaunchedDaemon:
         return True
 
     def failure(self) -> str:
-        """Returns why the daemon ended: it was stopped, or the last error in its log, or else the last line if that is
-        not of the log, as at the end of a traceback."""
+        """Returns why the daemon ended: it was stopped, or the last error at the end of its log, or else the last line
+        if that is not of the log, as at the end of a traceback."""
         text = self.log.read_text(encoding="utf-8", errors="replace").rstrip()
-        errors = _ERROR.findall(text) or _LAST.findall(text)
+        ended_at = max(map(_seconds, _TIME.findall(text)), default=0.0)
+        errors = [error for at, error in _ERROR.findall(text) if not at or ended_at - _seconds(at) <= _REASON_S]
+        errors = errors or _LAST.findall(text)
         how = f"ended: {shown(errors[-1], 500)}" if errors else "ended without an error, as if killed"
         return f"the daemon {'was stopped' if _STOPPED.search(text) else how} (its log: {self.log})"
 
@@ -246,6 +258,10 @@ class LaunchedDaemon:
                 say(f"the model at {url} {died} and was restarted (its log: {self.log})")
             elif names_log:
                 say(f"the daemon's log: {self.log}")
+
+
+def _seconds(time_of_line: str) -> float:
+    return time.mktime(time.strptime(time_of_line, "%Y-%m-%d %H:%M:%S"))
 
 
 class DaemonUse(Struct):

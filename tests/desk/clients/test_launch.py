@@ -21,6 +21,7 @@ import pytest
 from huggingface_hub import constants
 from msgspec.structs import replace
 
+from diskprefix.daemon.router import STOPPED
 from diskprefix.daemon.server.process.token_file import agents_key, published_token, token_for
 from diskprefix.desk.clients import launch_command
 from diskprefix.desk.clients.first_prompt_size import counted_tokens
@@ -740,6 +741,23 @@ def test_cleaning_shows_what_it_would_remove_and_asks(
     assert place.files() == kept
 
 
+@pytest.mark.usefixtures("run")
+def test_a_launch_does_not_wait_for_a_daemon_that_is_suspended(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    process = left_daemon(place)
+    monkeypatch.setattr(launched_daemon, "_STOP_S", 0.2)
+    shared = launched_daemon.LaunchedDaemon(folder=place.launches, logs=place.logs)
+    with shared.mutex():
+        with monkeypatch.context() as patch:
+            # The signal waits until the process goes on.
+            patch.setattr(os, "kill", lambda *_: None)
+            assert shared.end_unused()
+        assert f"see process {process.pid} and {shared.log}" in capsys.readouterr().err
+        assert not shared.end_unused()
+    process.wait(30)
+
+
 KILLS = """\
 pid = json.loads((path / 'daemon.json').read_text().splitlines()[0])['pid']
 ended = open(os.pidfd_open(pid)); os.kill(pid, 9); select.select([ended], [], [])
@@ -767,9 +785,16 @@ def logs(*lines: str) -> str:
         (logs("WARNING the disk is slow"), "the daemon ended without an error, as if killed"),
         # What the model's process logs when the router was killed.
         (logs("INFO stopping", "INFO stopped"), "the daemon ended without an error, as if killed"),
-        (logs("ERROR an old one", "INFO [router] stopped"), "the daemon was stopped"),
+        (logs("ERROR an old one", f"INFO {STOPPED}"), "the daemon was stopped"),
         (logs("ERROR no memory", "INFO POST /v1/messages 200"), "the daemon ended: no memory"),
         (logs("CRITICAL no memory", "WARNING the disk is slow"), "the daemon ended: no memory"),
+        (
+            logs("ERROR a failure of another hour")
+            .replace("2026-12-01 12:", "2026-12-01 10:")
+            .partition("log.flush")[0]
+            + logs("INFO POST /v1/messages 200"),
+            "the daemon ended without an error, as if killed",
+        ),
         (
             f"log.write('Traceback:\\nImportError: no such library\\n'); log.flush()\n{KILLS}",
             "the daemon ended: ImportError: no such library",
