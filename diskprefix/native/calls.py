@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Mapping
 from enum import IntEnum
 
-FLOAT32, BFLOAT16 = 0, 1
+FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 """Numbers of `DType`."""
 
 ROUNDED, UNROUNDED, ONE_MORE, LAYER = range(4)
@@ -28,12 +28,13 @@ FUNCTIONS |= {"softplus": 8, "limited_silu": 9, "limited_and_one": 10, "expm1_ex
 LOOK_UP, PICK, NORM, PRODUCT, DENSE, ANGLES, NORM_ROTATE_STORE, ATTEND, GATE, SUM, SCATTER = range(11)
 ROUTE, EXPERTS, DENSE_EXPERTS, WIDEN, COPY, SCALE_BY_POSITION, MIX, MATCH_RMS, SPARSIFY_GATE = range(11, 20)
 CONVOLVE, DELTA_RULE, STEP_SIZES, GATED_NORM, STATE_SPACE, HEAD_PRODUCT = range(20, 26)
+MEAN_STREAMS, ADD_TO_STREAMS, GATE_STREAMS, NGRAMS, POOL_KEYS, CHOOSE_BLOCKS = range(26, 32)
 """Numbers of `OperationKind`."""
 
 SCORES = {"softmax": 0, "sigmoid": 1, "softmax_of_chosen": 2, "sigmoid_of_chosen": 3, "sparse_mixer": 4}
 """Numbers of `Scores`."""
 
-MAX_MATRICES, MAX_GROUPS, MAX_STREAMS, MAX_KERNEL = 3, 64, 4, 16
+MAX_MATRICES, MAX_GROUPS, MAX_STREAMS, MAX_KERNEL, MAX_NGRAM = 3, 64, 4, 16, 8
 
 _TYPES = {"*": ctypes.c_void_p, "%": ctypes.c_double}
 
@@ -112,7 +113,7 @@ class NormRotateStoreCall(ctypes.Structure):
 class AttentionCall(ctypes.Structure):
     _fields_ = _fields(
         "dtype num_heads num_kv_heads key_dim value_dim num_runs window chunk *query query_head_stride query_row_stride"
-        " *out *sinks %scale %softcap num_threads"
+        " *out *sinks %scale %softcap num_threads block num_chosen *chosen"
     )
 
 
@@ -242,6 +243,52 @@ class GatedNormCall(ctypes.Structure):
     )
 
 
+class StreamMeanCall(ctypes.Structure):
+    _fields_ = _fields("dtype num_rows width count *gates *streams *curve *out num_threads")
+
+
+class StreamSumCall(ctypes.Structure):
+    _fields_ = _fields("dtype num_rows width count *gates *rows *streams num_threads")
+
+
+class StreamGateCall(ctypes.Structure):
+    _fields_ = _fields("dtype num_rows width count *keys *queries *rows *out num_threads")
+
+
+class TablePartCall(ctypes.Structure):
+    """`TablePart` of the interface."""
+
+    _fields_ = _fields("first file offset *content")
+
+
+class NGramsCall(ctypes.Structure):
+    _fields_ = _fields(
+        "dtype stored num_runs num_rows size heads width end num_parts *ids *multipliers *sizes *offsets *parts *out"
+        " num_threads"
+    )
+
+
+class PlannedNGramsCall(ctypes.Structure):
+    _anonymous_ = ("call",)
+    _fields_ = (("call", NGramsCall), ("place", StatePlace), *_fields("kept"))
+
+
+class PoolKeysCall(ctypes.Structure):
+    _fields_ = (
+        *_fields("dtype num_rows dim block half norm_kind *norm %epsilon %factor *frequencies table"),
+        ("keys", PagedRowsCall),
+        *_fields("num_threads"),
+    )
+
+
+class ChooseBlocksCall(ctypes.Structure):
+    _fields_ = (
+        *_fields("dtype num_rows num_heads dim block num_chosen *query table"),
+        ("keys", PagedRowsCall),
+        *_fields("*chosen num_threads"),
+    )
+
+
 CALLS: Mapping[int, type[ctypes.Structure]] = {
     LOOK_UP: LookupCall,
     PICK: PickCall,
@@ -269,6 +316,12 @@ CALLS: Mapping[int, type[ctypes.Structure]] = {
     GATED_NORM: GatedNormCall,
     STATE_SPACE: PlannedStateSpaceCall,
     HEAD_PRODUCT: HeadProductCall,
+    MEAN_STREAMS: StreamMeanCall,
+    ADD_TO_STREAMS: StreamSumCall,
+    GATE_STREAMS: StreamGateCall,
+    NGRAMS: PlannedNGramsCall,
+    POOL_KEYS: PoolKeysCall,
+    CHOOSE_BLOCKS: ChooseBlocksCall,
 }
 """The structure of each kind of operation. Its anonymous parts have their fields set as its own."""
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 DTYPES = ("bfloat16", "float32")
 UNSUPPORTED = frozenset({
     "axk2", "deepseek_v32", "deepseek_v4", "dots3_note", "falcon_mamba", "glm_moe_dsa", "hy_v4", "jamba", "mamba",
-    "minimax", "minimax_m3_vl_text", "qwen4_exp", "recurrent_gemma", "rwkv", "xlstm", "zamba",
+    "minimax", "minimax_m3_vl_text", "recurrent_gemma", "rwkv", "xlstm", "zamba",
 })  # fmt: skip
 """What need not be exact, as its state is not cached: its rows say why. All else must be."""
 

@@ -7,6 +7,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <new>
 
@@ -168,6 +169,7 @@ class Computation {
     float* scores;  // weights overwrite the scores of their row
     State state, tile;
     Span* visible;  // the tokens that each row sees
+    const int32_t** chosen;  // the blocks that each row sees, null for a row that sees all
   };
 
   int64_t first_visible(int64_t position) const {
@@ -258,7 +260,7 @@ class Computation {
                           Memory::size_of<Factor>(KEY_TILE * columns_) + Memory::size_of<float>(BLOCK * STRIDE) +
                           2 * Memory::size_of<float>(BLOCK) + Memory::size_of<float>(BLOCK * columns_) +
                           2 * Memory::size_of<float>(rows) + Memory::size_of<float>(rows * columns_) +
-                          Memory::size_of<Span>(rows) +
+                          Memory::size_of<Span>(rows) + Memory::size_of<const int32_t*>(rows) +
                           Memory::size_of<Factor>(KEY_TILE * most(call_.key_dim, call_.value_dim));
     if (!memory.reserve(bytes)) return false;
     scratch.queries = memory.take<Factor>(rows * inner_);
@@ -269,6 +271,7 @@ class Computation {
     scratch.tile = state_in(memory, BLOCK);
     scratch.state = state_in(memory, rows);
     scratch.visible = memory.take<Span>(rows);
+    scratch.chosen = memory.take<const int32_t*>(rows);
     scratch.gathered = memory.take<Factor>(KEY_TILE * most(call_.key_dim, call_.value_dim));
     return true;
   }
@@ -304,6 +307,8 @@ class Computation {
       Product::pack_row(from, call_.key_dim, inner_, scratch.queries + row * inner_);
       const int64_t position = runs_[task.run].start + token;
       scratch.visible[row] = {first_visible(position), end_visible(runs_[task.run], position)};
+      const bool sees_all = !call_.chosen || (position + 1) / call_.block <= call_.num_chosen;
+      scratch.chosen[row] = sees_all ? nullptr : call_.chosen + (before + token) * call_.num_chosen;
     }
     if (has_few(task)) Product::transpose_rows(scratch.queries, inner_, task.num_rows, inner_, scratch.transposed);
   }
@@ -401,11 +406,27 @@ class Computation {
     float tops[BLOCK];
     for (int64_t i = 0; i < num_rows; ++i) {
       const Span visible = scratch.visible[row + i];
+      if (const int32_t* chosen = scratch.chosen[row + i])
+        hide_others(scratch.scores + i * STRIDE, seen, chosen, start, visible.end / call_.block * call_.block);
       tops[i] = largest_score(scratch.scores + i * STRIDE, seen, visible.begin - start, visible.end - start);
     }
     for (int64_t i = 0; i < num_rows; ++i) {
       result.high[i] = tops[i] * scale_ > NOTHING ? tops[i] * scale_ : NOTHING;
       result.sum[i] = weigh(scratch.scores + i * STRIDE, seen, tops[i]);
+    }
+  }
+
+  // Hides the scores of the tokens before `rest` that are in none of the chosen blocks. The first score is that of token
+  // `start`.
+  void hide_others(float* scores, int64_t count, const int32_t* chosen, int64_t start, int64_t rest) const {
+    const int32_t* block = std::lower_bound(chosen, chosen + call_.num_chosen, (int32_t)(start / call_.block));
+    int64_t at = 0;
+    for (; at < count && at + start < rest; ++block) {
+      const bool is_there = block < chosen + call_.num_chosen;
+      const int64_t begin = is_there ? *block * call_.block : rest;
+      for (const int64_t end = least(count, begin - start); at < end; ++at) scores[at] = HIDDEN;
+      if (!is_there) return;
+      at = most(at, begin + call_.block - start);
     }
   }
 

@@ -52,6 +52,11 @@ struct Attention {
   const float* sinks;  // one for each head, or null
   double scale, softcap;  // `softcap` 0: none
   int64_t num_threads;
+  // Without `chosen` (null) a token sees all of these tokens. With it, it sees the `num_chosen` blocks of `block` tokens that
+  // `chosen` names in ascending order, int32 [rows, num_chosen], and the tokens after its last complete block. If it has
+  // no more complete blocks than that, it sees all of them, whatever `chosen` has.
+  int64_t block, num_chosen;
+  const int32_t* chosen;
 };
 
 // How scales (and zeros, if any) are stored: one float16 for each group; exponents of 2; or integers that are multiplied by
@@ -423,10 +428,89 @@ struct GateSparsity {
   int64_t num_threads;
 };
 
+// Rows [num_rows, width]: the mean over `count` streams of sigmoid(gates) × streams, both [num_rows, count, width].
+// bfloat16 has `curve`, the table of the sigmoid.
+struct StreamMean {
+  int64_t dtype, num_rows, width, count;
+  const void *gates, *streams;
+  const uint16_t* curve;
+  void* out;
+  int64_t num_threads;
+};
+
+// Adds 2 × sigmoid(gates / count) × rows to streams [num_rows, count, width], in place. `gates` are [num_rows, count].
+struct StreamSum {
+  int64_t dtype, num_rows, width, count;
+  const void *gates, *rows;
+  void* streams;
+  int64_t num_threads;
+};
+
+// Streams [num_rows, count, width] of sigmoid(root(keys · queries / √width)) × rows, with the keys and queries of each stream
+// and root(x) = sign(x) × √max(|x|, 1e-6).
+struct StreamGate {
+  int64_t dtype, num_rows, width, count;
+  const void *keys, *queries, *rows;
+  void* out;
+  int64_t num_threads;
+};
+
+// Consecutive rows of a table, the first with the number `first`: in memory, or if `content` is null at `offset` of an open
+// file.
+struct TablePart {
+  int64_t first, file, offset;
+  const void* content;
+};
+
+// The rows of a table that the last tokens of a sequence name: for each token and each n of 2 to `size`, `heads` rows of
+// `width` numbers, [rows, (size - 1) × heads × width]. A row's number is the exclusive or of the products of the last n
+// tokens with `multipliers`, modulo one of `sizes`, plus one of `offsets`, both [(size - 1) × heads]. An `end` token, and no
+// token, hide the tokens before it: these count as `end`. A state has the last `size` - 1 tokens, each plus 1, 0 for none.
+// The table has numbers of the type `stored`. Without `out` only the state is computed.
+struct NGrams {
+  int64_t dtype, stored, num_runs, num_rows, size, heads, width, end, num_parts;
+  const int64_t *ids, *multipliers, *sizes, *offsets;
+  const TablePart* parts;
+  void* out;
+  int64_t num_threads;
+};
+
+struct PlannedNGrams {
+  NGrams call;
+  StatePlace place;
+  int64_t kept;
+};
+
+// Replaces the key of the last token of each complete `block` of tokens, in page table number `table`, by one key for the
+// block: the mean of its keys, normed, with its first 2 × `half` numbers rotated in halves by the position of its first
+// token. Blocks are counted from position 0; those that the step completes are replaced.
+struct PoolKeys {
+  int64_t dtype, num_rows, dim, block, half, norm_kind;
+  const void* norm;
+  double epsilon, factor;
+  const float* frequencies;
+  int64_t table;
+  Rows keys;
+  int64_t num_threads;
+};
+
+// The `num_chosen` complete blocks with the largest Σ max(0, query · key of the block) over the query heads, for each row of
+// queries [num_rows, num_heads, dim], in ascending order. Of equal blocks the first are chosen. `chosen` is not set for
+// rows that have no more complete blocks.
+struct ChooseBlocks {
+  int64_t dtype, num_rows, num_heads, dim, block, num_chosen;
+  const void* query;
+  int64_t table;
+  Rows keys;
+  int32_t* chosen;
+  int64_t num_threads;
+};
+
 enum OperationKind : int64_t {
   LOOK_UP = 0, PICK = 1, NORM = 2, PRODUCT = 3, DENSE = 4, ANGLES = 5, NORM_ROTATE_STORE = 6, ATTEND = 7, GATE = 8, SUM = 9, SCATTER = 10,
   ROUTE = 11, EXPERTS = 12, DENSE_EXPERTS = 13, WIDEN = 14, COPY = 15, SCALE_BY_POSITION = 16, MIX = 17, MATCH_RMS = 18, SPARSIFY_GATE = 19,
-  CONVOLVE = 20, DELTA_RULE = 21, STEP_SIZES = 22, GATED_NORM = 23, STATE_SPACE = 24, HEAD_PRODUCT = 25
+  CONVOLVE = 20, DELTA_RULE = 21, STEP_SIZES = 22, GATED_NORM = 23, STATE_SPACE = 24, HEAD_PRODUCT = 25,
+  MEAN_STREAMS = 26, ADD_TO_STREAMS = 27, GATE_STREAMS = 28, NGRAMS = 29, POOL_KEYS = 30, CHOOSE_BLOCKS = 31
 };
 
 // A call of an operator, over all rows of a step or only over the rows that get logits.
@@ -468,7 +552,7 @@ struct Planes {
 };
 
 // The operators of one variant. They return 0, or 1 if there is not enough memory. `run` returns 2 if a chosen expert does
-// not exist. `require_matrix` returns 1 if no product takes the matrix: its form is unknown, it does not consist of whole
+// not exist, and 3 if a row of a table cannot be read from its file. `require_matrix` returns 1 if no product takes the matrix: its form is unknown, it does not consist of whole
 // blocks, or its weights do not have `num_bytes` bytes.
 struct Operators {
   const char* name;

@@ -7,7 +7,9 @@
 
 #include "dense.h"
 #include "experts.h"
+#include "indexer.h"
 #include "matrix.h"
+#include "ngrams.h"
 #include "recurrence.h"
 #include "routing.h"
 #include "rows.h"
@@ -111,6 +113,18 @@ class PlannedStep {
         return each(*set<GatedNorm>(operation), gate_and_norm<Float32>, gate_and_norm<BFloat16>, 1);
       case STATE_SPACE:
         return state_space_in(*(const PlannedStateSpace*)operation.call);
+      case MEAN_STREAMS:
+        return each(*set<StreamMean>(operation), mean_of_streams<Float32>, mean_of_streams<BFloat16>);
+      case ADD_TO_STREAMS:
+        return each(*set<StreamSum>(operation), add_to_streams<Float32>, add_to_streams<BFloat16>);
+      case GATE_STREAMS:
+        return each(*set<StreamGate>(operation), gate_streams<Float32>, gate_streams<BFloat16>);
+      case NGRAMS:
+        return ngrams_in(*(const PlannedNGrams*)operation.call);
+      case POOL_KEYS:
+        return over_keys(*set<PoolKeys>(operation), pool_keys, operation.is_of_logits);
+      case CHOOSE_BLOCKS:
+        return over_keys(*set<ChooseBlocks>(operation), choose_blocks, operation.is_of_logits);
     }
     return 1;
   }
@@ -202,6 +216,22 @@ class PlannedStep {
     StateSpace call = planned.call;
     call.steps = (const float*)kept(call.steps, call.heads * 4, call.heads * 4, planned.kept);
     return over_states(call, planned.place, state_space);
+  }
+
+  int32_t ngrams_in(const PlannedNGrams& planned) const {
+    NGrams call = planned.call;
+    call.num_rows = step_.num_rows;
+    call.ids = (const int64_t*)kept(call.ids, 8, 8, planned.kept);
+    if (step_.is_replay) call.out = nullptr;
+    return over_states(call, planned.place, ngrams);
+  }
+
+  // Computes an operation over the keys of the step's sequences in a page table.
+  template <class Call>
+  int32_t over_keys(const Call& call, int32_t (*compute)(const Call&, const Run*, int64_t), bool is_of_logits) const {
+    static thread_local Memory memory;
+    const Run* runs = runs_in(memory, {call.table, call.table}, call.keys, call.keys, false, is_of_logits);
+    return !runs || compute(call, runs, step_.num_runs);
   }
 
   // Returns the inputs of an operation over states: those that were kept in a replay, or else `rows`, which runs that may be

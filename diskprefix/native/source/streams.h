@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "parts.h"
+#include "rows.h"
 
 namespace diskprefix {
 namespace {
@@ -58,6 +59,70 @@ inline void sparsify_gate_row(const GateSparsity& call, int64_t row) {
     store(above, some_of<Type>(numbers + i, call.width - i) - least);
     for (float& number : above) number = number < 0.0f ? 0.0f : number;
     put_some<Type>(numbers + i, loaded<Floats>(above), call.width - i);
+  }
+}
+
+template <class Type>
+inline float rounded_one(float number) {
+  return Type::one(Type::narrowed(number));
+}
+
+template <class Type>
+inline void mean_of_streams(const StreamMean& call, int64_t row) {
+  typedef typename Type::Stored Stored;
+  const int64_t start = row * call.count * call.width;
+  const Stored *gates = (const Stored*)call.gates + start, *streams = (const Stored*)call.streams + start;
+  const auto opened = [&](int64_t at, int64_t left) {
+    if constexpr (sizeof(Stored) == 2) return curve_at((const uint16_t*)gates + at, call.curve, least(LANES, left));
+    float open[LANES] = {};
+    for (int64_t lane = 0; lane < least(LANES, left); ++lane) open[lane] = activated(Type::one(gates[at + lane]), SIGMOID);
+    return loaded<Floats>(open);
+  };
+  for (int64_t i = 0; i < call.width; i += LANES) {
+    const int64_t left = call.width - i;
+    Floats total = {};
+    for (int64_t at = i; at < call.count * call.width; at += call.width)
+      total += rounded_to<Type>(opened(at, left) * some_of<Type>(streams + at, left));
+    put_some<Type>((Stored*)call.out + row * call.width + i, total / all((float)call.count), left);
+  }
+}
+
+template <class Type>
+inline void add_to_streams(const StreamSum& call, int64_t row) {
+  typedef typename Type::Stored Stored;
+  const Stored* from = (const Stored*)call.rows + row * call.width;
+  for (int64_t number = 0; number < call.count; ++number) {
+    const int64_t at = row * call.count + number;
+    const float gate = rounded_one<Type>(Type::one(((const Stored*)call.gates)[at]) / (float)call.count);
+    const Floats factor = all(2.0f * rounded_one<Type>(activated(gate, SIGMOID)));
+    Stored* to = (Stored*)call.streams + at * call.width;
+    for (int64_t i = 0; i < call.width; i += LANES) {
+      const int64_t left = call.width - i;
+      put_some<Type>(to + i, some_of<Type>(to + i, left) + rounded_to<Type>(some_of<Type>(from + i, left) * factor), left);
+    }
+  }
+}
+
+template <class Type>
+inline void gate_streams(const StreamGate& call, int64_t row) {
+  typedef typename Type::Stored Stored;
+  const Stored* from = (const Stored*)call.rows + row * call.width;
+  for (int64_t at = row * call.count; at < (row + 1) * call.count; ++at) {
+    const Stored *key = (const Stored*)call.keys + at * call.width, *query = (const Stored*)call.queries + at * call.width;
+    Total<4> total;
+    for (int64_t i = 0; i < call.width; i += LANES) {
+      const int64_t left = call.width - i;
+      total.from(i) += rounded_to<Type>(some_of<Type>(key + i, left) * some_of<Type>(query + i, left));
+    }
+    const float score = rounded_one<Type>(rounded_one<Type>(total.sum()) / __builtin_sqrtf((float)call.width));
+    const float size = score < 0.0f ? -score : score;
+    const float root = rounded_one<Type>(__builtin_sqrtf(size < 1e-6f ? 1e-6f : size));
+    const float gate = score > 0.0f ? root : score < 0.0f ? -root : score;
+    const Floats open = all(rounded_one<Type>(activated(gate, SIGMOID)));
+    for (int64_t i = 0; i < call.width; i += LANES) {
+      const int64_t left = call.width - i;
+      put_some<Type>((Stored*)call.out + at * call.width + i, some_of<Type>(from + i, left) * open, left);
+    }
   }
 }
 

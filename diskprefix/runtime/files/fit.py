@@ -58,6 +58,8 @@ _BLOCK_SIZE = 256
 _UNNAMED_POSITIONS = 1 << 17
 """The longest sequence of a model whose configuration names none."""
 _FLOATING = re.compile(r"B?F\d")
+ON_DISK = ".ngram_embedding."
+"""A part of the names of tables that stay in their files."""
 _EXPANSION = "attn_kv_b"
 """The matrix of latent attention that is multiplied from both sides: floating point."""
 
@@ -243,6 +245,8 @@ def needs_of_checkpoint(
     used = further if uses_draft_layer and has_known_draft_layer(text.get("model_type")) else {}
     kept = [tensor for tensor in stored if tensor.name not in further or used.get(tensor.name)]
     state = state_of(name, config, dtype_bytes, with_draft_layer=any(used.values()))
+    # Steps read single rows of these.
+    kept = [tensor for tensor in kept if ON_DISK not in tensor.name]
     served = _weights_of_checkpoint(kept, dtype_bytes, keeps_quants=weights == "auto" and dtype_bytes == 2)
     return ModelNeeds(name=name, weights=served, state=state, takes_pictures="vision_config" in config)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,13 +19,14 @@ from diskprefix.prefixstore.kv.numbers import array_dtype, converted, dtype_of
 from diskprefix.runtime.files.checkpoint import StoredTensor
 from diskprefix.runtime.files.file_matrix import MatrixPacking
 from diskprefix.runtime.files.mxfp4 import Mxfp4Experts
+from diskprefix.runtime.files.table_file import TableFile
 from diskprefix.runtime.memory import LargePages
 from diskprefix.runtime.plan.draft_layer import further_layers
 from diskprefix.runtime.plan.families.slot_names import SlotNames, kept_in_float32
 from diskprefix.runtime.plan.families.types.known_types import type_of
 from diskprefix.runtime.plan.part_options import ExpertsForm
 from diskprefix.runtime.plan.slots import HEAD
-from diskprefix.runtime.plan.weights import Quants, Weights
+from diskprefix.runtime.plan.weights import Quants, TablePart, Weights
 
 _TYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 """The types of tensors that are read."""
@@ -33,6 +35,8 @@ _PIECE_BYTES = 1 << 24
 _HEADS = ("lm_head", "embed_out", "output_projection")
 """Names of the matrix of the logits."""
 _EXPERTS = re.compile(r"(.+\.experts)\.(gate_up_proj|up_proj|down_proj)")
+_SHARD = re.compile(r"shard_(\d+)\.weight")
+"""The end of the name of a part of a table."""
 _OF_EXPERT = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2")}
 """The names of an expert's matrices."""
 
@@ -60,6 +64,7 @@ class FolderWeights(Weights):
         self._folder = tensors[0].file.parent if tensors else "the folder"
         self._in_float32 = kept_in_float32(config)
         self._places = LargePages()
+        self._table_files = dict[Path, TableFile]()
         further = further_layers((tensor.name for tensor in tensors), self._config.num_hidden_layers)
         own = {name: f"draft_layer.{of_draft}" for name, of_draft in further.items() if of_draft is not None}
         self._found = {self._own_name(own.get(tensor.name, tensor.name)): tensor for tensor in tensors}
@@ -111,6 +116,40 @@ class FolderWeights(Weights):
         yield from super().named()
         for name, parts in self._quants.items():
             yield from ((f"{name}.{part}", quants.packed) for part, quants in parts.items())
+
+    def table(self, name: str) -> Sequence[TablePart]:
+        """Raises `ModelError` if the folder lacks the table or a part of it, or has it in a type that is not read."""
+        stem = name.removesuffix("weight")
+        parts = {own.removeprefix(stem): tensor for own, tensor in self._found.items() if own.startswith(stem)}
+        shards = {int(shard[1]): parts[part] for part in parts if (shard := _SHARD.fullmatch(part))}
+        numbers = sorted(shards)
+        if numbers != [*range(len(numbers))]:
+            raise ModelError(f"{self._folder} lacks {stem}shard_{min({*range(len(numbers))} - {*numbers})}.weight")
+        tensors = [shards[number] for number in numbers] or [part for parts in self._parts(name) for part in parts]
+        if not tensors:
+            raise ModelError(f"{self._folder} lacks {name}")
+        return [self._part_of_table(tensor) for tensor in tensors]
+
+    def _part_of_table(self, tensor: StoredTensor) -> TablePart:
+        dtype = _TYPES.get(tensor.kind, "")
+        if dtype not in ("bfloat16", "float16", "float32") or len(tensor.shape) != 2:
+            form = f"{tensor.kind} {[*tensor.shape]}"
+            raise ModelError(f"{tensor.file.name}: {tensor.name} is {form}, not a table of floating-point numbers")
+        shape = tensor.shape[0], tensor.shape[1]
+        if self._is_unread:
+            return TablePart(shape, dtype)
+        if tensor.file not in self._table_files:
+            self._table_files[tensor.file] = TableFile(tensor.file)
+        file = self._table_files[tensor.file]
+        return TablePart(shape, dtype, None, file.descriptor, tensor.offset, file)
+
+    def integers(self, name: str) -> np.ndarray | None:
+        tensor = self._found.get(name)
+        if tensor is None or tensor.kind != "I64" or self._is_unread:
+            return None
+        numbers = np.empty(tensor.shape, np.int64)
+        tensor.read_into(numbers)
+        return numbers
 
     def _parts(self, name: str) -> list[list[StoredTensor]]:
         """Returns the tensors of a parameter: for each of its experts, the tensors to concatenate. Returns nothing if

@@ -88,7 +88,9 @@ def computed(
     slots = Slots(weights, config.norms, NAMES)
     decoder(plan, config, slots, with_hidden=True)
     num_pages = -(-(_START + sum(steps)) // PAGE_TOKENS)
-    tables = [_memory(num_pages, size, n, form) for n, size in enumerate(of_tables)]
+    of_indexers = {layer.places["index"].table for layer in config.layers if "index" in layer.places}
+    kinds = ["bfloat16" if form == "q8" and n in of_indexers else form for n in range(len(of_tables))]
+    tables = [_memory(num_pages, size, n, kinds[n]) for n, size in enumerate(of_tables)]
     pages = [np.array([address_of(page) for page in table], np.uint64) for table in tables]
     states = [np.zeros(size, np.uint8) for size in of_states]
     at_states, ids, rows = [address_of(state) for state in states], below(VOCAB, sum(steps), 4), list[bytes]()

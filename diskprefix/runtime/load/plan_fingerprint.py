@@ -24,7 +24,7 @@ from diskprefix.native.matrix import Matrix
 from diskprefix.runtime.load.bits import bits_of_build
 from diskprefix.runtime.load.code_digest import code_digest
 from diskprefix.runtime.plan.config import DecoderConfig
-from diskprefix.runtime.plan.operands import Buffer, HeadMatrices, Weight
+from diskprefix.runtime.plan.operands import Buffer, HeadMatrices, TableRows, Weight
 from diskprefix.runtime.plan.plan import ComputePlan
 
 _IN_MEMORY = ("places", "states")
@@ -92,6 +92,8 @@ def _described(kept: Any) -> bytes:
     if isinstance(kept, Matrix):
         bias = b"" if kept.bias is None else _form(kept.bias)
         return f"matrix {kept.rows} {kept.columns} {kept.form} ".encode() + bias
+    if isinstance(kept, TableRows):
+        return f"table {kept.rows} {kept.width} {kept.stored}".encode()
     if isinstance(kept, HeadMatrices):
         sizes = f"{kept.heads} {kept.inner} {kept.outer} {kept.stride} {kept.is_transposed} {kept.kept.itemsize}"
         return f"matrices {sizes}".encode()

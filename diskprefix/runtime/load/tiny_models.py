@@ -10,7 +10,7 @@ import math
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from msgspec import Struct
@@ -23,10 +23,12 @@ from diskprefix.prefixstore.kv.numbers import converted
 from diskprefix.prefixstore.kv.sizes import Q8_BLOCK, Q8_BLOCK_BYTES
 from diskprefix.runtime.plan.config import (
     DecoderConfig,
+    IndexerConfig,
     Inputs,
     LatentConfig,
     LayerConfig,
     MixtureConfig,
+    NGramConfig,
     PositionScaling,
     SpaceConfig,
 )
@@ -95,7 +97,7 @@ class TinyModel(Struct, frozen=True):
 
     def placed(self, item_bytes: int, kv_type: str = "auto") -> tuple[DecoderConfig, list[int], list[int]]:
         """Returns the options with places, and the bytes of a page of each table and of each group of states. Each
-        layer with memory has its own table."""
+        layer with memory has its own table, and its indexer another one."""
         size, of_item = (Q8_BLOCK_BYTES, Q8_BLOCK) if kv_type == "q8" else (item_bytes, 1)
         tables, states, layers = list[int](), list[int](), list[LayerConfig]()
         draft_layer = self.config.draft_layer
@@ -115,9 +117,14 @@ class TinyModel(Struct, frozen=True):
                     places[part] = Location(len(tables), offset, *form)
                     offset += heads * PAGE_TOKENS * of_row * size
                 tables.append(offset)
+                if self.config.indexer is not None:
+                    # Its keys are in the type of the plan.
+                    places["index"] = Location(len(tables), 0, 1, DIM, item_bytes, PAGE_TOKENS * DIM, DIM)
+                    tables.append(PAGE_TOKENS * DIM * item_bytes)
             of_layer = {}
-            for part, (shape, num_bytes) in _STATES_OF.get(layer.mixer, {}).items():
-                of_layer[part, 0] = StateLocation(len(states), 0, shape, num_bytes or item_bytes)
+            shapes = _STATES_OF.get(layer.mixer, {}) | ({} if layer.ngrams is None else _STATES_OF_NGRAMS)
+            for key, (shape, num_bytes) in shapes.items():
+                of_layer[key] = StateLocation(len(states), 0, shape, num_bytes or item_bytes)
                 states.append(math.prod(shape) * (num_bytes or item_bytes))
             layers.append(replace(layer, places=places, states=of_layer))
         if draft_layer is not None:
@@ -125,11 +132,13 @@ class TinyModel(Struct, frozen=True):
         return replace(self.config, layers=tuple(layers), draft_layer=draft_layer), tables, states
 
 
-_STATES_OF: dict[str, dict[str, tuple[tuple[int, ...], int]]] = {
-    "short_convolution": {"conv": ((256, 4), 0)},
-    "delta_rule": {"conv": ((512, 4), 0), "recurrent": ((4, 64, 64), 4)},
-    "state_space": {"conv": ((384, 4), 0), "recurrent": ((16, 16, 32), 4)},
+_States: TypeAlias = dict[tuple[str, int], tuple[tuple[int, ...], int]]
+_STATES_OF: dict[str, _States] = {
+    "short_convolution": {("conv", 0): ((256, 4), 0)},
+    "delta_rule": {("conv", 0): ((512, 4), 0), ("recurrent", 0): ((4, 64, 64), 4)},
+    "state_space": {("conv", 0): ((384, 4), 0), ("recurrent", 0): ((16, 16, 32), 4)},
 }
+_STATES_OF_NGRAMS: _States = {("conv", 1): ((1024, 10), 0), ("ngrams", 0): ((2,), 4)}
 """The shapes of the states of layers, and the bytes of a number; 0: as in the plan."""
 
 
@@ -309,6 +318,41 @@ MODELS: Mapping[str, TinyModel] = {
         gate_proj:256x32 decay_proj:256x32 conv1d:512x4 dt_bias:256 A_log:4 norm:64 out_proj:256x256
         """,
         delta=DeltaConfig("apart", has_narrow_gates=True, gate="sigmoid"),
+    ),
+    "streams with an indexer": _model(
+        [
+            _layer(
+                "delta_rule",
+                feed_forward="mixture",
+                ngrams=NGramConfig(2, (0x1234567, 0x89ABCDF, 0x2468ACF), (47, 43, 41, 37), (0, 47, 90, 131)),
+            ),
+            _layer(feed_forward="mixture"),
+            _layer(feed_forward="mixture"),
+        ],
+        _ATTENTION
+        + _HEAD_NORMS
+        + _EXPERTS
+        + """
+        mlp. shared_expert_gate:1x256 shared_experts.gate_proj:512x256 shared_experts.up_proj:512x256
+        shared_experts.down_proj:256x512
+        self_attn. q_proj:512x256 indexer.index_qk_proj:192x256 indexer.q_layernorm:64 indexer.k_layernorm:64
+        linear_attn. in_proj_qkv:512x256 in_proj_z:256x256 in_proj_b:4x256 in_proj_a:4x256 conv1d:512x4 dt_bias:4
+        A_log:4 norm:64 out_proj:256x256
+        ple. key_proj:1024x256 value_proj:256x256 norm_key:1024 norm_query:1024 norm_conv:1024 conv1d:1024x4
+        ple_embedding.ngram_embedding:168x64
+        attn_hyper_connection. hc_norm:1024 input_mix_weight_down:32x1024 input_mix_weight_up:1024x32
+        block_inject_weight:4x1024
+        mlp_hyper_connection. hc_norm:1024 input_mix_weight_down:32x1024 input_mix_weight_up:1024x32
+        block_inject_weight:4x1024
+        hyper_connection_mixer. hc_norm:1024 input_mix_weight_down:32x1024 input_mix_weight_up:1024x32
+        """,
+        norms=Norms("rms_plus_one", query_key="head"),
+        gates=Gates(attention="sigmoid", is_in_query=True),
+        mixture=MixtureConfig(Router(2, is_normed=True), Gating(), shared="weighed"),
+        delta=DeltaConfig("together"),
+        indexer=IndexerConfig(2, 4, 3),
+        hyper_streams=4,
+        rotary={"": replace(_ROTARY, frequencies=_ROTARY.frequencies[:16])},
     ),
     "with draft layer": _model(
         [_layer()],

@@ -19,6 +19,25 @@ class PositionScaling(NamedTuple):
     factor: float
 
 
+class NGramConfig(Struct, frozen=True):
+    """The n-grams of a layer: the last 2 to `len(multipliers)` tokens name rows of a table, as
+    `native/source/interface.h` says. `sizes` and `offsets` have the rows of each head, first those of pairs.
+    `end_token` hides the tokens before it."""
+
+    end_token: int
+    multipliers: tuple[int, ...]
+    sizes: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+class IndexerConfig(Struct, frozen=True):
+    """The indexer of layers with attention: `num_heads` heads choose `num_chosen` blocks of `block` tokens."""
+
+    num_heads: int
+    block: int
+    num_chosen: int
+
+
 class LayerConfig(Struct, frozen=True):
     """A layer: a `mixer`, which reads other tokens, and a `feed_forward` part. Both have norms at `norm_place`.
 
@@ -40,6 +59,7 @@ class LayerConfig(Struct, frozen=True):
     chunk: int = 0
     rotary: str | None = ""
     position_scaling: PositionScaling | None = None
+    ngrams: NGramConfig | None = None
     states: Mapping[tuple[str, int], StateLocation] = field(default_factory=dict)
 
 
@@ -134,6 +154,8 @@ class DecoderConfig(Struct, frozen=True):
     """Each layer's output is multiplied by a factor."""
     num_streams: int = 1
     """Several streams of hidden states are predicted and corrected (AltUp)."""
+    hyper_streams: int = 0
+    """Layers read a mean of several streams of hidden states, and add to all of them (hyper-connections)."""
     has_float_residual: bool = False
     """The sums of the layers are float32."""
     multipliers: Multipliers = Multipliers()
@@ -141,6 +163,7 @@ class DecoderConfig(Struct, frozen=True):
     latent: LatentConfig | None = None
     delta: DeltaConfig | None = None
     space: SpaceConfig | None = None
+    indexer: IndexerConfig | None = None
     scale: float = 1.0
     softcap: float = 0.0
     residual_multiplier: float = 1.0

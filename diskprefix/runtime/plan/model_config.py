@@ -28,7 +28,8 @@ _TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
     "s": ((str,), "a text"),
 }
 _KINDS_OF_LAYERS = {
-    *("full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv", "hybrid", "moe", "mlp"),
+    *("full_attention", "sliding_attention", "chunked_attention", "linear_attention", "indexed_attention", "conv"),
+    *("hybrid", "moe", "mlp"),
 }
 
 

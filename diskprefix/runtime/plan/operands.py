@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from array import array
 from collections.abc import Sequence
@@ -68,6 +69,17 @@ class RowRuns(Struct, frozen=True):
         stride = int(runs[1, 0]) - first if count > 1 else width
         expected = first + stride * np.arange(count)[:, None] + np.arange(width)
         return cls(first, count, width, stride) if np.array_equal(runs, expected) else None
+
+
+class TableRows(Struct, frozen=True, eq=False):
+    """A table [rows, width] of numbers of the type `stored`, in `parts` one after the other. A step reads single rows
+    of it, in memory or in files. `kept` keeps both."""
+
+    rows: int
+    width: int
+    stored: int
+    parts: ctypes.Array[calls.TablePartCall]
+    kept: Any
 
 
 class JoinedMatrix(Struct, frozen=True, eq=False):
@@ -178,6 +190,21 @@ class ExpertRoutes(NamedTuple):
     chosen: int
     weights: int
     num_chosen: int
+
+
+class ChosenBlocks(NamedTuple):
+    """The blocks of `block` tokens that rows attend to, int32 [rows, num_chosen]. `is_of_logits`: only rows that get
+    logits have some."""
+
+    chosen: int
+    block: int
+    num_chosen: int
+    is_of_logits: bool
+
+    @property
+    def operands(self) -> dict[str, int]:
+        """The fields of a call."""
+        return {"chosen": self.chosen, "block": self.block, "num_chosen": self.num_chosen}
 
 
 class RotaryAngles(NamedTuple):

@@ -17,10 +17,12 @@ import numpy as np
 
 from diskprefix.native import address_of, calls
 from diskprefix.native.matrix import Matrix
+from diskprefix.runtime.plan.config import NGramConfig
 from diskprefix.runtime.plan.curves import curve
 from diskprefix.runtime.plan.operands import (
     AnyMatrix,
     Buffer,
+    ChosenBlocks,
     DenseExperts,
     DenseMatrix,
     ExpertRoutes,
@@ -33,6 +35,7 @@ from diskprefix.runtime.plan.operands import (
     RotaryAngles,
     Router,
     StateLocation,
+    TableRows,
     Weight,
     WeightedNorm,
 )
@@ -445,21 +448,50 @@ class ComputePlan:
         softcap: float = 0.0,
         sinks: Weight | None = None,
         sees_pictures: bool = False,
+        chosen: ChosenBlocks | None = None,
     ) -> Buffer:
         """Returns the attention of each row of queries to its own token and the tokens before it: at most `window`
-        tokens, or only the tokens of its chunk. With `sees_pictures` a token of a picture sees all of the picture.
-        `sinks` is float32."""
+        tokens, only the tokens of its chunk, or those of the `chosen` blocks. With `sees_pictures` a token of a picture
+        sees all of the picture. `sinks` is float32."""
         num_heads = query.width // key_dim
         sizes = (keys, key_dim), (values, value_dim)
         has_room = all(memory.has_room(num_kv_heads, dim, self.item_bytes) for memory, dim in sizes)
         _require(num_heads % num_kv_heads == 0, "attention of other heads")
         _require(has_room, "memory of another form")
+        _require(chosen is None or chosen.is_of_logits == query.is_of_logits, "blocks of other rows")
+        operands_of_blocks: dict[str, Any] = {} if chosen is None else chosen.operands
         return self._call(
             calls.ATTEND, query=query, query_head_stride=key_dim, num_heads=num_heads, num_kv_heads=num_kv_heads,
             key_dim=key_dim, value_dim=value_dim, window=window, chunk=chunk, scale=scale, softcap=softcap, sinks=sinks,
             table=keys.table, keys=keys.call, value_table=values.table, values=values.call,
             sees_pictures=sees_pictures, result=num_heads * value_dim,
+            **operands_of_blocks,
         )  # fmt: skip
+
+    def pool_keys(self, keys: Location, block: int, norm: WeightedNorm, rotary: Rotary) -> None:
+        """Replaces the key of the last token of each block of tokens by one key for the block: the mean of its keys,
+        normed and rotated by the position of its first token."""
+        half = len(rotary.frequencies)
+        _require(keys.has_room(1, keys.dim, self.item_bytes) and norm.fits(1, keys.dim), "memory of another form")
+        _require(2 * half <= keys.dim and not rotary.first and rotary.pairing == calls.Pairing.HALVES, "other angles")
+        frequencies = np.ascontiguousarray(rotary.frequencies, np.float32)
+        call = calls.PoolKeysCall(
+            dtype=self.dtype, dim=keys.dim, block=block, half=half, factor=rotary.factor,
+            frequencies=address_of(frequencies), table=keys.table, keys=keys.call,
+        )  # fmt: skip
+        _set_weights(call, "norm", norm)
+        self.operations.append(OperatorCall(calls.POOL_KEYS, False, call, (norm, frequencies)))
+
+    def choose_blocks(self, query: Buffer, keys: Location, num_heads: int, block: int, num_chosen: int) -> ChosenBlocks:
+        """Returns the blocks of tokens that the heads of a row of queries choose."""
+        _require(query.width == num_heads * keys.dim, "queries of other heads")
+        _require(keys.has_room(1, keys.dim, self.item_bytes), "memory of another form")
+        chosen = self._memory.take(self.max_rows * num_chosen * 4)
+        self._call(
+            calls.CHOOSE_BLOCKS, query=query, num_heads=num_heads, dim=keys.dim, block=block, num_chosen=num_chosen,
+            table=keys.table, keys=keys.call, chosen=chosen,
+        )  # fmt: skip
+        return ChosenBlocks(chosen, block, num_chosen, query.is_of_logits)
 
     # -- experts ------------------------------------------------------------------------------------------------------
 
@@ -526,6 +558,34 @@ class ComputePlan:
             function=calls.FUNCTIONS[gating.function], up_function=calls.FUNCTIONS[gating.up_function],
             slope=gating.slope, limit=gating.limit, first=first.address, last=last.address, first_bias=first_bias,
             last_bias=last_bias, keeps=[experts, curves],
+        )  # fmt: skip
+
+    # -- streams of hidden states -------------------------------------------------------------------------------------
+
+    def repeated(self, rows: Buffer, count: int) -> Buffer:
+        """Returns rows with the same numbers in each of `count` streams, side by side."""
+        return self.concat_columns(*[rows] * count)
+
+    def mean_of_streams(self, gates: Buffer, streams: Buffer, count: int) -> Buffer:
+        """Returns the mean over the streams of sigmoid(gates) × streams."""
+        _require(gates.width == streams.width and gates.width % count == 0, "gates of other streams")
+        table = curve("sigmoid", 1.0) if self.dtype == calls.BFLOAT16 else None
+        width = streams.width // count
+        return self._call(
+            calls.MEAN_STREAMS, gates=gates, streams=streams, width=width, count=count, curve=table, result=width
+        )
+
+    def add_to_streams(self, streams: Buffer, gates: Buffer, rows: Buffer) -> None:
+        """Adds 2 × sigmoid(gates / streams) × rows to each stream, in place. There is a gate for each stream."""
+        _require(streams.width == gates.width * rows.width, "gates of other streams")
+        self._call(calls.ADD_TO_STREAMS, streams=streams, gates=gates, rows=rows, width=rows.width, count=gates.width)
+
+    def gate_streams(self, keys: Buffer, queries: Buffer, rows: Buffer) -> Buffer:
+        """Returns sigmoid(root(keys · queries / √width)) × rows for each stream: root(x) is sign(x) √max(|x|, 1e-6)."""
+        _require(keys.width == queries.width and keys.width % rows.width == 0, "keys of other streams")
+        return self._call(
+            calls.GATE_STREAMS, keys=keys, queries=queries, rows=rows, width=rows.width, count=keys.width // rows.width,
+            result=keys.width,
         )  # fmt: skip
 
     # -- layers with states -------------------------------------------------------------------------------------------
@@ -638,6 +698,24 @@ class ComputePlan:
             calls.STATE_SPACE, state, rows=rows, into=into, from_=out_of, steps=steps, decay=decay, skip=skip,
             heads=heads, groups=groups, dim=dim, state_dim=state_dim, kept=self._kept_offset(heads * 4),
             result=self.rows(rows.width, item_bytes=4),
+        )  # fmt: skip
+
+    def ngrams(self, ngrams: NGramConfig, table: TableRows, state: StateLocation) -> Buffer:
+        """Returns the rows of a table that the last tokens of a sequence name, side by side."""
+        size, heads = len(ngrams.multipliers), len(ngrams.sizes)
+        _require(
+            2 <= size <= calls.MAX_NGRAM and heads % (size - 1) == 0 and len(ngrams.offsets) == heads
+            and all(first + count <= table.rows for first, count in zip(ngrams.offsets, ngrams.sizes, strict=True))
+            and state.is_of((size - 1,), 4) and self.vocab_size < 1 << 24,
+            f"n-grams of {sum(ngrams.sizes)} rows, of a table of {table.rows}",
+        )  # fmt: skip
+        names = ("multipliers", "sizes", "offsets")
+        arrays: dict[str, Any] = {name: np.array(getattr(ngrams, name), np.int64) for name in names}
+        return self._over_state(
+            calls.NGRAMS, state, ids=address_of(self.inputs.ids_below(self.vocab_size)), stored=table.stored, size=size,
+            heads=heads // (size - 1), width=table.width, end=ngrams.end_token,
+            num_parts=len(table.parts), parts=ctypes.addressof(table.parts), kept=self._kept_offset(8),
+            result=self.rows(heads * table.width), keeps=[table], **arrays,
         )  # fmt: skip
 
     def _over_state(self, kind: int, state: StateLocation, **operands: Any) -> Buffer:

@@ -15,6 +15,8 @@ from diskprefix.native.library import Operators
 from diskprefix.runtime.plan.operands import Buffer, EncodedRows, PlannedRun
 from diskprefix.runtime.plan.plan import ComputePlan, OperatorCall
 
+_UNREADABLE = 3
+"""What `run` returns if a row of a table cannot be read."""
 _Part: TypeAlias = Literal["all", "without logits", "states"]
 """The operations of a step to compute: all of them, those without logits, or those over states once more."""
 
@@ -38,7 +40,8 @@ class PlanRunner:
         """Computes a step. The plan's `logits` and `hidden` have its results until the next one.
 
         `ids` are int64 [rows], `positions` [1, rows] or [3, rows]. Memory must have room for the rows. Raises
-        `IndexError` for a token or a position that the model does not have, `MemoryError`.
+        `IndexError` for a token or a position that the model does not have, `MemoryError`, and `OSError` if a row of a
+        table cannot be read from its file.
         """
         num_logits = sum(run.num_logits for run in runs)
         if not (0 < len(ids) <= self.plan.max_rows and num_logits <= len(ids)):
@@ -85,7 +88,10 @@ class PlanRunner:
         step = calls.PlanStep(
             sum(num_rows), num_logits, len(runs), self._page_tokens, is_replay, ctypes.addressof(described), threads
         )
-        if self.operators.run(bytes(self._operations[part][1]), bytes(step)):
+        failed = self.operators.run(bytes(self._operations[part][1]), bytes(step))
+        if failed == _UNREADABLE:
+            raise OSError("a row of a table cannot be read from its file")
+        if failed:
             raise MemoryError("there is no memory left for a step")
 
     def _operations_of(self, part: _Part) -> list[OperatorCall]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence, Sized
-from itertools import count, takewhile
+from itertools import accumulate, count, takewhile
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from diskprefix.runtime.plan.operands import (
     HeadMatrices,
     JoinedMatrix,
     PackedExperts,
+    TableRows,
     Weight,
     WeightedNorm,
 )
@@ -33,6 +34,7 @@ _NORMS: Mapping[NormKind, int] = {
     "layer": calls.LAYER,
     "layer_plus_one": calls.LAYER,
 }
+_STORED: Mapping[str, int] = {"float32": calls.FLOAT32, "bfloat16": calls.BFLOAT16, "float16": calls.FLOAT16}
 _IN_LAYER = re.compile(r"(layers\.\d+\.|draft_layer\.mtp_block\.)?(.*)")
 HEAD = "lm_head"
 """The matrix of the logits, outside of the decoder. Without one, the matrix of the embeddings is used."""
@@ -137,11 +139,17 @@ class Slots:
         """Returns a vector in the type of the plan."""
         return _weight(self._weights.tensor(self._path(name)).reshape(-1), self._weights.dtype)
 
-    def convolution(self, name: str) -> tuple[Weight, Weight | None]:
-        """Returns the weights [channels, kernel] and the bias of a depthwise convolution."""
+    def convolution(self, name: str, dilation: int = 1) -> tuple[Weight, Weight | None]:
+        """Returns the weights [channels, kernel] and the bias of a depthwise convolution. With a `dilation`, zeros are
+        put between its weights."""
         path, dtype = self._path(name), self._weights.dtype
         weight, bias = self._weights.tensor(f"{path}.weight"), self._bias(name)
-        return _weight(weight.reshape(len(weight), -1), dtype), None if bias is None else _weight(bias, dtype)
+        weight = weight.reshape(len(weight), -1)
+        if dilation > 1:
+            spread = np.zeros((len(weight), (weight.shape[1] - 1) * dilation + 1), weight.dtype)
+            spread[:, ::dilation] = weight
+            weight = spread
+        return _weight(weight, dtype), None if bias is None else _weight(bias, dtype)
 
     def decays(self, name: str, each: int = 1) -> Weight:
         """Returns -exp(numbers) in float32, with each number repeated `each` times."""
@@ -210,6 +218,25 @@ class Slots:
         if (quants := self._quants(path)) is not None:
             return matrix_of(quants.packed, quants.form, None)
         return DenseMatrix(_weight(self._weights.tensor(f"{path}.weight"), self._weights.dtype))
+
+    def table_rows(self, name: str) -> TableRows:
+        """Returns a table whose single rows steps read. Raises `ValueError` if its parts are of several forms."""
+        parts = self._weights.table(f"{self._path(name)}.weight")
+        width, dtype = parts[0].shape[1], parts[0].dtype
+        if any((part.shape[1], part.dtype) != (width, dtype) for part in parts) or dtype not in _STORED:
+            raise ValueError(f"{name} has rows of several widths or types, or of one that is not read")
+        ends = [*accumulate(part.shape[0] for part in parts)]
+        self._weights.asked[f"{self._path(name)}.weight"] = (ends[-1], width)
+        listed = (calls.TablePartCall * len(parts))()
+        for number, (part, end) in enumerate(zip(parts, ends, strict=True)):
+            listed[number] = calls.TablePartCall(end - part.shape[0], part.file, part.offset, address_of(part.content))
+        return TableRows(ends[-1], width, _STORED[dtype], listed, parts)
+
+    def require_integers(self, name: str, expected: Sequence[int]) -> None:
+        """Raises `ValueError` if the checkpoint has other whole numbers of this name than the options say."""
+        numbers = self._weights.integers(self._path(name))
+        if numbers is not None and numbers.reshape(-1).tolist() != [*expected]:
+            raise ValueError(f"{self._path(name)} has other numbers than the options say")
 
     def expansions(
         self, name: str, heads: int, key_dim: int, value_dim: int

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from msgspec import Struct
 
 from diskprefix.native import ROWS
+from diskprefix.prefixstore.kv.numbers import dtype_of
 from diskprefix.runtime.plan.operands import RowRuns
 from diskprefix.runtime.plan.part_options import ExpertsForm
 from diskprefix.runtime.plan.quants.quant_form import QuantForm
@@ -48,6 +50,18 @@ class MatrixPart(Struct, frozen=True, eq=False):
         """The numbers of the rows."""
         starts = self.runs.first + self.runs.stride * np.arange(self.runs.count)
         return (starts[:, None] + np.arange(self.runs.width)).reshape(-1)
+
+
+class TablePart(Struct, frozen=True, eq=False):
+    """Rows of a table of `dtype`, [rows, width]: an array, or the bytes from `offset` on of the open file `file`, a
+    descriptor that `kept` keeps open."""
+
+    shape: tuple[int, int]
+    dtype: str
+    content: np.ndarray | None = None
+    file: int = -1
+    offset: int = 0
+    kept: Any = None
 
 
 class Weights(ABC):
@@ -102,6 +116,15 @@ class Weights(ABC):
         """Returns the quants of the matrices of experts, `gate`, `up` (unless there is none) and `down`; nothing if not
         all of them have some."""
         return {}
+
+    def table(self, name: str) -> Sequence[TablePart]:
+        """Returns the parts of a table whose single rows steps read. A table in files is not read into memory."""
+        tensor = self.tensor(name)
+        return [TablePart((tensor.shape[0], tensor.shape[1]), dtype_of(tensor), tensor)]
+
+    def integers(self, _name: str) -> np.ndarray | None:
+        """Returns whole numbers that a checkpoint has beside its weights, int64, None if it has none."""
+        return None
 
     def misfit(self) -> str:
         """Returns the last weights that were asked for, with their shapes, for a message."""

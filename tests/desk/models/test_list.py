@@ -135,14 +135,14 @@ def test_architectures_are_listed_as_they_were_verified(
     found = {
         "llama": entry("llama", "cut", "bfloat16", "float32", tokens=1),
         "mamba2": entry("mamba2", "checkpoint", "bfloat16", "float32"),
-        "qwen4_exp": entry("qwen4_exp_text", "unsupported", reason="unsupported: positions of its own"),
+        "xlstm": entry("xlstm", "unsupported", reason="unsupported: positions of its own"),
     }
     table = tmp_path / "table.json"
     table.write_text(json.dumps(installed_versions() | {"architectures": found}))
     monkeypatch.setattr(architectures, "TABLE", table)
     rows = {row["architecture"]: row for row in run("list", "--architectures", "--json").json["architectures"]}
     assert rows["mamba2"]["restored"] == "at checkpoints"
-    assert (rows["qwen4_exp"]["verified"], rows["qwen4_exp"]["note"]) == ([], "unsupported: positions of its own")
+    assert (rows["xlstm"]["verified"], rows["xlstm"]["note"]) == ([], "unsupported: positions of its own")
     lines = run("list", "--architectures").stdout.splitlines()
     (llama,), (mamba,) = ([line for line in lines if line.startswith(name)] for name in ("llama", "mamba2"))
     assert ["token (bf16)" in llama, "bf16, fp32" in llama, "grid" in mamba] == [True] * 3

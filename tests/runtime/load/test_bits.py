@@ -59,6 +59,10 @@ GOLDEN = {
     "recurrent by numbers in bfloat16": "f1034e1a967d089f",
     "recurrent by numbers in quants": "24668754bfa65849",
     "recurrent by numbers in q8": "f1034e1a967d089f",
+    "streams with an indexer in float32": "fa19c670d92d2050",
+    "streams with an indexer in bfloat16": "f811fbca9134befd",
+    "streams with an indexer in quants": "6f91a0af9dfc94a4",
+    "streams with an indexer in q8": "65ffab69a0443ee0",
     "with draft layer in float32": "cdab1b9770be8e98",
     "with draft layer in bfloat16": "21b0ba40cc73d9d3",
     "with draft layer in quants": "ad567abdec372a79",
@@ -75,6 +79,7 @@ GOLDEN = {
     "latent in quants, --rows 15": "f0e42cbf6b9d891d",
     "recurrent in quants, --rows 15": "27c799ff04d57e73",
     "recurrent by numbers in quants, --rows 15": "6bdad02ca1c867db",
+    "streams with an indexer in quants, --rows 15": "7048570996f8744c",
     "with draft layer in quants, --rows 15": "0652dc0fd2196004",
     "late gemma in quants, --rows 15": "838ad2bed90365c5",
 }
@@ -134,7 +139,7 @@ def test_the_tiny_models_have_all_operators_and_forms(operators: Operators) -> N
         kinds |= {operation.kind for operation in plan.operations}
         forms |= {one.form for made in plan.operations for one in leaves_of(made.kept) if isinstance(one, Matrix)}
     # Those of float32 have experts of another kind.
-    assert kinds == set(range(calls.HEAD_PRODUCT + 1)) - {calls.DENSE_EXPERTS}
+    assert kinds == set(range(calls.CHOOSE_BLOCKS + 1)) - {calls.DENSE_EXPERTS}
     # These two are packed over the grid of their kinds alone.
     assert forms >= {*FILE_FORMS.values()} - {FILE_FORMS["IQ1_S"], FILE_FORMS["IQ2_XXS"]}
 

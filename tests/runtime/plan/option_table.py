@@ -23,40 +23,42 @@ _READ = """
     altup_num_inputs attention_in_multiplier attention_multiplier attention_out_multiplier attention_value_scale
     attn_logit_softcapping attn_scale attn_temperature_tuning clip_qkv decoder_sparse_step dim_model_base
     do_layer_norm_before embedding_multiplier enable_moe_block expert_selection_fn final_logit_softcapping
-    first_k_dense_replace floor_scale head_dim hidden_act hidden_activation hidden_size
-    hidden_size_per_layer_input key_multiplier kv_lora_rank layer_norm_eps layer_norm_epsilon layer_rope_theta
-    layer_types linear_allow_neg_eigval lm_head_multiplier logit_scale logits_scaling mamba_hidden_act
-    mamba_norm_before_gate mlp_hidden_act mlp_layer_types mlp_multipliers mlp_only_layers moe_latent_size
-    moe_layer_end_index moe_layer_interval moe_layer_start_index moe_layers moe_norm_min moe_num_shared_experts
+    first_k_dense_replace floor_scale hc_count head_dim heads_per_ngram hidden_act hidden_activation hidden_size
+    hidden_size_per_layer_input indexer_budget indexer_compress_ratio indexer_head_dim indexer_n_heads
+    key_multiplier kv_lora_rank layer_norm_eps layer_norm_epsilon layer_rope_theta layer_types
+    linear_allow_neg_eigval lm_head_multiplier logit_scale logits_scaling mamba_hidden_act mamba_norm_before_gate
+    mlp_hidden_act mlp_layer_types mlp_multipliers mlp_only_layers moe_latent_size moe_layer_end_index
+    moe_layer_interval moe_layer_start_index moe_layers moe_norm_min moe_num_shared_experts
     moe_routed_scaling_factor moe_router_logit_softcapping moe_router_scaling_factor moe_topk mup_enabled n_group
-    n_shared_experts no_rope_layers norm_eps norm_epsilon norm_topk_prob num_attention_heads num_dense_layers
-    num_experts_per_tok num_heads num_hidden_layers num_kv_shared_layers num_local_experts num_shared_experts
-    pad_token_id position_embedding_type prefix_dense_sliding_window_pattern q_lora_rank qk_layernorm
+    n_shared_experts ngram_size ngram_vocab_size_base no_rope_layers norm_eps norm_epsilon norm_topk_prob
+    num_attention_heads num_dense_layers num_experts_per_tok num_heads num_hidden_layers num_kv_shared_layers
+    num_local_experts num_shared_experts output_gate_type pad_token_id ple_conv_kernel_size ple_embed_dim
+    ple_layer_ids position_embedding_type prefix_dense_sliding_window_pattern q_lora_rank qk_layernorm
     qk_nope_head_dim qk_rope_head_dim query_pre_attn_scalar residual_in_fp32 residual_multiplier rms_norm_eps
     rope_interleave rope_parameters rope_scaling rope_theta route_scale routed_scaling_factor router_jitter_noise
     router_scaling_factor scale_attn_by_inverse_layer_idx scale_attn_weights scale_depth scale_emb scale_embedding
-    shared_expert_combination_strategy shared_expert_intermediate_size shared_intermediate_size ssm_in_multiplier
-    ssm_multipliers ssm_out_multiplier swiglu_alpha swiglu_limit swiglu_limits swiglu_limits_shared
-    time_step_limit top_k_experts topk_group topk_method use_parallel_residual use_post_norm
+    seed shared_expert_combination_strategy shared_expert_intermediate_size shared_intermediate_size
+    ssm_in_multiplier ssm_multipliers ssm_out_multiplier swiglu_alpha swiglu_limit swiglu_limits
+    swiglu_limits_shared time_step_limit top_k_experts topk_group topk_method use_parallel_residual use_post_norm
     use_qk_norm v_head_dim vocab_size word_embed_proj_dim
 """
 """Options that `of_model`, the rotary positions or `without_plan` read."""
 _SEEN = """
     attention_bias attention_chunk_size attention_k_eq_v attention_out_bias attn_layer_indices
     block_auto_adjust_ff_dim block_ffn_dim_multiplier block_multiple_of conv_L_cache conv_bias conv_kernel
-    enable_bias expand ffn_dim full_attn_idxs gating global_attn_every_n_layers interleave_moe_layer_step
-    intermediate_size intermediate_size_mlp laurel_rank layer_norm_elementwise_affine layers_block_type
-    linear_conv_kernel_dim linear_head_dim linear_key_head_dim linear_num_heads linear_num_key_heads
-    linear_num_value_heads linear_value_head_dim lm_head_bias mamba_conv_bias mamba_d_conv mamba_d_head
-    mamba_d_ssm mamba_d_state mamba_expand mamba_head_dim mamba_n_groups mamba_n_heads mamba_num_heads
-    mamba_proj_bias mamba_rms_norm max_position_embeddings max_window_layers mlp_bias model_max_length
-    moe_intermediate_size moe_k moe_num_experts moe_renormalize moe_shared_expert_intermediate_size multi_query
-    n_embd n_groups n_head n_inner n_layer n_positions n_routed_experts no_rope_layer_interval
-    num_attention_heads_per_layer num_expert_group num_experts num_experts_per_token num_key_value_heads
-    num_nextn_predict_layers num_sliding_attention_heads original_max_position_embeddings
-    prefix_dense_intermediate_size projectors_bias qkv_bias share_expert_dim sliding_window sliding_window_pattern
-    ssm_state_size state_size tie_word_embeddings use_bias use_conv_bias use_double_wide_mlp use_expert_bias
-    use_qkv_bias use_sliding_window vocab_size_per_layer_input
+    enable_bias expand ffn_dim full_attn_idxs gating global_attn_every_n_layers hc_lowrank indexer_kv_heads
+    interleave_moe_layer_step intermediate_size intermediate_size_mlp laurel_rank layer_norm_elementwise_affine
+    layers_block_type linear_conv_kernel_dim linear_head_dim linear_key_head_dim linear_num_heads
+    linear_num_key_heads linear_num_value_heads linear_value_head_dim lm_head_bias
+    make_ngram_vocab_size_divisible_by mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_ssm mamba_d_state
+    mamba_expand mamba_head_dim mamba_n_groups mamba_n_heads mamba_num_heads mamba_proj_bias mamba_rms_norm
+    max_position_embeddings max_window_layers mlp_bias model_max_length moe_intermediate_size moe_k moe_num_experts
+    moe_renormalize moe_shared_expert_intermediate_size multi_query n_embd n_groups n_head n_inner n_layer
+    n_positions n_routed_experts no_rope_layer_interval num_attention_heads_per_layer num_expert_group num_experts
+    num_experts_per_token num_key_value_heads num_nextn_predict_layers num_sliding_attention_heads
+    original_max_position_embeddings prefix_dense_intermediate_size projectors_bias qkv_bias share_expert_dim
+    sliding_window sliding_window_pattern split_ngram_parts ssm_state_size state_size tie_word_embeddings use_bias
+    use_conv_bias use_double_wide_mlp use_expert_bias use_qkv_bias use_sliding_window vocab_size_per_layer_input
 """
 """Options that shapes of weights, the weights that there are, or the layout of the state say."""
 _WITHOUT_EFFECT = """
@@ -141,7 +143,7 @@ files alone are served."""
 WHOLES = """
     aria aya_vision cohere2_vision cohere_compass gemma3 gemma4 gemma4_unified got_ocr2 hyperclovax_vision_v2
     idefics2 idefics3 internvl lfm2_vl lighton_ocr llama4 llava llava_next llava_next_video llava_onevision mistral3
-    ovis2 qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe smolvlm video_llava vipllava
+    ovis2 qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe qwen4_exp smolvlm video_llava vipllava
 """
 """The types of models with encoders whose decoder has a plan, as far as users ask for them."""
 
@@ -180,6 +182,8 @@ def _of_whole(kind: Any, of_class: str) -> dict[str, Any]:
 
 
 def _of_class(kind: Any) -> dict[str, Any]:
+    # A plan of n-grams reads the token that ends them.
+    own = {"eos_token_id"} if "ngram_size" in {one.name for one in fields(kind)} else set()
     options = {
         kind.attribute_map.get(one.name, one.name): one
         for one in sorted(fields(kind), key=lambda one: one.name not in kind.attribute_map)
@@ -187,7 +191,7 @@ def _of_class(kind: Any) -> dict[str, Any]:
     options = {
         name: one
         for name, one in options.items()
-        if name not in {*WITHOUT_EFFECT, *_OF_ALL} and not name.startswith("_")
+        if name not in {*WITHOUT_EFFECT - own, *_OF_ALL} and not name.startswith("_")
     }
     found = {
         # The classes do not check what is given by another name than the field's.
@@ -197,7 +201,7 @@ def _of_class(kind: Any) -> dict[str, Any]:
         for name, one in sorted(options.items())
     }
     entry: dict[str, Any] = {"options": found}
-    if unread := sorted(options.keys() - KNOWN):
+    if unread := sorted(options.keys() - KNOWN - own):
         entry["unread"] = " ".join(unread)
     if kind.attribute_map:
         entry["names"] = dict(kind.attribute_map)

@@ -50,7 +50,7 @@ LATENT = "axk1 mistral4 youtu minicpm3 deepseek_v2 deepseek_v3 glm4_moe_lite"
 
 RECURRENT = """
     lfm2 lfm2_moe qwen3_next qwen3_5 qwen3_5_moe olmo_hybrid kimi_linear mamba2 nemotron_h bamba granitemoehybrid
-    falcon_h1
+    falcon_h1 qwen4_exp
 """
 
 FAMILIES = [*DENSE.split(), *MIXTURES.split(), *LATENT.split(), *RECURRENT.split()]
@@ -58,10 +58,10 @@ BY_PARTS = """
     apertus llama qwen3 gemma2 gemma3n gemma4 gemma4_unified cohere phi3 olmo2 gpt2 gpt_neox nemotron qwen2_vl qwen3_moe
     gpt_oss
     llama4 mimo_v2_flash afmoe phimoe deepseek_v3 minicpm3 mistral4 lfm2 qwen3_next qwen3_5_moe kimi_linear mamba2
-    nemotron_h falcon_h1 granitemoehybrid
+    nemotron_h falcon_h1 granitemoehybrid qwen4_exp
 """
 """Those that have all parts between them."""
-IN_8_BITS = "llama qwen2 gemma3 gemma4 gpt_oss mimo_v2_flash deepseek_v3 qwen3_next falcon_h1"
+IN_8_BITS = "llama qwen2 gemma3 gemma4 gpt_oss mimo_v2_flash deepseek_v3 qwen3_next falcon_h1 qwen4_exp"
 """Those of which keys and values are computed in 8 bits too."""
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 
@@ -183,6 +183,18 @@ BESIDES: list[tuple[str, dict[str, Any]]] = [
     ("olmo_hybrid", {"linear_allow_neg_eigval": False}),
     ("olmo_hybrid", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
     ("qwen3_next", {"mlp_only_layers": [1]}),
+    ("qwen4_exp", {"ple_layer_ids": []}),
+    ("qwen4_exp", {"output_gate_type": "sigmoid", "norm_topk_prob": False}),
+    ("qwen4_exp", {"hc_count": 3, "ngram_size": 4, "ple_embed_dim": 96, "eos_token_id": [7, 2], "seed": 5}),
+    (
+        "qwen4_exp",
+        {
+            "indexer_compress_ratio": 1,
+            "layer_types": ["indexed_attention"] * 2 + ["linear_attention"] * 2,
+            "ple_layer_ids": [3, 4],
+        },
+    ),
+    ("qwen4_exp", {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default", "partial_rotary_factor": 0.5}}),
 ]
 
 

@@ -10,6 +10,7 @@ from diskprefix.runtime.plan.config import DecoderConfig, LayerConfig
 from diskprefix.runtime.plan.families.altup import correct, expanded, mean_of_streams, predicted
 from diskprefix.runtime.plan.families.feed_forward import FEED_FORWARD, mixture, router_logits
 from diskprefix.runtime.plan.families.head_attention import attention
+from diskprefix.runtime.plan.families.hyper_connections import add_ngrams, read_streams, stream_gates
 from diskprefix.runtime.plan.families.late_gemma import gated_plus_mixture, inputs_of_layers, laurel, layer_input
 from diskprefix.runtime.plan.families.latent_decoder import latent_attention
 from diskprefix.runtime.plan.families.state_layers import delta_rule, short_convolution, state_space
@@ -31,6 +32,8 @@ def decoder(plan: ComputePlan, config: DecoderConfig, slots: Slots, *, with_hidd
     if config.has_float_residual:
         hidden = plan.widened(hidden)
     inputs = inputs_of_layers(plan, config, slots, hidden) if config.inputs.of_layers else None
+    if config.hyper_streams:
+        hidden = plan.repeated(hidden, config.hyper_streams)
     streams = expanded(plan, slots, hidden, config.num_streams)
     for number, layer in enumerate(config.layers):
         if number == config.num_writing and not with_hidden:
@@ -42,7 +45,8 @@ def decoder(plan: ComputePlan, config: DecoderConfig, slots: Slots, *, with_hidd
             before = predicted(plan, in_layer.within("altup"), streams)
             hidden = plan.copy(before[0]) if config.num_streams > 1 else streams[0]
             is_last = config.ends_early and number + 1 == len(config.layers) and not with_hidden
-            hidden = decoder_layer(plan, config, layer, in_layer, hidden, angles, is_last=is_last)
+            compute = hyper_layer if config.hyper_streams else decoder_layer
+            hidden = compute(plan, config, layer, in_layer, hidden, angles, is_last=is_last)
             if is_last:
                 streams = [hidden]
             if config.num_streams > 1:
@@ -56,7 +60,11 @@ def decoder(plan: ComputePlan, config: DecoderConfig, slots: Slots, *, with_hidd
                 plan.scale(streams[0], in_layer.factor("layer_scalar"))
         if number < config.inputs.deepstack:
             plan.pictures(hidden, number + 1)
-    plan.hidden = plan.norm(mean_of_streams(plan, slots, streams), slots.norm("norm"))
+    if config.hyper_streams:
+        mixer = slots.within("hyper_connection_mixer")
+        plan.hidden, _ = read_streams(plan, mixer, streams[0], config.hyper_streams)
+    else:
+        plan.hidden = plan.norm(mean_of_streams(plan, slots, streams), slots.norm("norm"))
     plan.logits = plan.product(plan.select_logit_rows(plan.hidden), slots.head())
     plan.scale(plan.logits, config.logits_multiplier)
     if config.logits_softcap:
@@ -107,6 +115,32 @@ def decoder_layer(
         rows = plan.norm(rows, slots.norm("post_feedforward_layernorm"))
     plan.add(hidden, rows, config.residual_multiplier)
     return hidden
+
+
+def hyper_layer(
+    plan: ComputePlan,
+    config: DecoderConfig,
+    layer: LayerConfig,
+    slots: Slots,
+    streams: Buffer,
+    angles: dict[str, RotaryAngles],
+    *,
+    is_last: bool = False,
+) -> Buffer:
+    """Adds the results of a layer to `streams`, and returns them. With `is_last`, returns only rows that get logits."""
+    if layer.ngrams is not None:
+        add_ngrams(plan, config, layer, slots.within("ple"), streams)
+    connection = slots.within("attn_hyper_connection")
+    rows, normed = read_streams(plan, connection, streams, config.hyper_streams)
+    rows = mixed(plan, config, layer, slots, rows, angles, is_last=is_last)
+    if is_last:
+        streams, normed, rows = (plan.select_logit_rows(each) for each in (streams, normed, rows))
+    plan.add_to_streams(streams, stream_gates(plan, connection, normed), rows)
+    connection = slots.within("mlp_hyper_connection")
+    rows, normed = read_streams(plan, connection, streams, config.hyper_streams)
+    rows = FEED_FORWARD[layer.feed_forward](plan, config, layer, slots.within("mlp"), rows)
+    plan.add_to_streams(streams, stream_gates(plan, connection, normed), rows)
+    return streams
 
 
 def mixed(

@@ -12,6 +12,7 @@ from diskprefix.native import calls
 from diskprefix.prefixstore.kv.layout import Layout
 from diskprefix.runtime.plan.config import (
     DecoderConfig,
+    IndexerConfig,
     Inputs,
     LatentConfig,
     LayerConfig,
@@ -22,6 +23,7 @@ from diskprefix.runtime.plan.config import (
 from diskprefix.runtime.plan.families.declared import first_of, is_option, option
 from diskprefix.runtime.plan.families.known_options import unknown_option
 from diskprefix.runtime.plan.families.mixture_options import feed_forward_of, mixture_of
+from diskprefix.runtime.plan.families.ngram_options import ngrams_of
 from diskprefix.runtime.plan.families.rotary import KINDS, kinds_of_rotary, rotary_of, scaled_by_yarn
 from diskprefix.runtime.plan.families.types.known_types import TYPES, type_of, whole_of
 from diskprefix.runtime.plan.operands import Location, Rotary, StateLocation
@@ -68,6 +70,8 @@ def without_plan(config: Any) -> str:
         return "no plan has another number of experts in some layers"
     if option(config, "altup_num_inputs", 1) > calls.MAX_STREAMS:
         return "no plan has so many streams"
+    if "indexed_attention" in (option(config, "layer_types") or ()) and option(config, "indexer_budget") is None:
+        return "no plan has layers with an indexer whose options are missing"
     without = {**_WITHOUT, "word_embed_proj_dim": config.hidden_size, **type_of(config).only}
     if unknown := sorted(kinds_of_rotary(config) - KINDS.keys()):
         return f"no plan has {unknown[0]} RoPE"
@@ -95,6 +99,8 @@ def pictures_problem(config: Any, layout: Layout) -> str | None:
     """Returns why a model takes no pictures with the layout of its state; None if it may take some."""
     if layout.unsupported:
         return "its state cannot be cached"
+    if layout.exact_at == "token" and (problem := whole_of(config).picture_problem):
+        return problem
     whole = sees_pictures_whole(config)
     if whole == "otherwise" or (whole and layout.exact_at != "token"):
         return "its tokens see later ones of the same picture, or of others"
@@ -142,6 +148,8 @@ def options_of_model(
         latent=_latent(config),
         delta=_delta(config),
         space=_space(config),
+        indexer=_indexer(config),
+        hyper_streams=option(config, "hc_count", 0),
         scale=_scale_of(config) if record.scale is None else record.scale,
         softcap=option(config, "attn_logit_softcapping") or 0.0,
         residual_multiplier=_residual_multiplier(config),
@@ -205,9 +213,19 @@ def _latent(config: Any) -> LatentConfig | None:
 
 def _delta(config: Any) -> DeltaConfig | None:
     delta = type_of(config).delta
-    if delta is None or option(config, "linear_allow_neg_eigval") is None:
+    if delta is None:
+        return None
+    if gate := option(config, "output_gate_type"):
+        delta = replace(delta, gate=gate)
+    if option(config, "linear_allow_neg_eigval") is None:
         return delta
     return replace(delta, beta_factor=2.0 if config.linear_allow_neg_eigval else 1.0)
+
+
+def _indexer(config: Any) -> IndexerConfig | None:
+    if (budget := option(config, "indexer_budget")) is None:
+        return None
+    return IndexerConfig(config.indexer_n_heads, config.indexer_compress_ratio, budget // config.indexer_compress_ratio)
 
 
 def _scale_of(config: Any) -> float:
@@ -249,6 +267,7 @@ def _layer_of(
         chunk=window if kind == "chunked_attention" else 0,
         rotary=name,
         position_scaling=_position_scaling(config, has_rotary=name is not None),
+        ngrams=ngrams_of(config, number),
         states=states,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from diskprefix.runtime.plan.config import DecoderConfig, LayerConfig
-from diskprefix.runtime.plan.operands import Buffer, Location, RotaryAngles
+from diskprefix.runtime.plan.operands import Buffer, ChosenBlocks, Location, RotaryAngles
 from diskprefix.runtime.plan.plan import ComputePlan
 from diskprefix.runtime.plan.slots import Slots
 
@@ -25,6 +25,7 @@ def attention(
     keys, values, out_matrix = layer.places["keys"], layer.places["values"], slots.matrix("o_proj")
     rotation = None if layer.rotary is None else angles[layer.rotary]
     rows = plan.scaled(rows, config.multipliers.attention_in)
+    chosen = chosen_blocks(plan, config, layer, slots.within("indexer"), rows, rotation, is_last=is_last)
     rows, query, new = query_key_value(plan, config, layer, slots, rows, is_last=is_last)
     query, gate = query_and_gate(plan, config, slots, rows, query, keys.dim)
     value_dim = out_matrix.columns // (query.width // keys.dim)
@@ -49,6 +50,7 @@ def attention(
         sinks=slots.numbers("sinks"),
         sees_pictures=config.inputs.sees_pictures == "all"
         or (config.inputs.sees_pictures == "windowed" and layer.window > 0),
+        chosen=chosen,
     )
     if gate is not None:
         attended = plan.gated(gate, attended, config.gates.attention)
@@ -57,6 +59,35 @@ def attention(
     out = plan.product(attended, out_matrix)
     plan.scale(out, config.multipliers.attention_out)
     return out
+
+
+def chosen_blocks(
+    plan: ComputePlan,
+    config: DecoderConfig,
+    layer: LayerConfig,
+    slots: Slots,
+    rows: Buffer,
+    rotation: RotaryAngles | None,
+    *,
+    is_last: bool,
+) -> ChosenBlocks | None:
+    """Returns the blocks of tokens that the indexer of a layer chooses for each row, None without an indexer. Stores
+    the indexer's keys of the rows first. With `is_last`, returns only the blocks of rows that get logits."""
+    indexer = config.indexer
+    if indexer is None:
+        return None
+    assert layer.rotary is not None, "the keys of blocks are rotated"
+    keys = layer.places["index"]
+    both = plan.product(rows, slots.matrix("index_qk_proj"))
+    of_queries = indexer.num_heads * keys.dim
+    plan.norm_rotate_store(both.part(of_queries, keys.dim), keys.dim, to=keys)
+    plan.pool_keys(keys, indexer.block, slots.norm("k_layernorm"), config.rotary[layer.rotary])
+    query = plan.copy(both.part(0, of_queries))
+    if is_last:
+        query = plan.select_logit_rows(query)
+        rotation = None if rotation is None else plan.angles_of_logits(rotation)
+    plan.norm_rotate_store(query, keys.dim, norm=slots.norm("q_layernorm"), angles=rotation)
+    return plan.choose_blocks(query, keys, indexer.num_heads, indexer.block, indexer.num_chosen)
 
 
 def query_key_value(

@@ -71,6 +71,8 @@ def _layer(
     of_rows = dtype if kv_type == "auto" else kv_type
     of_keys = dtype if type_of(config).wide_keys else of_rows
     rows = [TensorSpec(number, part, heads, dim, of_keys if part == "keys" else of_rows, window) for part, dim in parts]
+    if kind == "indexed_attention":
+        rows.append(TensorSpec(number, "index", 1, config.indexer_head_dim, dtype))
     latent_dim = key_dim if is_latent else 0
     if has_states:
         return LayerSpec("linear+full", None, 1, latent_dim), rows, states
@@ -110,6 +112,11 @@ def _states(config: Any, number: int, kind: str, dtype: str) -> Iterator[StateSp
         shape, kernel = (heads, dim, state_dim), first("mamba_d_conv conv_kernel", 0)
     yield StateSpec(number, "conv", 0, (2 * of_keys + heads * dim, kernel), dtype)
     yield StateSpec(number, "recurrent", 0, shape, "float32")
+    if number + 1 in (option(config, "ple_layer_ids") or ()):
+        # A state of the convolution for each stream, and the last tokens.
+        kernel = (config.ple_conv_kernel_size - 1) * config.ngram_size + 1
+        yield StateSpec(number, "conv", 1, (config.hc_count * config.hidden_size, kernel), dtype)
+        yield StateSpec(number, "ngrams", 0, (config.ngram_size - 1,), "float32")
 
 
 def _by_form(specs: list[_Spec]) -> list[tuple[_Spec, ...]]:

@@ -9,6 +9,7 @@ from diskprefix.errors import ModelError
 from diskprefix.runtime.plan.families.types.model_type import Derive, MakeList, Options
 
 FULL, SLIDING, LINEAR, CHUNKED = "full_attention", "sliding_attention", "linear_attention", "chunked_attention"
+INDEXED = "indexed_attention"
 
 
 def layers_of(own: Options) -> range:

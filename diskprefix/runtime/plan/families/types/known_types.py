@@ -44,7 +44,7 @@ TYPES: Mapping[str, ModelType] = {
     **zhipu.TYPES,
 }
 """The records of text decoders by type."""
-_WHOLES = {**google.WHOLES, **allenai.WHOLES}
+_WHOLES = {**google.WHOLES, **allenai.WHOLES, **qwen.WHOLES}
 _PLAIN = WholeType()
 
 

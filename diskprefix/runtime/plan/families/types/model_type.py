@@ -211,5 +211,7 @@ class WholeType(Struct, frozen=True, kw_only=True):
     """Why its models have no plan."""
     pictures: Literal["", "otherwise"] = ""
     """"otherwise": the tokens of its pictures see each other in a way that no plan has."""
+    picture_problem: str = ""
+    """Why the plans of its models take no pictures."""
     pads_placeholders: bool = False
     """The embeddings of layers take the padding token for placeholders."""

@@ -4,8 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from diskprefix.runtime.plan.families.types.derivations import FULL, LINEAR, SLIDING, every, layers_of, windows_from_max
-from diskprefix.runtime.plan.families.types.model_type import QUERIES, SILU_ONLY, Experts, ModelType, Options, Rotation
+from diskprefix.errors import ModelError
+from diskprefix.runtime.plan.families.types.derivations import (
+    FULL,
+    INDEXED,
+    LINEAR,
+    SLIDING,
+    every,
+    layers_of,
+    windows_from_max,
+)
+from diskprefix.runtime.plan.families.types.model_type import (
+    QUERIES,
+    SILU_ONLY,
+    Experts,
+    ModelType,
+    Options,
+    Rotation,
+    WholeType,
+)
 from diskprefix.runtime.plan.part_options import DeltaConfig, Gates, Norms
 
 
@@ -25,6 +42,55 @@ def _no_window(own: Options, _: Options) -> None:
 def _every_second_window(own: Options, _: Options) -> list[str]:
     last = own["max_window_layers"] if own["use_sliding_window"] else 0
     return [SLIDING if (i + 1) % 2 and i < last else FULL for i in layers_of(own)]
+
+
+_OF_INDEXER = [f"indexer_{name}" for name in ("n_heads", "kv_heads", "head_dim", "budget", "compress_ratio")]
+
+
+def _indexed_layers(own: Options, extra: Options) -> list[str]:
+    return [INDEXED if kind == FULL else kind for kind in own["layer_types"] or _LAYERS(own, extra)]
+
+
+def _derive_qwen4(own: Options, extra: Options) -> None:
+    """Derives options. Raises `ModelError` for options that no model of Qwen4 can have, by their names."""
+    own["layer_types"] = _indexed_layers(own, extra)
+    sizes = ["hc_lowrank", "num_experts", "moe_intermediate_size", "shared_expert_intermediate_size"]
+    has_indexer = any(own[name] is not None for name in _OF_INDEXER)
+    for name in sizes + (_OF_INDEXER if has_indexer else []):
+        if not (own[name] or 0) > 0:
+            raise ModelError(f"the configuration's {name} is {own[name]}, not a number above 0")
+    if own["hc_count"] < 2:
+        raise ModelError(f"the configuration's hc_count is {own['hc_count']}, not a number above 1")
+    if has_indexer and own["indexer_kv_heads"] != 1:
+        raise ModelError(f"the configuration's indexer_kv_heads is {own['indexer_kv_heads']}, not 1")
+    if has_indexer and own["indexer_budget"] % own["indexer_compress_ratio"]:
+        raise ModelError("the configuration's indexer_budget is not a multiple of its indexer_compress_ratio")
+    if not 0 < own["num_experts_per_tok"] <= own["num_experts"]:
+        raise ModelError(
+            f"the configuration has {own['num_experts_per_tok']} of {own['num_experts']} experts for a token"
+        )
+    if own["output_gate_type"] not in (None, "silu", "sigmoid"):
+        raise ModelError(f"the configuration's output_gate_type is {own['output_gate_type']}, not silu or sigmoid")
+    own["ple_layer_ids"] = sorted({*(own["ple_layer_ids"] or ())})
+    own["ple_embed_dim"] = own["hidden_size"] if own["ple_embed_dim"] is None else own["ple_embed_dim"]
+    if own["ple_layer_ids"]:
+        _require_ngrams(own)
+
+
+def _require_ngrams(own: Options) -> None:
+    size, kernel = own["ngram_size"], (own["ple_conv_kernel_size"] - 1) * own["ngram_size"] + 1
+    if not 2 <= size <= 8 or own["heads_per_ngram"] < 1 or not 1 <= kernel <= 16:
+        raise ModelError(f"no plan has an ngram_size of {size}, or its ple_conv_kernel_size")
+    heads = (size - 1) * own["heads_per_ngram"]
+    if own["ple_embed_dim"] < 1 or own["ple_embed_dim"] % heads:
+        raise ModelError(f"the ple_embed_dim {own['ple_embed_dim']} of the configuration is not a multiple of {heads}")
+    if own["eos_token_id"] in (None, []):
+        raise ModelError("the configuration has ple_layer_ids, and no eos_token_id, which ends an n-gram")
+    if own["ngram_vocab_size_base"] < 1 or not 0 < own["vocab_size"] < 1 << 24:
+        raise ModelError("the configuration's ngram_vocab_size_base or vocab_size is not one of a table of n-grams")
+    for number in own["ple_layer_ids"]:
+        if not 1 <= number <= own["num_hidden_layers"] or own["layer_types"][number - 1] != LINEAR:
+            raise ModelError(f"the configuration's ple_layer_ids has {number}, which is no layer with linear attention")
 
 
 QWEN2 = ModelType(
@@ -96,6 +162,16 @@ QWEN3_5_MOE = ModelType(
     draft_layer=_DRAFT_LAYER,
     only=SILU_ONLY,
 )
+QWEN4_EXP = ModelType(
+    norms=_NORMS,
+    gates=_GATES,
+    rotary=Rotation(partial=True, sections=(11, 11, 10)),
+    experts=Experts(shared="weighed"),
+    delta=DeltaConfig("together"),
+    names=_SHARED,
+    derive=_derive_qwen4,
+    only=SILU_ONLY,
+)
 TYPES: Mapping[str, ModelType] = {
     "qwen2": QWEN2,
     "qwen2_moe": QWEN2_MOE,
@@ -108,4 +184,8 @@ TYPES: Mapping[str, ModelType] = {
     "qwen3_vl_moe_text": QWEN3_VL_MOE,
     "qwen3_5_text": QWEN3_5,
     "qwen3_5_moe_text": QWEN3_5_MOE,
+    "qwen4_exp_text": QWEN4_EXP,
+}
+WHOLES: Mapping[str, WholeType] = {
+    "qwen4_exp": WholeType(picture_problem="no plan has the positions of pictures in an indexer"),
 }
