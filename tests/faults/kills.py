@@ -147,6 +147,8 @@ def compute(
         stops=tuple(at for at in cached.selection.checkpoints if at < task.num_tokens),
     )
     cached.publish(sequence, logits, 0.0)
+    # A reply of one token, which is not run through the model.
+    cached.publish_reply(sequence, prompt.token_ids)
     report = cached.close()
     runner.close()
     written, digest = runner.cache.store.meter.total_bytes, hashlib.sha256(logits.tobytes()).hexdigest()
