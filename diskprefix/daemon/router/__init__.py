@@ -10,9 +10,6 @@ if TYPE_CHECKING:
 
     from diskprefix.daemon.settings import Settings
 
-STOPPED = "[router] stopped"
-"""What the router logs last if it was stopped. Whoever has started it reads it there."""
-
 
 def open_router(settings: Settings) -> Callable[[Settings], None] | None:
     """Returns the function that serves each model in a process of its own, or None if the settings ask for one model

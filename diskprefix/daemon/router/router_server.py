@@ -10,7 +10,6 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from diskprefix.daemon.router import STOPPED
 from diskprefix.daemon.router.listing import Listing
 from diskprefix.daemon.router.router import RouterApp
 from diskprefix.daemon.router.workers import Workers
@@ -25,6 +24,7 @@ from diskprefix.daemon.server.process.process import (
     uvicorn_config,
     warn_without_keys,
 )
+from diskprefix.daemon.server.process.router_line import STOPPED
 from diskprefix.daemon.server.process.token_file import published_token
 from diskprefix.daemon.settings import PER_MODEL, Settings
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from diskprefix.daemon.router import STOPPED
+from diskprefix.daemon.server.process.router_line import STOPPED
 from diskprefix.daemon.server.process.token_file import UNPUBLISHED, daemon_at
 from diskprefix.desk.shared.daemon_call import running_daemon
 from diskprefix.desk.shared.tooling import say, status
@@ -45,7 +45,6 @@ _DEATH = b"[router] the worker of"
 """The beginning of what a router logs when the process of a model dies."""
 _LOGGED = r"^[\d-]+ [\d:,]+ "
 """The beginning of a line of the log, before its level."""
-_STOPPED = re.compile(rf"{_LOGGED}INFO {re.escape(STOPPED)}$", re.MULTILINE)
 _TIME = re.compile(r"^([\d-]+ [\d:]+),\d+ ", re.MULTILINE)
 _ERROR = re.compile(r"^(?:error:|([\d-]+ [\d:]+),\d+ (?:ERROR|CRITICAL)) (.+)", re.MULTILINE)
 _LAST = re.compile(rf"^(?!{_LOGGED}).+\Z", re.MULTILINE)
@@ -244,7 +243,8 @@ class LaunchedDaemon:
         errors = [error for at, error in _ERROR.findall(text) if not at or ended_at - _seconds(at) <= _REASON_S]
         errors = errors or _LAST.findall(text)
         how = f"ended: {shown(errors[-1], 500)}" if errors else "ended without an error, as if killed"
-        return f"the daemon {'was stopped' if _STOPPED.search(text) else how} (its log: {self.log})"
+        was_stopped = any(line.endswith(f" INFO {STOPPED}") for line in text.splitlines())
+        return f"the daemon {'was stopped' if was_stopped else how} (its log: {self.log})"
 
     def say_end(self, seen_bytes: int, *, names_log: bool) -> None:
         """Says how often the model's process has died since the log had `seen_bytes`, or why the daemon has ended. With

@@ -21,7 +21,7 @@ import pytest
 from huggingface_hub import constants
 from msgspec.structs import replace
 
-from diskprefix.daemon.router import STOPPED
+from diskprefix.daemon.server.process.router_line import STOPPED
 from diskprefix.daemon.server.process.token_file import agents_key, published_token, token_for
 from diskprefix.desk.clients import launch_command
 from diskprefix.desk.clients.first_prompt_size import counted_tokens

@@ -200,7 +200,8 @@ def test_options_without_a_plan_are_listed_here() -> None:
 
 
 def test_listed_names_are_options() -> None:
-    assert {option for name in TYPES for option in options_of(name)} - UNKNOWN <= KNOWN
+    # A token ends the n-grams of one type; elsewhere it says nothing of the numbers.
+    assert {option for name in TYPES for option in options_of(name)} - UNKNOWN - {"eos_token_id"} <= KNOWN
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ from diskprefix.daemon.settings import Settings
 
 LOAD, UNLOAD = b"load", b"unload"
 """The router's orders to a worker: load the model now; save the state that is only in memory, and end."""
+STOPPED = "[router] stopped"
+"""What the router logs last if it was stopped. Whoever has started it reads it there."""
 _ORPHAN_S = 60.0
 """Seconds for a worker to end in order after the router died."""
 
