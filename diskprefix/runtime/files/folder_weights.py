@@ -132,7 +132,7 @@ class FolderWeights(Weights):
 
     def _part_of_table(self, tensor: StoredTensor) -> TablePart:
         dtype = _TYPES.get(tensor.kind, "")
-        if dtype not in ("bfloat16", "float16", "float32") or len(tensor.shape) != 2:
+        if dtype not in ("bfloat16", "float32") or len(tensor.shape) != 2:
             form = f"{tensor.kind} {[*tensor.shape]}"
             raise ModelError(f"{tensor.file.name}: {tensor.name} is {form}, not a table of floating-point numbers")
         shape = tensor.shape[0], tensor.shape[1]
