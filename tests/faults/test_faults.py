@@ -20,11 +20,10 @@ import torch
 
 from diskprefix.daemon.settings import Settings
 from diskprefix.errors import CacheError
-from diskprefix.prefixstore.store import writer
 from diskprefix.prefixstore.store.folder import FolderUnavailable
 from diskprefix.prefixstore.store.save import Save
 from diskprefix.prefixstore.store.store import Store
-from diskprefix.prefixstore.store.writer import Writer
+from diskprefix.prefixstore.store.writer import Writer, WriterLimits
 from tests.closing import needs
 from tests.daemon.server.chat_model import write_chat_model
 from tests.daemon.server.daemon_process import (
@@ -339,12 +338,9 @@ def test_a_damaged_budget_is_not_believed(tmp_path: Path, said: bytes) -> None:
     store.close()
 
 
-def test_stopping_does_not_wait_for_another_process_that_holds_the_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(writer, "_LAST_WRITE_S", 0.1)
+def test_stopping_does_not_wait_for_another_process_that_holds_the_lock(tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    held = Writer(store, buffer_bytes=1 << 30)
+    held = Writer(store, buffer_bytes=1 << 30, limits=WriterLimits(last_write_s=0.1))
     pub = publication(store, prompt(1, 2 * BLOCK))
     with store.changes():
         held.queue_publication(Save(pub.epoch), pub, is_last=True)

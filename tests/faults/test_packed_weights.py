@@ -90,9 +90,12 @@ def first_answer(model: Path, folder: Path, weights: Path) -> tuple[Any, Path]:
     return choices, file
 
 
+_HAS_MODEL = pytest.mark.skipif(not EMBEDDED_FILES, reason="the embedded model is not on this machine")
+
+
 @pytest.mark.parametrize(
     "real",
-    [False, pytest.param(True, marks=pytest.mark.skipif(not EMBEDDED_FILES, reason="the embedded model is not here"))],
+    [False, pytest.param(True, marks=_HAS_MODEL)],
     ids=["tiny", "embedded"],
 )
 def test_after_a_kill_the_weights_are_mapped_and_the_reply_has_the_same_bits(

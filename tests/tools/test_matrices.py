@@ -38,6 +38,7 @@ OTHERWISE = {
     "witness": "programs of others, which are installed for it",
     "streams": "tests/tools/test_streams.py",
     "fuzz": "tests/tools/test_bench.py",
+    "walls": "tests/tools/test_taken_away.py, and weekly",
 }
 """Matrices whose rows cannot be tried one by one in seconds, and what runs instead."""
 

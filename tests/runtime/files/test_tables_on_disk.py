@@ -189,4 +189,4 @@ def test_a_model_with_an_encoder_of_pictures_computes_text_and_takes_no_pictures
     logits = logits_of(weights, own, ids.numpy())
     assert (logits - expected).norm() < 0.1 * expected.norm()
     layout = plan_layout(weights, own)
-    assert pictures_problem(own, layout) == "no plan has the positions of pictures in an indexer"
+    assert pictures_problem(own, layout) == "no plan has the places of pictures in an indexer"

@@ -187,5 +187,5 @@ TYPES: Mapping[str, ModelType] = {
     "qwen4_exp_text": QWEN4_EXP,
 }
 WHOLES: Mapping[str, WholeType] = {
-    "qwen4_exp": WholeType(picture_problem="no plan has the positions of pictures in an indexer"),
+    "qwen4_exp": WholeType(picture_problem="no plan has the places of pictures in an indexer"),
 }
