@@ -82,7 +82,7 @@ MissReason: TypeAlias = Literal[
     "error",
 ]
 MISS_REASONS: tuple[str, ...] = get_args(MissReason)
-_IN_FULL = {"too_short": "too short to be saved", "no_logits": "saved without the state to begin a reply"}
+_IN_FULL = {"too_short": "too short to be saved on the disk", "no_logits": "saved without the state to begin a reply"}
 CacheOutcome: TypeAlias = Literal["hit", "miss", "short"]
 LONG_PROMPT = 512
 """Prompts with fewer tokens do not count as hits or misses."""

@@ -142,7 +142,7 @@ REFUSED = """
 2 | launch emacs                                   | no agent is called 'emacs'; there are aider, claude, cline,
 2 | launch langchain                               | no agent is called 'langchain'
 2 | show ''                                        | it is empty
-2 | show ~nouser/x                                 | no model is called '~nouser/x', there is SmolLM2-135M-Instruct
+2 | show ~nouser/x                                 | '~nouser/x', there is SmolLM2-135M-Instruct
 3 | show none                                      | holds no weights
 2 | rm ~nouser/x --yes                             | is called '~nouser/x'
 2 | rm text --yes                                  | is a file or folder of yours

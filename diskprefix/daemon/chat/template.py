@@ -155,7 +155,10 @@ class ChatTemplate:
         template = self.source_for(tools, conversation.path)
         if tools and "tools" not in template and not self._warned_of_tools:
             self._warned_of_tools = True
-            log.warning("a request offers tools, but the model's chat template ignores them; this is logged once")
+            log.warning(
+                "a request offers tools, but the model was not trained to call them: its template leaves them out; "
+                "this is logged once"
+            )
         for name in SET_BY_THE_DAEMON & conversation.template_variables.keys():
             raise InvalidRequest.at(f"chat_template_kwargs.{name}", "is set by the daemon and cannot be changed")
         knows_developer = "developer" in template and self.writes_developer

@@ -76,7 +76,7 @@ class TemplateCost(Struct, frozen=True):
         whole = [change for change, prefix in known.items() if prefix.num_tokens == prefix.total]
         parts = [f"all {', '.join(whole)}"] if whole else []
         parts += [f"{prefix.percent} % {change}" for change, prefix in known.items() if change not in whole]
-        return f"of a saved prompt, later ones reuse {'; '.join(parts)}"
+        return f"restored of a saved prompt: {'; '.join(parts)}"
 
     @property
     def record(self) -> JsonObject:

@@ -16,6 +16,7 @@ from diskprefix.errors import ModelNotFound
 from diskprefix.printable import shown
 from diskprefix.runtime.fetch.proposals import names_meant, short_name
 from diskprefix.runtime.files.gguf.gguf_file import model_stem
+from diskprefix.units import format_size
 from diskprefix.values import Scope, require_model_name
 
 if TYPE_CHECKING:
@@ -84,7 +85,11 @@ class Serving(Struct, frozen=True, eq=False):
         """Returns what is served, and how another model would be."""
         known = short_name(name)
         if known is not None:
-            return f"{self.model_name!r} is; `diskprefix serve --model {known.name}` serves that"
+            size = format_size(known.download_bytes)
+            return (
+                f"{self.model_name!r} is; once this server has ended, `diskprefix serve --model {known.name}` serves "
+                f"that one ({size} to fetch, if it is not on this machine)"
+            )
         if self.built_in_names.refuses(name):
             return f"{self.model_name!r} is, and --strict-model-names refuses the names that programs have built in"
         return f"{self.model_name!r} is; `--served-model-name` of `diskprefix serve` gives it another name"

@@ -10,7 +10,7 @@ from diskprefix.desk.shared.daemon_call import running_daemon
 from diskprefix.desk.shared.model_choice import ask_served
 from diskprefix.desk.shared.own_daemon import daemon_url, url_option
 from diskprefix.desk.shared.recipes.recipe import client_called, names, recipe, shown_names
-from diskprefix.desk.shared.tooling import json_option, print_json
+from diskprefix.desk.shared.tooling import json_option, print_json, say
 
 
 @click.command(short_help="Print the settings with which agents and libraries use the daemon.")
@@ -26,9 +26,10 @@ def clients(name: str | None, url: str | None, model: str | None, api_key: str |
     and how many tokens the model takes.
 
     NAME is one of claude, codex, opencode, qwen, cline, aider, cn (Continue), goose, hermes, pi, open-webui, langchain,
-    pydantic-ai and llm. Without NAME, all are printed. Nothing is written: the
-    settings are for your own files. If an agent shortens its history, so that much is recomputed, they switch that off.
-    `diskprefix launch` starts an agent without them. This user's key is a secret generated at first use. Other users of
+    pydantic-ai and llm. Without NAME, all are printed. Nothing is written: the settings are for your own files. If an
+    agent shortens its history, so that much is recomputed, they switch that off. A program with a fixed name of a model
+    (`gpt-4o`, `claude-…`) needs the address alone: a daemon of one model answers to those names. `diskprefix launch`
+    starts an agent without these settings. This user's key is a secret generated at first use. Other users of
     the daemon do not have it, so they cannot test guesses about what your agents send.
 
     \b
@@ -43,8 +44,11 @@ def clients(name: str | None, url: str | None, model: str | None, api_key: str |
     otherwise = f". There are settings for {', '.join(shown_names())}"
     url = daemon_url(url, otherwise)
     call = running_daemon(url, api_key, otherwise=otherwise)
-    served = ask_served(call, url, model, api_key).served
-    recipes = [recipe(each, served) for each in ([name] if name else names())]
+    choice = ask_served(call, url, model, api_key)
+    if choice.problem:
+        say(f"warning for agents: {choice.problem}")
+        say(choice.advice)
+    recipes = [recipe(each, choice.served) for each in ([name] if name else names())]
     if as_json:
         print_json({"clients": [to_builtins(each) for each in recipes]})
     else:

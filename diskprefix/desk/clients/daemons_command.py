@@ -160,10 +160,10 @@ def _progress(running: dict[str, Any]) -> str:
 
 def _ahead_line(ahead: dict[str, Any]) -> str:
     """Returns a line about the work ahead of requests."""
-    line = f"{ahead['tokens']:,} tokens of likely prompts computed in idle time"
+    line = f"{ahead['tokens']:,} tokens of prompts that are likely to come were computed in idle time"
     if ahead["waiting"]:
-        line = f"{counted(ahead['waiting'], 'likely prompt')} to be computed in idle time"
-        line += f", {ahead['tokens']:,} tokens done" if ahead["tokens"] else ""
+        line = f"in idle time, {counted(ahead['waiting'], 'prompt')} that may come next will be computed"
+        line += f" ({ahead['tokens']:,} tokens are)" if ahead["tokens"] else ""
     return f"{line} ({PAUSED[ahead['paused']]})" if ahead["paused"] in PAUSED else line
 
 

@@ -51,7 +51,11 @@ _SIGNAL_EXIT_CODE = 128
 @api_key_option("The key, for a daemon with --api-keys.", otherwise="this user's key")
 @click.option("--anyway", is_flag=True, help="Start the agent even if no model here suits agents.")
 @click.option("--print", "prints", is_flag=True, help="Show what would be done, and do nothing.")
-@click.option("--clean", is_flag=True, help="Remove what AGENT (or all agents) and launches wrote. Asks first.")
+@click.option(
+    "--clean",
+    is_flag=True,
+    help="Remove what AGENT (or all agents) and launches wrote, and end their unused daemons. Asks first.",
+)
 @click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
 def launch(
     agent: str | None,
@@ -95,7 +99,8 @@ def launch(
 
     \b
     Exit codes: 0 done; else the agent's exit code, or 128 plus the number of the signal that ended it. Before it
-    starts: 1 no daemon answers or starts, or --clean was declined; 2 wrong usage, no such agent here, or no model.
+    starts: 1 no daemon answers or starts, or --clean was declined; 2 wrong usage, no such agent here, or no model;
+    3 there is no such file, or the model cannot be fetched.
     """
     shared = shared_daemon()
     if agent is None:
@@ -192,7 +197,12 @@ def _clean(shared: LaunchedDaemon, known: Sequence[KnownAgent], *, yes: bool) ->
         files = [path for path in profile.folder.rglob("*") if path.is_file() and not path.is_symlink()]
         size = format_size(sum(path.stat().st_size for path in files))
         say(f"to remove: {profile.folder} ({counted(len(files), 'file')}, {size}), with what {title} keeps there")
-    if existing and not yes and not confirmed("Remove the profiles, with the conversations in them?"):
+    running = [(daemon, url) for daemon in shared.all() if (url := daemon.url())] if shared.folder.exists() else []
+    for daemon, url in running:
+        say(f"the daemon at {url} stays: it is in use" if daemon.is_used() else f"to end: the daemon at {url}")
+    questions = ["Remove the profiles, with the conversations in them?"] if existing else []
+    questions += ["End the daemons that nobody uses?"] if not all(daemon.is_used() for daemon, _ in running) else []
+    if questions and not yes and not confirmed(" ".join(questions)):
         say("nothing was removed")
         return 1
     if not shared.folder.exists():
@@ -200,12 +210,12 @@ def _clean(shared: LaunchedDaemon, known: Sequence[KnownAgent], *, yes: bool) ->
         return 0
     for daemon in shared.all()[1:]:
         with daemon.mutex():
-            is_used = daemon.end_unused()
+            is_used = _end(daemon)
         if not is_used:
             shutil.rmtree(daemon.folder)
             daemon.remove_logs()
     with shared.mutex():
-        is_used = shared.end_unused()
+        is_used = _end(shared)
         for title, profile in existing.items():
             if profile.remove(title):
                 say(f"removed {profile.folder}")
@@ -216,6 +226,14 @@ def _clean(shared: LaunchedDaemon, known: Sequence[KnownAgent], *, yes: bool) ->
         with suppress(OSError):
             folder.rmdir()
     return 0
+
+
+def _end(daemon: LaunchedDaemon) -> bool:
+    """Ends a daemon that nobody uses, and says so. Returns whether it still runs."""
+    url, still_runs = daemon.url(), daemon.end_unused()
+    if url is not None and not still_runs:
+        say(f"ended the daemon at {url}")
+    return still_runs
 
 
 def _served(running_url: str | None, model: str | None, api_key: str | None) -> Served:

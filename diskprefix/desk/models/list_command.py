@@ -309,7 +309,7 @@ def _named(name: str, settings: Settings) -> KnownModel:
         if meant_name(name) == EMBEDDED.name:
             return embedded(settings)
         if not is_here and (otherwise := _served_otherwise(settings)):
-            problem = f"no model is called {shown(name)!r}, and no file or folder; there is {otherwise[0].name}"
+            problem = f"no model, file or folder is called {shown(name)!r}; there is {otherwise[0].name}"
             raise ModelNotFound(problem, param="model") from None
         if not is_here:
             raise

@@ -21,7 +21,7 @@ from diskprefix.printable import printable_only
 from diskprefix.runtime.fetch.embedded import EMBEDDED, embedded_file
 from diskprefix.runtime.fetch.found_models import found_model
 from diskprefix.runtime.fetch.hub import cached_models, files_to_remove
-from diskprefix.runtime.fetch.named_model import is_embedded
+from diskprefix.runtime.fetch.named_model import is_embedded, path_of
 from diskprefix.runtime.fetch.proposals import meant_name, require_repository
 from diskprefix.runtime.files.gguf.gguf_file import offer_packs
 from diskprefix.runtime.load.packed_weights import PackedFiles
@@ -84,7 +84,7 @@ def pull(name: str, packs: bool, as_json: bool) -> None:
         offer_packs(path, click.echo)
 
 
-@click.command(short_help="Remove models that were fetched from the hub.")
+@click.command(short_help="Remove models that were fetched.")
 @click.argument("names", metavar="NAME...", nargs=-1, required=True, callback=nonempty)
 @click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
 @packed_weights_option
@@ -92,28 +92,34 @@ def pull(name: str, packs: bool, as_json: bool) -> None:
 def rm(names: tuple[str, ...], yes: bool, packed_weights: str, as_json: bool) -> int:
     """Remove models from the cache folder of huggingface_hub, and the packed weights that `serve` made of them.
 
-    NAME is a name in `diskprefix list`. Only models fetched from the hub, by any program, are removed; other files of
-    their repositories and your own files stay. The prompts that the prefix cache has saved stay too: see `diskprefix
-    purge --model`.
+    NAME is a name in `diskprefix list`. Only models fetched from the hub, by any program, and the embedded model are
+    removed; other files of their repositories and your own files stay. The prompts that the prefix cache has saved stay
+    too: see `diskprefix purge --model`.
 
     \b
     diskprefix rm unsloth/Qwen3.5-4B-GGUF:Q8_0
     diskprefix rm HuggingFaceTB/SmolLM2-360M-Instruct --yes
+    diskprefix rm smollm2:135m
 
     \b
     Exit codes: 0 done; 1 declined; 2 wrong usage, or no such model.
     """
     here, names = dict(cached_models()), tuple(map(meant_name, names))
+    embedded = [] if (file := path_of(None)) is None else [(EMBEDDED.name, file)]
     for name in names:
-        if name not in here:
+        if name not in here | dict(embedded):
             raise SettingsError(_not_pulled(name, list(here)))
     files, folders = files_to_remove(names)
+    for name, file in embedded:
+        if name in names and is_embedded(name):
+            files.add(file)
+            folders.append(file.parent)
     num_bytes = sum(file.stat().st_size for file in files if file.is_file() and not file.is_symlink())
     packed_files = PackedFiles.here(packed_weights)
     packed = [] if packed_files is None else packed_files.made_from(files)
     packed_bytes = sum(size for _, size in packed)
     amounts = format_size(num_bytes) + (f" and {format_size(packed_bytes)} of packed weights" if packed else "")
-    question = f"Remove {', '.join(dict.fromkeys(names))}, {amounts}, from the hub's cache?"
+    question = f"Remove {', '.join(dict.fromkeys(names))}, {amounts}?"
     if not yes and not confirmed(question):
         click.echo("nothing was removed", err=True)
         return 1
@@ -135,6 +141,8 @@ def _not_pulled(name: str, here: Sequence[str]) -> str:
     if os.path.exists(os.path.expanduser(name)):
         return f"{name} is a file or folder of yours; rm removes only what was fetched from the hub"
     require_model_name(name)
+    if is_embedded(name):
+        return f"{name}, the embedded model, is not on this machine"
     if (model := found_model(name)) is not None:
         return f"{name} belongs to {model.owner}, and must be removed there"
     near = nearest(name, here)

@@ -182,15 +182,17 @@ def _tokenizer_findings(settings: Settings, path: Path) -> Iterator[Finding]:
         is_end = _SYSTEM in tokenizer.decode(prompt.token_ids[: prompt.system_end])
         where = "" if is_end else ", but not after the system message"
         yield Finding("template", "ok", f"a saved prompt can end after a message{where}")
-    yield _calls_finding(renderer.output_format.name)
+    yield _calls_finding(renderer.output_format.name, "tools" in str(tokenizer.chat_template))
     cost = template_cost(renderer)
     yield Finding("reuse", "note" if cost.advice else "ok", cost.line, cost.advice)
 
 
-def _calls_finding(name: str) -> Finding:
+def _calls_finding(name: str, takes_tools: bool) -> Finding:
     """Returns the finding about tool calls. `name` is the format in which the renderer reads calls back."""
-    if name in ("none", "json"):
+    if name in ("none", "json") or not takes_tools:
         text = "the template writes tool calls in an unknown format: only JSON calls are found"
+        if not takes_tools:
+            text = "the model was not trained to call tools: its template leaves them out"
         # The last line of the command says more of it.
         another, _, _ = proposed().partition(" (")
         return Finding("tool calls", "note", text, f"agents may not work with this model; fetch another: {another}")

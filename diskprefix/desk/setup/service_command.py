@@ -228,12 +228,15 @@ def remove(as_json: bool) -> None:
 
     Exit codes: 0 done, or nothing was installed; 1 this user has no systemd session.
     """
-    manager = _manager()
-    if _installed() is not None:
+    manager, was_installed = _manager(), _installed() is not None
+    if was_installed:
         manager.stop()
         for path in (*manager.texts(Settings()), _policy()):
             path.unlink(missing_ok=True)
-    _show(manager, as_json)
+    if as_json:
+        print_json({"installed": False, "removed": was_installed})
+    else:
+        click.echo("the service is removed" if was_installed else "no service was installed")
 
 
 def _show(manager: _Systemd | _Launchd, as_json: bool) -> int:

@@ -106,7 +106,7 @@ def _say_start(flags: Sequence[str]) -> None:
     variable = variable_of("--kv-cache-budget")
     folder = os.environ.get(variable_of("--kv-cache-dir")) or default_kv_cache_dir()
     if not (given := os.environ.get(variable)) and (Path(folder) / DATA).exists():
-        limit = "within the limit that is set for this folder"
+        limit = "within the limit that this folder was made with"
     else:
         given = given or os.environ.get(variable_of("--kv-cache-new-budget"))
         budget = parse_size(given or policy_values("agent")["kv_cache_new_budget"], param=variable)

@@ -156,6 +156,12 @@ class LaunchedDaemon:
         """Returns the flags of the daemon, none if it does not run."""
         return [] if self.url() is None else self._state().get("flags", [])
 
+    def is_used(self) -> bool:
+        """Returns whether a launch uses the daemon."""
+        with suppress(BlockingIOError), locked(self.folder / "daemon.users", fcntl.LOCK_EX | fcntl.LOCK_NB):
+            return False
+        return True
+
     def end_unused(self) -> bool:
         """Ends the daemon if no launch uses it, and waits for its end, but for no daemon that is suspended. Returns
         whether it still runs. The caller holds `mutex`."""

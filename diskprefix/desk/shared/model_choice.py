@@ -30,7 +30,7 @@ from diskprefix.desk.shared.tooling import status
 from diskprefix.errors import NotReady, SettingsError
 from diskprefix.printable import shown
 from diskprefix.runtime.fetch.hub import cached_model
-from diskprefix.runtime.fetch.named_model import own_path, plain_name
+from diskprefix.runtime.fetch.named_model import own_path, plain_name, require_named
 from diskprefix.runtime.fetch.proposals import meant_name, names_meant, require_repository, short_name
 from diskprefix.runtime.memory import available_ram_bytes
 from diskprefix.units import format_size
@@ -182,7 +182,9 @@ def _find_model(model: str, *, fetches: bool) -> str:
         return os.path.abspath(path)
     if own_path(model) is not None:
         return model
-    name = require_repository(model) if ":" in model else model
-    if fetches and "/" in name and not name.startswith(("./", "../", "/", "~")) and cached_model(name) is None:
+    if model.startswith(("./", "../", "/", "~")) or model.lower().endswith(".gguf"):
+        require_named(model, "--model")
+    name = model if "/" in model else require_repository(model)
+    if fetches and "/" in name and cached_model(name) is None:
         fetch(name, "--model")
     return name

@@ -184,6 +184,17 @@ def chat(browser: bool, url: str | None, api_key: str | None, **options: Any) ->
     converse(url, api_key, "", **options)
 
 
+def with_piped(prompt: str) -> str:
+    """Returns standard input, if that is no terminal, followed by `prompt`. Raises `SettingsError` if both are
+    empty."""
+    if sys.stdin.isatty():
+        return prompt
+    prompt = " ".join(filter(None, (sys.stdin.buffer.read().decode("utf-8", "replace"), prompt)))
+    if not prompt.strip():
+        raise SettingsError("standard input is empty; write a message there, or run this in a terminal")
+    return prompt
+
+
 def converse(
     url: str,
     api_key: str | None,
@@ -200,11 +211,7 @@ def converse(
     except (OSError, UnicodeError) as error:
         raise SettingsError(f"--system: {system} cannot be read as text: {error}") from error
     talk = Talk(url, api_key, fields, messages, restart)
-    if not sys.stdin.isatty():
-        prompt = " ".join(filter(None, (sys.stdin.buffer.read().decode("utf-8", "replace"), prompt)))
-        if not prompt.strip():
-            raise SettingsError("standard input is empty; write a message there, or run this in a terminal")
-    if prompt:
+    if prompt := with_piped(prompt):
         talk.messages.append({"role": "user", "content": prompt})
         talk.answer()
         return

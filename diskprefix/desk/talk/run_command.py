@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -15,8 +16,9 @@ from diskprefix.desk.shared.model_choice import ask_served
 from diskprefix.desk.shared.own_daemon import own_urls
 from diskprefix.desk.shared.recipes.recipe import Served
 from diskprefix.desk.shared.tooling import say
-from diskprefix.desk.talk.chat_command import Restart, chat, converse
+from diskprefix.desk.talk.chat_command import Restart, chat, converse, with_piped
 from diskprefix.errors import NotReady, SettingsError
+from diskprefix.printable import shown
 from diskprefix.runtime.fetch.embedded import EMBEDDED
 
 _EPILOG = """\b
@@ -29,8 +31,8 @@ Examples:
 
 In a conversation, /help lists the commands.
 
-Exit codes: 0 done; 1 no daemon answers or starts, or a reply failed; 2 wrong usage, or no such model; 3 the model
-cannot be fetched.
+Exit codes: 0 done; 1 no daemon answers or starts, or a reply failed; 2 wrong usage, or no model has this name; 3 there
+is no such file, or the model cannot be fetched.
 """
 
 
@@ -53,6 +55,10 @@ def run(model: str | None, prompt: tuple[str, ...], url: str | None, api_key: st
     nobody uses the daemon, a daemon with that model replaces it. If the daemon ends during a conversation, your next
     message starts it again. With --url, no daemon is started.
     """
+    if model is not None and not prompt and _is_prompt(model):
+        raise SettingsError(f"{shown(model)!r} is no model; MODEL comes first: diskprefix run {EMBEDDED.name} '…'")
+    # An empty input is told before anything is fetched or started.
+    text = " ".join(prompt) or with_piped("")
     with ExitStack() as stack:
         restart: Restart | None = None
         if url is None:
@@ -70,7 +76,12 @@ def run(model: str | None, prompt: tuple[str, ...], url: str | None, api_key: st
             restart = start_again if _launched(served.url) else None
         else:
             served = ask_served(running_daemon(url, api_key), url, model, api_key).served
-        converse(served.url, api_key, " ".join(prompt), restart=restart, model=served.model, **options)
+        converse(served.url, api_key, text, restart=restart, model=served.model, **options)
+
+
+def _is_prompt(model: str) -> bool:
+    """Returns whether what stands for the model is a text: names have no spaces, and a path has slashes or exists."""
+    return any(map(str.isspace, model.strip())) and "/" not in model and not os.path.exists(model)
 
 
 def _running_model(api_key: str | None) -> str:

@@ -21,7 +21,8 @@ from diskprefix.units import format_age
 from diskprefix.values import words_of
 
 _ADVICE = {
-    "not_stored": "raise --kv-cache-budget; or keep more, with the scope `full`",
+    "not_stored": "keep more, with the scope `full`; or raise --kv-cache-budget, if the folder is full",
+    "partial": "nothing: its client left, or the daemon was killed, before the rest was computed and written",
     "other_key": "send one of the user's keys, always the same",
     "no_checkpoint": "mark the end of what comes again with cache_control",
     "no_logits": "nothing: it is at most one block",
@@ -31,6 +32,8 @@ _ADVICE = {
     "too_short": "lower --kv-cache-min-tokens: prompts with fewer tokens than that are not saved",
     "image": "send the picture again in the same size",
 }
+_PRICES = {"clock": "the model then reads 12:00:00 for 12:34:56"}
+"""What a model reads otherwise with a canonicaliser that changes more than the form of a text."""
 _OF_CLIENT = "; `diskprefix clients` says what to switch off in agents that shorten their history"
 
 
@@ -109,7 +112,8 @@ def _advice(row: Mapping[str, Any]) -> str:
     if row["cause"] != "diverged":
         return _ADVICE.get(row["cause"], "read the daemon's log")
     if row["canonicalisers"]:
-        return f"start with {_canonicalise(row)}"
+        prices = [_PRICES[name] for name in row["canonicalisers"] if name in _PRICES]
+        return "".join((f"start with {_canonicalise(row)}", *(f"; {price}" for price in prices)))
     written = f"what the tool {printable_only(row['tool'])} writes" if row["tool"] else "the line"
     return f"leave {written} as it was, or move it to the end of the prompt{_OF_CLIENT if row['client'] else ''}"
 

@@ -33,7 +33,7 @@ def why_missed(
     `diverged` if they differ within the system message, or if there is a `broken` place. All prompts of a template
     share a few tokens: prompts that differ right after these have diverged if they are equal again later."""
     num_tokens = len(prompt.token_ids)
-    if restored.is_part and restored.num_tokens and restored.refused in (None, "no_checkpoint"):
+    if _was_cut(restored):
         return "partial"
     if restored.refused is not None:
         return restored.refused
@@ -58,6 +58,12 @@ def why_missed(
     return "diverged" if broken is not None or (leaves_early and is_like) else "new"
 
 
+def _was_cut(restored: RestoreResult) -> bool:
+    """Returns whether all was restored that was written of a prompt which was not computed, or not written, to its
+    end."""
+    return restored.is_part and restored.num_tokens > 0 and restored.refused in (None, "no_checkpoint")
+
+
 def lost_tokens(
     prompt: Prompt,
     restored: RestoreResult,
@@ -72,7 +78,7 @@ def lost_tokens(
     elsewhere = max(restored.with_other_key, restored.otherwise.num_tokens)
     known = max(selection.common, selection.seen, restored.matched, elsewhere)
     known = num_tokens if is_upgraded else known
-    cause: MissReason = restored.refused or "not_stored"
+    cause: MissReason = "partial" if _was_cut(restored) else restored.refused or "not_stored"
     if reason in ("error", "too_short", "other_key", "other_settings"):
         cause = reason
     after_break = 0 if broken is None else broken.at + broken.num_tokens - known

@@ -108,8 +108,8 @@ def require_named(model: str | None, flag: str, *, with_weights: bool = False) -
         here = (*(name for name, _ in cached_models()), *(model_found.names[0] for model_found in found_models()))
         near = _nearest(model, [EMBEDDED.name, *_models_beside(path), *here, *short_names()])
         raise ModelError(
-            f"{flag}: {model!r} is no file or folder here, no model of `diskprefix list`, names of the hub are "
-            f"org/name, and {short_names_hint(model)}{near}"
+            f"{flag}: {model!r} is no file or folder here and no model of `diskprefix list`; names of the hub are "
+            f"ORG/NAME; {short_names_hint(model)}{near}"
         )
 
 

@@ -208,7 +208,7 @@ def test_a_template_that_ignores_tools_is_warned_of_once(tmp_path: Path, caplog:
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             rendered(renderer, conversation_of(("user", "hello"), tools=[TOOL]))
-    assert caplog.text.count("ignores them") == 1
+    assert caplog.text.count("its template leaves them out") == 1
 
 
 def test_the_preview_shows_the_beginning_and_the_newest_question(renderer: PromptRenderer) -> None:

@@ -119,7 +119,7 @@ def test_a_trial_leaves_the_warning_about_ignored_tools(
 
 def test_the_cost_is_in_the_log_once_the_model_is_loaded(chat_model: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG), scripted_app(chat_model):
-        wait_until(lambda: "[template] of a saved prompt, later ones reuse all " in caplog.text, "it is logged")
+        wait_until(lambda: "[template] restored of a saved prompt: all " in caplog.text, "it is logged")
     assert [record.levelname for record in caplog.records if "[template]" in record.message] == ["DEBUG"]
 
 

@@ -82,14 +82,18 @@ def test_the_only_model_answers_to_names_that_programs_have_built_in(name: str) 
         serving(built_in_names=names(are_refused=True)).require_model(name)
 
 
+COMMAND = (
+    "; once this server has ended, `diskprefix serve --model {}` serves that one ({} to fetch, if it is not on this "
+    "machine)"
+)
 OTHER_NAME = "; `--served-model-name` of `diskprefix serve` gives it another name"
 
 
 @pytest.mark.parametrize(
     ("name", "advice"),
     [
-        ("gpt-oss:20b", "; `diskprefix serve --model gpt-oss:20b` serves that"),
-        ("qwen3-coder:30b", "; `diskprefix serve --model qwen3-coder:30b` serves that"),
+        ("gpt-oss:20b", COMMAND.format("gpt-oss:20b", "11.3 GiB")),
+        ("qwen3-coder:30b", COMMAND.format("qwen3-coder:30b", "17.1 GiB")),
         ("claude-of-mine", OTHER_NAME),
         ("claude-of-mine:latest", OTHER_NAME),
         ("claude-x", OTHER_NAME),

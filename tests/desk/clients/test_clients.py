@@ -103,7 +103,10 @@ def test_the_settings_are_those_of_the_running_daemon(run: Run) -> None:
         ended = run("clients", "codex", "--url", f"{daemon.url}/v1/", "--api-key", "secret", "--json")
         assert run("clients", "claude", "--url", daemon.url).stdout.startswith("## Claude Code")
         everything = run("clients", "--model", "model-1", "--url", daemon.url).stdout
-    assert (ended.exit_code, ended.stderr) == (0, "")
+    assert ended.exit_code == 0
+    first, advice = ended.stderr.splitlines()
+    assert first == "warning for agents: model-1 takes 4,096 tokens, and first prompts of agents have up to 19,000"
+    assert advice.startswith("fetch another with `diskprefix pull ")
     [told] = ended.json["clients"]
     settings = tomllib.loads(told["files"][0]["text"])
     assert (settings["model"], settings["model_context_window"]) == ("model-1", 4096)

@@ -128,10 +128,13 @@ def test_ps_says_why_prompts_are_not_saved(run: Run) -> None:
     ("ahead", "line"),
     [
         ({"tokens": 0, "waiting": 0, "paused": None}, None),
-        ({"tokens": 12_448, "waiting": 0, "paused": None}, "12,448 tokens of likely prompts computed in idle time"),
+        (
+            {"tokens": 12_448, "waiting": 0, "paused": None},
+            "12,448 tokens of prompts that are likely to come were computed in idle time",
+        ),
         (
             {"tokens": 9, "waiting": 2, "paused": "other programs"},
-            "2 likely prompts to be computed in idle time, 9 tokens done (other programs want the CPUs)",
+            "in idle time, 2 prompts that may come next will be computed (9 tokens are) (other programs want the CPUs)",
         ),
     ],
 )

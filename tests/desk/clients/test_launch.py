@@ -32,6 +32,7 @@ from diskprefix.desk.shared.own_daemon import own_urls
 from diskprefix.desk.shared.recipes.recipe import Served, agent_called, agents, recipe
 from diskprefix.errors import SettingsError
 from diskprefix.folders import cache_home
+from diskprefix.runtime.fetch.proposals import require_repository
 from diskprefix.user_key import user_key
 from tests.daemon.server.daemon_process import DaemonProcess, running_daemon
 from tests.desk.conftest import Ended, Run
@@ -138,7 +139,8 @@ class Place:
 
 PATCH = """\
 from diskprefix.desk.clients import launch_command
-from diskprefix.desk.shared import daemon_choice, launched_daemon
+from diskprefix.desk.shared import daemon_choice, launched_daemon, model_choice
+model_choice.require_repository = str
 launched_daemon.SERVE = (sys.executable, "-S", "{}")
 launch_command.own_urls = daemon_choice.own_urls = lambda: []
 """
@@ -159,6 +161,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     for module in (launch_command, daemon_choice):
         monkeypatch.setattr(module, "own_urls", list)
     monkeypatch.setenv("DISKPREFIX_PORT", "0")
+    # Its daemon serves a model of any name.
+    monkeypatch.setattr(
+        model_choice, "require_repository", lambda name: require_repository(name) if ":" in name else name
+    )
     yield made
     if made.is_daemon_alive():
         # A test has failed.
@@ -405,7 +411,7 @@ def test_a_daemon_is_started_with_the_model_and_ends_with_the_agent(
     [
         (False, {}, "at most 16.0 GiB"),
         (False, {"DISKPREFIX_KV_CACHE_NEW_BUDGET": "2GiB"}, "at most 2.0 GiB"),
-        (True, {"DISKPREFIX_KV_CACHE_NEW_BUDGET": "2GiB"}, "within the limit that is set for this folder"),
+        (True, {"DISKPREFIX_KV_CACHE_NEW_BUDGET": "2GiB"}, "within the limit that this folder was made with"),
         (True, {"DISKPREFIX_KV_CACHE_BUDGET": "3GiB"}, "at most 3.0 GiB"),
     ],
 )
@@ -739,6 +745,20 @@ def test_cleaning_shows_what_it_would_remove_and_asks(
     monkeypatch.setattr("sys.stdin", terminal)
     assert run("launch", "codex", "--clean").exit_code == 1
     assert place.files() == kept
+
+
+def test_cleaning_says_which_daemon_it_would_end_and_asks(run: Run, place: Place) -> None:
+    process = left_daemon(place)
+    shared = launched_daemon.LaunchedDaemon(folder=place.launches, logs=place.logs)
+    named = f"the daemon at {shared.url()}"
+    said, refused = lines(run("launch", "--clean"))
+    assert said == f"to end: {named}"
+    assert refused.endswith("add --yes")
+    assert process.poll() is None, "nobody was asked"
+    with launched_daemon.locked(shared.folder / "daemon.users", fcntl.LOCK_SH):
+        assert lines(run("launch", "--clean")) == [f"{named} stays: it is in use"]
+    assert lines(run("launch", "--clean", "--yes")) == [f"to end: {named}", f"ended {named}"]
+    process.wait(30)
 
 
 @pytest.mark.usefixtures("run")

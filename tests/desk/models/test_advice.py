@@ -36,7 +36,7 @@ def test_show_says_what_a_model_would_need_before_it_is_fetched(
     told_as_json = json.loads(run("show", name, "--json").stdout)
     assert (told_as_json["path"], told_as_json["file_bytes"]) == (None, row.download_bytes)
     assert sum(told_as_json["memory"].values()) == told_as_json["needed_bytes"]
-    run("show", "llama3.2:5b").assert_refused(2, "no model is called 'llama3.2:5b'")
+    run("show", "llama3.2:5b").assert_refused(2, "no model, file or folder is called 'llama3.2:5b'")
 
 
 def test_list_shows_models_that_the_benchmarks_fetched(

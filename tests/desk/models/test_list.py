@@ -92,7 +92,7 @@ def test_a_model_is_shown_with_its_sum_its_template_and_its_own_settings(
     kept = found["template_cost"]["turn"]
     assert 0 < kept["kept"] <= kept["of"]
     shown = run("show", "small", "--models-file", file).stdout
-    assert "of a saved prompt, later ones reuse all after a further turn" in shown
+    assert "restored of a saved prompt: all after a further turn" in shown
     assert "small, haiku (models.toml)" in shown
     assert "weights = native, kv_memory = 1048576" in shown
     assert "128 of 128 tokens" in shown

@@ -18,8 +18,10 @@ from diskprefix.daemon.catalogue.catalogue import open_catalogue
 from diskprefix.daemon.settings import Settings
 from diskprefix.desk.shared import fetch_model
 from diskprefix.errors import ModelError
+from diskprefix.folders import cache_home
 from diskprefix.native.library import operators
 from diskprefix.runtime.fetch import hub as hub_module
+from diskprefix.runtime.fetch.embedded import EMBEDDED
 from diskprefix.runtime.fetch.named_model import is_embedded
 from diskprefix.runtime.files.fit import ROOM_BYTES
 from diskprefix.runtime.load import packed_weights
@@ -526,6 +528,18 @@ def test_what_was_fetched_is_removed_and_the_rest_stays(run: Run, tmp_path: Path
     assert listed(run) == [f"{REPO}:Q4_0"]
     assert run("rm", f"{REPO}:Q4_0", "--yes").stdout.startswith("removed 1 model, ")
     assert not list((tmp_path / "hub").glob("models--*"))
+
+
+@pytest.mark.usefixtures("hub")
+def test_the_embedded_model_is_removed_by_its_names(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    run("rm", "smollm2:135m", "--yes").assert_refused(2, "the embedded model, is not on this machine")
+    folder = cache_home() / "models" / EMBEDDED.requirement
+    folder.mkdir(parents=True)
+    (folder / "a.gguf").write_bytes(b"12345")
+    run("rm", "smollm2").assert_refused(2, "add --yes")
+    assert run("rm", "smollm2:135m", "--yes", "--json").json["bytes"] == 5
+    assert not folder.exists()
 
 
 @pytest.mark.usefixtures("hub")

@@ -504,9 +504,13 @@ def test_a_tokenizer_that_changes_texts_is_told(folder: Path, monkeypatch: pytes
     assert levels(found_in(folder))["tokenizer"] == "note"
 
 
-@pytest.mark.parametrize(("name", "level"), [("none", "note"), ("json", "note"), ("qwen", "ok")])
-def test_calls_in_no_known_format_are_told(name: str, level: str) -> None:
-    found = doctor_model._calls_finding(name)
+@pytest.mark.parametrize(
+    ("name", "takes_tools", "level"),
+    [("none", True, "note"), ("json", True, "note"), ("qwen", True, "ok"), ("json", False, "note")],
+)
+def test_calls_in_no_known_format_are_told(name: str, takes_tools: bool, level: str) -> None:
+    found = doctor_model._calls_finding(name, takes_tools)
+    assert ("was not trained to call tools" in found.text) == (not takes_tools)
     assert (found.level, "`diskprefix pull " in found.advice) == (level, level == "note")
 
 

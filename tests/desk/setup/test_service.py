@@ -111,7 +111,7 @@ def test_an_installed_service_holds_its_port_over_a_kill_and_leaves_nothing_when
         ("echo Failed to connect to bus: No medium found >&2; exit 1", "this user has no systemd session"),
     ],
 )
-@pytest.mark.parametrize("command", ["install", "status", "remove"])
+@pytest.mark.parametrize("command", ["install", "status"])
 def test_where_there_is_no_session_it_is_one_line(
     run: Run, home: Path, monkeypatch: pytest.MonkeyPatch, program: str | None, said: str, command: str
 ) -> None:
@@ -120,6 +120,15 @@ def test_where_there_is_no_session_it_is_one_line(
     assert (ended.exit_code, ended.stdout, ended.stderr.count("\n")) == (1, "", 1)
     assert said in ended.stderr
     assert not (home / ".config").exists()
+
+
+def test_a_service_that_was_never_installed_is_removed_without_a_session(
+    run: Run, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _stand_in(home, monkeypatch, "systemctl", None)
+    ended = run("service", "remove")
+    assert (ended.exit_code, ended.stdout) == (0, "no service was installed\n")
+    assert run("service", "remove", "--json").json == {"installed": False, "removed": False}
 
 
 def test_launchd_is_given_an_agent_that_serves_with_the_options(

@@ -31,7 +31,7 @@ def test_a_short_name_is_taken_wherever_a_model_is_named(
     fetch_model.fetch(require_repository("qwen3.5:4b"), "--model")
     assert fetched == [QWEN, QWEN]
     assert f'model = "{QWEN},a/b"' in run("serve", "--model", "qwen3.5:4b", "--model", "a/b", "--print-config").stdout
-    refused = (["pull", "qwen3.5:5b"], ["run", "qwen3.5:5b"], ["launch", "goose", "--model", "qwen3.5:5b"])
+    refused = (["pull", "qwen3.5:5b"], ["run", "qwen3.5:5b", "hi"], ["launch", "goose", "--model", "qwen3.5:5b"])
     for command in (command for command in refused if command[0] in commands()):
         monkeypatch.setattr("shutil.which", lambda name: name)
         monkeypatch.setattr(daemon_choice, "own_urls", list)

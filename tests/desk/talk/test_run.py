@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from diskprefix.desk.shared.launched_daemon import LaunchedDaemon
 from diskprefix.desk.talk import run_command
 from diskprefix.errors import NotReady
 from diskprefix.folders import config_home
@@ -95,6 +97,7 @@ def test_run_without_a_model_talks_to_the_one_that_runs_or_else_to_the_embedded_
         raise NotReady("enough")
 
     monkeypatch.setattr(run_command, "find_daemon", find)
+    monkeypatch.setattr(run_command, "with_piped", lambda prompt: prompt)
     empty: list[tuple[int, Any]] = [(200, {"data": []})]
     with small_daemon(models=empty) as first, small_daemon(models=[models({"id": "oak"})]) as second:
         monkeypatch.setattr(run_command, "own_urls", lambda: [first.url, second.url])
@@ -106,6 +109,21 @@ def test_run_without_a_model_talks_to_the_one_that_runs_or_else_to_the_embedded_
         "talking to the embedded model, SmolLM2-135M-Instruct; `diskprefix list --available`"
     )
     assert asked == ["oak", "SmolLM2-135M-Instruct"]
+
+
+@pytest.mark.usefixtures("own_places")
+def test_what_cannot_be_answered_starts_no_daemon(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty input, a prompt in the place of the model, and models that are nowhere."""
+
+    def starts(*_: object) -> NoReturn:
+        raise AssertionError("a daemon is started")
+
+    monkeypatch.setattr(LaunchedDaemon, "start", starts)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b" ")))
+    run("run", "tiny-chat").assert_refused(2, "standard input is empty")
+    run("run", "Name three rivers.").assert_refused(2, "'Name three rivers.' is no model; MODEL comes first")
+    run("run", "nope", "hi").assert_refused(2, "no model has the short name 'nope'")
+    run("run", str(tmp_path / "x.gguf"), "hi").assert_refused(3, "no such file or folder")
 
 
 def test_run_has_no_option_of_chat_that_it_does_not_obey(run: Run) -> None:

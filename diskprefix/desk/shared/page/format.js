@@ -33,7 +33,7 @@ function ago(when, now) {
 }
 
 const percent = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(part && part < whole ? 1 : 0)} %` : "–");
-const IN_FULL = { too_short: "too short to be saved", no_logits: "saved without the state to begin a reply" };
+const IN_FULL = { too_short: "too short to be saved on the disk", no_logits: "saved without the state to begin a reply" };
 const words = (code) => IN_FULL[code] ?? String(code).replaceAll("_", " ");
 const plural = (number, noun) => `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
 

@@ -70,7 +70,7 @@ def inspect(
     stored       bytes on disk of all blocks of the entry
     shared       the part of these bytes that other entries use too (stored once)
     hits         requests that restored its beginning or all of it
-    last column  the beginning and the end of the prompt's text
+    last column  the beginnings of the first message and of the last question
     Some columns are shown only if an entry has a value there:
     kind         saved, or what else it is: imported (from a pack), opening or ahead
                  (computed before it was sent), partial (not all of a prompt)
