@@ -14,7 +14,6 @@ import pytest
 from diskprefix import control_groups as module
 from diskprefix.control_groups import control_groups, cpu_quota, num_cpus
 from diskprefix.native import compute_threads
-from tests.exceptions import exceptions
 
 ROOT = Path(__file__).parent.parent
 V1 = "12:cpuset:/\n4:cpu,cpuacct:{0}\n2:memory:{0}\n0::/"
@@ -139,8 +138,8 @@ COUNTS = re.compile(r"\b(os\.)?(cpu_count|process_cpu_count|sched_getaffinity)\(
 COUNTED = {
     "diskprefix/control_groups.py": "the place",
     "diskprefix/native/compute_threads.py": "cores, which `cpu_quota` limits",
+    "diskprefix/processors.py": "which CPUs, not how many",
     "tools/benchmarks/engines.py": "which CPUs, not how many",
-    **exceptions("COUNT_PROCESSORS"),
 }
 """The files that ask the system for CPUs, and why."""
 

@@ -25,7 +25,7 @@ BELOW: dict[str, frozenset[str]] = {}
 """For each room, those that it may import: all in the rows before its own, but not its neighbours."""
 for _row in (
     "control_groups errors fair_cache file_system gguf_types identity daemon.json_values daemon.rooms nearest",
-    "printable progress thread_pool version",
+    "printable processors progress staging thread_pool version",
     "daemon.origins folders thread_work units",
     "private_file setting tenant_ids tokens",
     "values",
@@ -37,8 +37,8 @@ for _row in (
     "prefixstore.cache.tiers",
     "prefixstore.recording prefixstore.remote",
     "runtime prefixstore.cache",
-    "prefixstore.packs prefixstore.prefix_store runtime.grid runtime.llama",
-    "prefixstore.simulate runtime.choose_runtime",
+    "prefixstore.packs prefixstore.prefix_store prefixstore.shared_store runtime.grid runtime.llama",
+    "prefixstore.chunk_store prefixstore.simulate runtime.choose_runtime",
     "daemon.hooks",
     "daemon.engine daemon.chat",
     "runtime.library daemon.api daemon.compression",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -51,18 +51,46 @@ def upward(module: str, source: str) -> set[tuple[str, str]]:
     return {(module, other) for other in modules_named(source) if other and house_of(other) not in below}
 
 
-PAST_THE_FACE = {"daemon": 56, "runtime": 30, **exceptions("PAST_THE_FACE")}
-"""How many names from inside `prefixstore` each house imports, beside those of `prefixstore/__init__.py`. Only smaller.
-The desk may look inside: its commands are the store's own tools."""
+FACE = PACKAGE / "prefixstore/FACE.md"
+"""What other houses may import of the store, and what each verb does to threads and memory."""
+PAST_THE_FACE = {"daemon": 55, "runtime": 28, **exceptions("PAST_THE_FACE")}
+"""How many names of `prefixstore` that are not on the page of its face each house imports. Only smaller. The desk may
+look inside: its commands are the store's own tools."""
+
+
+def names_of_the_face(page: str) -> set[str]:
+    """Returns the names, relative to `diskprefix.prefixstore`, that a page lists as those of its face."""
+    lists = re.findall(r"^\* \*\*From `([\w/]+)\.py`:\*\* ((?:`\w+`,?\s+)+)", page, re.MULTILINE)
+    return {f"{file.replace('/', '.')}.{name}" for file, text in lists for name in re.findall(r"\w+", text)}
+
+
+def names_imported(houses: Iterable[str]) -> dict[str, set[str]]:
+    """Returns the names of the store that each house imports, relative to `diskprefix.prefixstore`."""
+    names: dict[str, set[str]] = {house: set() for house in houses}
+    for module, source in SOURCES.items():
+        if (house := house_of(module)) in names:
+            imported = (name for name in imported_names(source) if name.startswith("diskprefix.prefixstore."))
+            names[house] |= {name.removeprefix("diskprefix.prefixstore.") for name in imported}
+    return names
 
 
 def test_houses_import_ever_fewer_names_from_inside_the_store() -> None:
-    face, names = {f"diskprefix.prefixstore.{name}" for name in dir(prefixstore)}, defaultdict[str, set[str]](set)
-    for module, source in SOURCES.items():
-        if (house := house_of(module)) in PAST_THE_FACE:
-            imported = (name for name in imported_names(source) if name.startswith("diskprefix.prefixstore."))
-            names[house].update(set(imported) - face)
-    assert {house: len(found) for house, found in names.items()} == PAST_THE_FACE
+    face = names_of_the_face(FACE.read_text(encoding="utf-8")) | {*dir(prefixstore)}
+    names = names_imported(PAST_THE_FACE)
+    assert {house: len(imported - face) for house, imported in names.items()} == PAST_THE_FACE
+
+
+def test_the_page_of_the_face_lists_what_there_is_and_all_that_programs_use() -> None:
+    face = names_of_the_face(FACE.read_text(encoding="utf-8"))
+    for name in face:
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(import_module(f"diskprefix.prefixstore.{module}"), attribute), name
+    assert {f"{place}.{name}" for name, place in prefixstore._PLACES.items()} <= face
+
+
+def test_names_of_the_face_are_read_from_its_page() -> None:
+    page = "* **From `a/b.py`:** `C`, `d`,\n  `E`\n* **From `f.py`:** `g`\n\n| `h` |\n"
+    assert names_of_the_face(page) == {"a.b.C", "a.b.d", "a.b.E", "f.g"}
 
 
 def test_houses_import_only_those_below() -> None:

@@ -30,11 +30,19 @@ class StateIdentity(Struct, frozen=True):
 
     @classmethod
     def of_tensors(
-        cls, model: str, fingerprint: Mapping[str, str], groups: tuple[LayoutGroup, ...], block_size: int = 256
+        cls,
+        model: str,
+        fingerprint: Mapping[str, str],
+        groups: tuple[LayoutGroup, ...],
+        block_size: int = 256,
+        *,
+        shard: tuple[int, int] = (0, 1),
+        tokenizer: str = "",
     ) -> StateIdentity:
-        """Returns the identity of state that consists of tensors with a part for each token."""
-        layout = LayoutText(LAYOUT_VERSION, groups, (0, "float32")).text()
-        return cls(model, block_size, layout, LAYOUT_VERSION, fingerprint)
+        """Returns the identity of state that consists of tensors with a part for each token. `shard` is the rank of the
+        process that computes it, and the number of ranks that share each token."""
+        layout = LayoutText(LAYOUT_VERSION, groups, (0, "float32"), shard=shard).text()
+        return cls(model, block_size, layout, LAYOUT_VERSION, fingerprint, tokenizer)
 
     def record(self, tenant: str) -> RootRecord:
         """Returns the record of a tenant's root. `tenant` is the text of a `values.Tenant`, "" for the shared one."""

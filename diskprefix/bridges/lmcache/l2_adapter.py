@@ -13,18 +13,15 @@ from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from diskprefix.bridges.lmcache import _lmcache_compat as compat
-from diskprefix.bridges.shared.chunk_store import DIGEST_BYTES, NUM_IDS, ChunkGroup, ChunkKey, chunk_layout, chunks_in
 from diskprefix.bridges.shared.connector_settings import tier_settings
-from diskprefix.bridges.shared.processors import unbind
 from diskprefix.bridges.shared.timed_opening import open_in_time
 from diskprefix.errors import CacheError
 from diskprefix.identity import identity_fields
-from diskprefix.prefixstore.state_identity import StateIdentity
-from diskprefix.prefixstore.store.codec.planes import Bytes
-from diskprefix.prefixstore.store.pieces import LAYOUT_VERSION
-from diskprefix.prefixstore.store.store import Store
+from diskprefix.prefixstore.chunk_store import DIGEST_BYTES, ChunkGroup, ChunkKey, chunk_identity, chunks_in
+from diskprefix.processors import unbind
 from diskprefix.values import SHARED
 
 log = logging.getLogger("diskprefix")
@@ -175,8 +172,7 @@ class DiskPrefixL2Adapter(compat.L2AdapterInterface):  # type: ignore[misc]
         """The reason why not everything is stored; None if it is."""
         if self._opened is None:
             return "the store could not be opened in time"
-        store = self._opened.store
-        return store.problem or store.write_stall or self._opened.writer.error or store.reads.stalled
+        return self._opened.problem
 
     def close(self) -> None:
         """Ends the tasks, of which those that store are finished, and closes the store."""
@@ -202,7 +198,7 @@ class DiskPrefixL2Adapter(compat.L2AdapterInterface):  # type: ignore[misc]
 
     def _store(self, keys: Sequence[Any], objects: Sequence[Any]) -> Any:
         chunks, is_whole = dict[ChunkKey, Any](), True
-        places = list[Bytes]()
+        places = list[npt.NDArray[np.uint8]]()
         for key, obj in zip(keys, objects, strict=True):
             if (chunk := self._storable(key, obj)) is None:
                 is_whole = False
@@ -235,7 +231,12 @@ class DiskPrefixL2Adapter(compat.L2AdapterInterface):  # type: ignore[misc]
         return bitmap
 
     def _load(self, keys: Sequence[Any], objects: Sequence[Any]) -> Any:
-        bitmap, numbers, chunks, places = compat.Bitmap(len(keys)), list[int](), list[ChunkKey](), list[Bytes]()
+        bitmap, numbers, chunks, places = (
+            compat.Bitmap(len(keys)),
+            list[int](),
+            list[ChunkKey](),
+            list[npt.NDArray[np.uint8]](),
+        )
         for number, (key, obj) in enumerate(zip(keys, objects, strict=True)):
             with suppress(NotImplementedError):
                 form = compat.form_of(obj)
@@ -309,9 +310,7 @@ class DiskPrefixL2Adapter(compat.L2AdapterInterface):  # type: ignore[misc]
         """Tells LMCache what the store has evicted, or removed because it expired or was damaged."""
         if self._opened is None:
             return
-        writer = self._opened.writer
-        num_removed = writer.evicted + writer.housekeeping.expired + writer.housekeeping.quarantined
-        if num_removed == self._num_removed:
+        if (num_removed := self._opened.num_removed) == self._num_removed:
             return
         self._num_removed = num_removed
         with self._lock:
@@ -332,30 +331,12 @@ class DiskPrefixL2Adapter(compat.L2AdapterInterface):  # type: ignore[misc]
         self, model_name: str | None, after: tuple[str, bytes] | None, limit: int | None
     ) -> list[tuple[FormGroup, bytes]]:
         """Returns groups and digests of the objects in the file, those after a position. Raises `CacheError`."""
-        if self._opened is None:
-            return []
-        store = self._opened.store
-        return store.reads.ask(lambda: self._listed(store, model_name, after, limit))
 
-    def _listed(
-        self, store: Store, model_name: str | None, after: tuple[str, bytes] | None, limit: int | None
-    ) -> list[tuple[FormGroup, bytes]]:
-        listed = list[tuple[FormGroup, bytes]]()
-        with store.reads.snapshot() as snapshot:
-            groups = {}
-            for root, record in snapshot.roots():
-                if (group := _group_of_identity(record.identity)) is not None:
-                    groups[root.hex()] = group
-            for root_name in sorted(groups):
-                group = groups[root_name]
-                if model_name not in (None, group.objects.model_name) or (after is not None and root_name < after[0]):
-                    continue
-                start = after[1] if after is not None and root_name == after[0] else b""
-                for digest in self._chunks.digests(snapshot, group, start):
-                    listed.append((group, digest))
-                    if limit is not None and len(listed) == limit:
-                        return listed
-        return listed
+        def group_of(identity: str) -> FormGroup | None:
+            group = _group_of_identity(identity)
+            return group if group is not None and model_name in (None, group.objects.model_name) else None
+
+        return [(_form_group(chunk), chunk.digest) for chunk in self._chunks.listed(group_of, after, limit)]
 
     # Locks, under `_lock`.
 
@@ -454,18 +435,13 @@ def _form_group(chunk: ChunkKey) -> FormGroup:
 
 def _chunk_group(group: FormGroup) -> ChunkGroup:
     objects, form = group
-    identity = StateIdentity(
-        model=objects.model_name,
-        block_size=NUM_IDS,
-        layout=chunk_layout(form.num_bytes, form.dtype),
-        layout_version=LAYOUT_VERSION,
-        fingerprint={
-            "engine": _ENGINE,
-            "lmcache_version": compat.VERSION,
-            **{name: str(value) for name, value in objects._asdict().items()},
-            **{name: str(value) for name, value in form._asdict().items()},
-        },
-    )
+    fingerprint = {
+        "engine": _ENGINE,
+        "lmcache_version": compat.VERSION,
+        **{name: str(value) for name, value in objects._asdict().items()},
+        **{name: str(value) for name, value in form._asdict().items()},
+    }
+    identity = chunk_identity(objects.model_name, fingerprint, form.num_bytes, form.dtype)
     return ChunkGroup(
         identity, form.num_bytes, str(SHARED.with_salt(objects.cache_salt) if objects.cache_salt else SHARED)
     )

@@ -10,20 +10,15 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from diskprefix.bridges.sglang import _sglang_compat as compat
-from diskprefix.bridges.shared.chunk_store import DIGEST_BYTES, NUM_IDS, ChunkGroup, ChunkKey, chunk_layout, chunks_in
 from diskprefix.bridges.shared.connector_settings import tier_settings
 from diskprefix.bridges.shared.timed_opening import open_in_time
 from diskprefix.errors import CacheError
 from diskprefix.identity import identity_fields
-from diskprefix.prefixstore.state_identity import StateIdentity
-from diskprefix.prefixstore.store.changes import batches
-from diskprefix.prefixstore.store.codec.planes import Bytes
-from diskprefix.prefixstore.store.pieces import LAYOUT_VERSION
-from diskprefix.prefixstore.store.schema import RootRecord
-from diskprefix.tokens import HASH_BYTES
+from diskprefix.prefixstore.chunk_store import DIGEST_BYTES, ChunkGroup, ChunkKey, chunk_identity, chunks_in
 
 log = logging.getLogger("diskprefix")
 
@@ -168,23 +163,11 @@ class DiskPrefixHiCache(compat.HiCacheStorage):  # type: ignore[misc]
     def clear(self) -> bool:
         """Removes all pages of this model, those of other ranks and versions too, and nothing of other engines. Returns
         False if the store cannot be written."""
-        if self._shared is None:
-            return False
-        store = self._shared.store
-        try:
-            with store.reads.snapshot() as snapshot:
-                roots = [root for root, record in snapshot.roots() if self._is_own(record)]
-                # The index lists a child as its parent, its token ids, its name.
-                pages = {key[-HASH_BYTES:]: root for root in roots for key in snapshot.keys_under("children", root)}
-            store.remove_subtrees(pages)
-        except CacheError as error:
-            log.warning("[disk-cache] not cleared: %s", error)
-            return False
-        return True
+        return self._chunks.clear(self._is_own)
 
-    def _is_own(self, record: RootRecord) -> bool:
+    def _is_own(self, model: str, identity: str) -> bool:
         with suppress(ValueError):
-            return record.model == self._model and identity_fields(record.identity).get("engine") == compat.ENGINE
+            return model == self._model and identity_fields(identity).get("engine") == compat.ENGINE
         return False
 
     def close(self) -> None:
@@ -202,15 +185,12 @@ class DiskPrefixHiCache(compat.HiCacheStorage):  # type: ignore[misc]
         return str(self._config.model_name or "sglang").rstrip("/").rpartition("/")[2]
 
     def _chunk_group(self, group: PoolPages) -> ChunkGroup:
-        identity = StateIdentity(
-            model=self._model,
-            block_size=NUM_IDS,
-            layout=chunk_layout(group.num_bytes, group.dtype),
-            layout_version=LAYOUT_VERSION,
-            fingerprint=self._numbers
+        fingerprint = (
+            self._numbers
             | {"rank": compat.rank_of(self._config, group.pool), "pages": self._pages_of(group.pool)}
-            | {name: str(value) for name, value in group._asdict().items()},
+            | {name: str(value) for name, value in group._asdict().items()}
         )
+        identity = chunk_identity(self._model, fingerprint, group.num_bytes, group.dtype)
         return ChunkGroup(identity, group.num_bytes)
 
     def _pages_of(self, pool: str) -> str:
@@ -265,8 +245,9 @@ class DiskPrefixHiCache(compat.HiCacheStorage):  # type: ignore[misc]
             return [False] * len(keys)
         chosen = list(zip(keys, indices[::size].tolist(), strict=True))
         done = list[bool]()
-        for some in batches(chosen, max(1, _COPIES_BYTES // group.num_bytes)):
-            done += copy(group, some)
+        num_copied = max(1, _COPIES_BYTES // group.num_bytes)
+        for start in range(0, len(chosen), num_copied):
+            done += copy(group, chosen[start : start + num_copied])
         return done
 
     def _write(self, keys: Sequence[ChunkKey], pages: Sequence[Any]) -> list[bool]:
@@ -291,9 +272,9 @@ def _group(page: Any) -> PoolPages:
     return PoolPages(_KV, page.numel() * page.element_size(), _dtype(page))
 
 
-def _bytes(page: Any) -> Bytes:
+def _bytes(page: Any) -> npt.NDArray[np.uint8]:
     """Returns the memory of a contiguous tensor, uint8 of shape [bytes]."""
-    memory: Bytes = page.view(torch.uint8).numpy().reshape(-1)
+    memory: npt.NDArray[np.uint8] = page.view(torch.uint8).numpy().reshape(-1)
     return memory
 
 

@@ -6,8 +6,8 @@ import logging
 import threading
 from concurrent.futures import Future, wait
 
-from diskprefix.bridges.shared.shared_store import SharedStore, open_shared
 from diskprefix.errors import DiskPrefixError
+from diskprefix.prefixstore.shared_store import SharedStore, open_shared
 from diskprefix.prefixstore.store_options import StoreOptions
 
 log = logging.getLogger("diskprefix")

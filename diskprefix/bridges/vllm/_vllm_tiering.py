@@ -26,10 +26,10 @@ try:
 except ImportError as error:
     raise ImportError(f"{error}: the tier of this diskprefix needs vLLM 0.28 or newer") from error
 
-from diskprefix.bridges.shared.chunk_store import DIGEST_BYTES, ChunkKey
 from diskprefix.bridges.shared.versions import VERSIONS, Version, missing, untried, version_of
 from diskprefix.bridges.vllm import engine_numbers
 from diskprefix.identity import canonical
+from diskprefix.prefixstore.chunk_store import DIGEST_BYTES, ChunkKey
 
 __all__ = ["JobResult", "LookupResult", "Medium", "OffloadPolicy", "RequestOffloadingContext", "SecondaryTierManager"]
 

@@ -21,7 +21,6 @@ from diskprefix.bridges.vllm.scheduler_side import SchedulerSide
 from diskprefix.bridges.vllm.stats import DiskPrefixMetrics, DiskPrefixStats
 from diskprefix.bridges.vllm.worker import WorkerSide
 from diskprefix.prefixstore.state_identity import StateIdentity
-from diskprefix.prefixstore.store.pieces import LAYOUT_VERSION, LayoutText
 
 log = logging.getLogger("diskprefix")
 
@@ -96,16 +95,13 @@ class DiskPrefixConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # typ
             _log_served_without(error)
             return
         rank, num_ranks = compat.rank_of(self._vllm_config)
-        layout = LayoutText(
-            LAYOUT_VERSION, tuple(group.layout for group in pages.groups), (0, "float32"), shard=(rank, num_ranks)
-        )
         model = self._vllm_config.model_config
-        self._identity = StateIdentity(
-            model=Path(model.model).name,
-            block_size=self._settings.block_size,
-            layout=layout.text(),
-            layout_version=LAYOUT_VERSION,
-            fingerprint=compat.numbers_of(self._vllm_config, self._kv_cache_config),
+        self._identity = StateIdentity.of_tensors(
+            Path(model.model).name,
+            compat.numbers_of(self._vllm_config, self._kv_cache_config),
+            tuple(group.layout for group in pages.groups),
+            self._settings.block_size,
+            shard=(rank, num_ranks),
             tokenizer=str(model.tokenizer),
         )
         self._worker = WorkerSide(self._shared, pages, self._identity, rank)

@@ -10,11 +10,10 @@ from threading import Event
 
 from msgspec import Struct
 
-from diskprefix.bridges.shared.processors import unbind
-from diskprefix.bridges.shared.shared_store import SharedStore
 from diskprefix.errors import CacheError
 from diskprefix.prefixstore.cache.tiers.nodes import PromptNodes
 from diskprefix.prefixstore.cache.tiers.tier import Prefetched, PrefetchRequest, SharedTier
+from diskprefix.prefixstore.shared_store import SharedStore
 from diskprefix.prefixstore.state_identity import StateIdentity
 from diskprefix.prefixstore.store.changes import NewNode
 from diskprefix.prefixstore.store.eviction import recorded_ttl
@@ -22,6 +21,7 @@ from diskprefix.prefixstore.store.pieces import PayloadLayout
 from diskprefix.prefixstore.store.save import Save
 from diskprefix.prefixstore.store.schema import EntryRecord
 from diskprefix.prefixstore.store.store import Publication
+from diskprefix.processors import unbind
 from diskprefix.tokens import PromptDigest, TokenIds, TokenPath
 
 log = logging.getLogger("diskprefix")

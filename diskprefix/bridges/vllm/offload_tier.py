@@ -12,16 +12,15 @@ from queue import Empty, SimpleQueue
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 from msgspec.structs import replace
 
-from diskprefix.bridges.shared.chunk_store import GROUP, NUM_IDS, ChunkGroup, ChunkKey, chunk_layout, chunks_in
 from diskprefix.bridges.shared.connector_settings import tier_settings
-from diskprefix.bridges.shared.processors import unbind
 from diskprefix.bridges.shared.timed_opening import open_in_time
 from diskprefix.bridges.vllm import _vllm_tiering as compat
+from diskprefix.prefixstore.chunk_store import GROUP, ChunkGroup, ChunkKey, chunk_identity, chunks_in
 from diskprefix.prefixstore.state_identity import StateIdentity
-from diskprefix.prefixstore.store.codec.planes import Bytes
-from diskprefix.prefixstore.store.pieces import LAYOUT_VERSION
+from diskprefix.processors import unbind
 
 log = logging.getLogger("diskprefix")
 
@@ -49,7 +48,7 @@ class DiskPrefixTier(compat.SecondaryTierManager):  # type: ignore[misc]
             log.warning("[disk-cache] %s", untried)
         vllm_config = compat.engine_config()
         compat.check_keys(vllm_config)
-        self._slots: Bytes = np.asarray(primary_kv_view).view(np.uint8)
+        self._slots: npt.NDArray[np.uint8] = np.asarray(primary_kv_view).view(np.uint8)
         identity = _identity_of(vllm_config, offloading_spec.config, self._slots.shape[1])
         groups = partial(_group_of, identity, self._slots.shape[1])
         self._shared = open_in_time(tier_settings(config))
@@ -131,19 +130,14 @@ class DiskPrefixTier(compat.SecondaryTierManager):  # type: ignore[misc]
         is_whole = self._chunks.save(list(map(compat.chunk_key, job.keys)), self._places(job))
         return compat.JobResult(job_id=job.job_id, success=is_whole)
 
-    def _places(self, job: Any) -> Sequence[Bytes]:
+    def _places(self, job: Any) -> Sequence[npt.NDArray[np.uint8]]:
         return [self._slots[slot] for slot in compat.slots_of(job)]
 
 
 def _identity_of(vllm_config: Any, offloading: Any, chunk_bytes: int) -> StateIdentity:
-    model = vllm_config.model_config
-    return StateIdentity(
-        model=Path(model.model).name,
-        block_size=NUM_IDS,
-        layout=chunk_layout(chunk_bytes, offloading.model.dtype),
-        layout_version=LAYOUT_VERSION,
-        fingerprint=compat.tier_numbers(vllm_config, offloading) | {GROUP: "0"},
-    )
+    fingerprint = compat.tier_numbers(vllm_config, offloading) | {GROUP: "0"}
+    model = Path(vllm_config.model_config.model).name
+    return chunk_identity(model, fingerprint, chunk_bytes, offloading.model.dtype)
 
 
 def _group_of(identity: StateIdentity, chunk_bytes: int, index: int) -> ChunkGroup:

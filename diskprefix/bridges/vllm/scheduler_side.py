@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import numpy as np
 from msgspec import Struct
 
-from diskprefix.bridges.shared.shared_store import SharedStore
 from diskprefix.bridges.shared.step_orders import (
     NO_PAGE,
     BlocksToSave,
@@ -30,6 +29,7 @@ from diskprefix.prefixstore.cache.policy.select import Rules
 from diskprefix.prefixstore.cache.tiers.nodes import Node
 from diskprefix.prefixstore.cache.tiers.tier import View, open_views
 from diskprefix.prefixstore.recording import open_recorder
+from diskprefix.prefixstore.shared_store import SharedStore
 from diskprefix.prefixstore.state_identity import StateIdentity
 from diskprefix.prefixstore.store.pieces import PayloadLayout
 from diskprefix.prefixstore.store.save import Save

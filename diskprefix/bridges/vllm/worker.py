@@ -14,9 +14,6 @@ from functools import partial
 import numpy as np
 from msgspec.structs import replace
 
-from diskprefix.bridges.shared.processors import unbind
-from diskprefix.bridges.shared.shared_store import SharedStore
-from diskprefix.bridges.shared.staging import Staging
 from diskprefix.bridges.shared.step_orders import (
     NO_PAGE,
     BlocksToSave,
@@ -31,6 +28,7 @@ from diskprefix.errors import CacheError
 from diskprefix.prefixstore.cache.tiers.loading import READER_THREADS, Loader
 from diskprefix.prefixstore.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.prefixstore.cache.tiers.tier import Upload, View, open_views
+from diskprefix.prefixstore.shared_store import SharedStore
 from diskprefix.prefixstore.state_identity import StateIdentity
 from diskprefix.prefixstore.store.changes import NewNode
 from diskprefix.prefixstore.store.eviction import recorded_ttl
@@ -38,6 +36,8 @@ from diskprefix.prefixstore.store.pieces import Hold, PayloadLayout, split_paylo
 from diskprefix.prefixstore.store.save import Save
 from diskprefix.prefixstore.store.schema import EntryRecord, NodeKind
 from diskprefix.prefixstore.store.store import Publication
+from diskprefix.processors import unbind
+from diskprefix.staging import Staging
 from diskprefix.tokens import PromptDigest, TokenPath, as_token_ids
 
 log = logging.getLogger("diskprefix")

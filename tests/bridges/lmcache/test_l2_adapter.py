@@ -23,7 +23,7 @@ from tests.bridges.lmcache.standin import IS_REAL, MemoryObj, api
 from diskprefix.errors import SettingsError  # isort: skip
 from diskprefix.bridges.lmcache import _lmcache_compat as compat, l2_adapter  # isort: skip
 from diskprefix.bridges.lmcache.l2_adapter import DiskPrefixL2Adapter  # isort: skip
-from diskprefix.bridges.shared.shared_store import SharedStore  # isort: skip
+from diskprefix.prefixstore.shared_store import SharedStore  # isort: skip
 from diskprefix.prefixstore.store.store import Store  # isort: skip
 from diskprefix.prefixstore.store.verify import verify_index  # isort: skip
 from tests.bridges.suspended import suspended_writer  # isort: skip
@@ -338,8 +338,8 @@ def test_a_store_that_is_deleted_makes_misses(folder: Path) -> None:
 def test_a_suspended_process_that_writes_makes_failed_stores_and_no_wait(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diskprefix.bridges.shared.chunk_store._WRITE_S", 0.5)
-    monkeypatch.setattr("diskprefix.bridges.shared.chunk_store._DELETE_S", 0.5)
+    monkeypatch.setattr("diskprefix.prefixstore.chunk_store._WRITE_S", 0.5)
+    monkeypatch.setattr("diskprefix.prefixstore.chunk_store._DELETE_S", 0.5)
     with opened(folder) as one:
         one.store([key(1)], [memory(0, 1)])
         with suspended_writer(folder):
@@ -373,7 +373,7 @@ def test_objects_that_a_full_buffer_or_a_small_budget_cannot_hold_fail(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("diskprefix.bridges.shared.connector_settings._WRITE_BUFFER", 2**16)
-    monkeypatch.setattr("diskprefix.bridges.shared.chunk_store._WRITE_S", 0.2)
+    monkeypatch.setattr("diskprefix.prefixstore.chunk_store._WRITE_S", 0.2)
     with opened(folder) as one:
         assert not one.store([key(1)], [memory(0, 1)]).is_successful()
         assert one.store([key(2, 1)], [memory(1, 2)]).is_successful()

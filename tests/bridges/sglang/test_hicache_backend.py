@@ -201,7 +201,7 @@ def test_wrong_places_move_nothing(folder: Path) -> None:
 def test_a_damaged_page_is_a_miss_and_a_suspended_process_makes_failed_writes(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diskprefix.bridges.shared.chunk_store._WRITE_S", 0.5)
+    monkeypatch.setattr("diskprefix.prefixstore.chunk_store._WRITE_S", 0.5)
     pool, keys = Pool(), [key(number) for number in range(3)]
     fill(pool, 1)
     with opened(folder, {"kv": pool}) as first:

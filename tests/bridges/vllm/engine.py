@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from diskprefix.bridges.shared.connector_settings import connector_settings
-from diskprefix.bridges.shared.shared_store import open_shared
 from diskprefix.bridges.vllm.engine_pages import EngineGroup, Pages
 from diskprefix.bridges.vllm.scheduler_side import SchedulerSide
 from diskprefix.bridges.vllm.worker import WorkerSide
+from diskprefix.prefixstore.shared_store import open_shared
 from diskprefix.prefixstore.state_identity import StateIdentity
 from diskprefix.prefixstore.store.pieces import LAYOUT_VERSION, LayoutText
 

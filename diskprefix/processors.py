@@ -1,5 +1,5 @@
-"""The CPUs that a thread may run on. vLLM binds the computing thread of its CPU worker to one CPU. A thread started
-there inherits the binding, and would wait for the computing thread."""
+"""The CPUs that a thread may run on. An engine may bind its computing thread to one CPU. A thread started there
+inherits the binding, and would wait for the computing thread."""
 
 from __future__ import annotations
 

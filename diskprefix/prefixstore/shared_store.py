@@ -1,5 +1,5 @@
-"""The open stores of this process. LMDB must not open a file twice in one process, and vLLM may run the scheduler and
-the worker in one."""
+"""The open stores of this process. LMDB must not open a file twice in one process, and an engine may run its scheduler
+and its worker in one."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import os
 import threading
 from pathlib import Path
 
-from diskprefix.bridges.shared.processors import unbound
 from diskprefix.prefixstore.cache.tiered_store import TieredStore, open_store
 from diskprefix.prefixstore.store_options import StoreOptions
+from diskprefix.processors import unbound
 
 _CLOSE_TIMEOUT_S = 20.0
 
 
 class SharedStore(TieredStore):
-    """The store of all connectors of this process with the same path. Each user calls `release` at the end."""
+    """The store of all users of one path in this process. For any thread. Each user calls `release` at the end."""
 
     def __init__(self, settings: StoreOptions) -> None:
         """Raises `CacheError` and `SettingsError`."""
@@ -27,6 +27,16 @@ class SharedStore(TieredStore):
             store.close()
             raise
         self.num_users = 0
+
+    @property
+    def problem(self) -> str | None:
+        """The reason why not everything is stored or read; None if it is. Does not wait."""
+        return self.store.problem or self.store.write_stall or self.writer.error or self.store.reads.stalled
+
+    @property
+    def num_removed(self) -> int:
+        """The number of nodes that this process has evicted, or removed because they expired or were damaged."""
+        return self.writer.evicted + self.writer.housekeeping.expired + self.writer.housekeeping.quarantined
 
     def release(self) -> bool:
         """Closes the store if this was its last user. Returns False if not everything was written in time."""

@@ -1,5 +1,4 @@
-"""The chunks of other engines as blocks of the store: of vLLM's offloading, of LMCache and of SGLang, which name chunks
-by digests.
+"""The face for engines that name chunks of state by digests, not by token ids. FACE.md has its verbs in one table.
 
 A chunk is the state of some tokens in all layers of a group. Its block continues the root of the group and holds the
 chunk's digest in place of token ids, which are not known here. So it is named and compared like any block, and the
@@ -16,18 +15,17 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
 
-from diskprefix.bridges.shared.processors import unbind
-from diskprefix.bridges.shared.shared_store import SharedStore
-from diskprefix.bridges.shared.staging import Staging
 from diskprefix.errors import CacheError, StoreCorrupt
 from diskprefix.prefixstore.cache.tiers.loading import READER_THREADS
 from diskprefix.prefixstore.cache.tiers.nodes import Node
 from diskprefix.prefixstore.cache.tiers.tier import View, open_views
+from diskprefix.prefixstore.shared_store import SharedStore
 from diskprefix.prefixstore.state_identity import StateIdentity
 from diskprefix.prefixstore.store.changes import NewNode, batches
 from diskprefix.prefixstore.store.codec.codec import Piece
@@ -44,9 +42,10 @@ from diskprefix.prefixstore.store.pieces import (
 from diskprefix.prefixstore.store.reads import Patience
 from diskprefix.prefixstore.store.save import Save
 from diskprefix.prefixstore.store.schema import NodeKind, node_name
-from diskprefix.prefixstore.store.snapshot import Snapshot
 from diskprefix.prefixstore.store.store import Publication
 from diskprefix.prefixstore.store.writer import Room
+from diskprefix.processors import unbind
+from diskprefix.staging import Staging
 from diskprefix.tokens import HASH_BYTES, ID_BYTES, as_token_ids
 
 log = logging.getLogger("diskprefix")
@@ -80,7 +79,7 @@ class ChunkKey(NamedTuple):
 
 
 class ChunkGroup(NamedTuple):
-    """The root and the size of a group's chunks. `identity` has a layout from `chunk_layout`; `tenant` is the text of a
+    """The root and the size of a group's chunks. `identity` is one of `chunk_identity`; `tenant` is the text of a
     `values.Tenant`."""
 
     identity: StateIdentity
@@ -88,14 +87,15 @@ class ChunkGroup(NamedTuple):
     tenant: str = ""
 
 
-def chunk_layout(num_bytes: int, dtype: str) -> str:
-    """Returns the layout of blocks that hold a chunk of `num_bytes` each. `dtype` is torch's name for the dtype of most
-    values; it decides only how well they are compressed."""
+def chunk_identity(model: str, fingerprint: Mapping[str, str], num_bytes: int, dtype: str) -> StateIdentity:
+    """Returns the identity of chunks of `num_bytes` each. `fingerprint` has all that changes their numbers or form.
+    `dtype` is torch's name for the dtype of most values; it decides only how well they are compressed."""
     assert num_bytes > 0
     known = dtype if dtype in DTYPES else "uint8"
     dim = _ROW_BYTES // NUM_IDS // DTYPES[known][0]
     group = LayoutGroup(-(-num_bytes // _ROW_BYTES), dim, known, ("chunk",))
-    return LayoutText(LAYOUT_VERSION, (group,), (0, "float32")).text()
+    layout = LayoutText(LAYOUT_VERSION, (group,), (0, "float32")).text()
+    return StateIdentity(model, NUM_IDS, layout, LAYOUT_VERSION, fingerprint)
 
 
 class _Root:
@@ -242,18 +242,51 @@ class ChunkStore:
             self._shared.writer.touch(self._node(key).name, when + num_after[key.group] * _STEP_S, hits=hits)
             num_after[key.group] += 1
 
-    def digests(self, snapshot: Snapshot, group: Hashable, after: bytes = b"") -> Iterator[bytes]:
-        """Yields the digests of a group's chunks in the file, those after `after`, in ascending order."""
-        root = self._root_of(group).name
-        # The index lists a child as its parent, its token ids, its name.
-        for key in snapshot.keys_under("children", root, root + after):
-            if (digest := key[HASH_BYTES:-HASH_BYTES]) != after:
-                yield digest
+    def listed(
+        self,
+        group_of: Callable[[str], Hashable | None],
+        after: tuple[str, bytes] | None = None,
+        limit: int | None = None,
+    ) -> list[ChunkKey]:
+        """Returns the chunks in the file, by the names of their roots and their digests, both in ascending order: at
+        most `limit`, those after the root (as hex) and digest of `after`. `group_of` returns the group of a root by the
+        text of its identity, None to leave it out. Raises `CacheError`."""
+        reads = self._shared.store.reads
+        return reads.ask(lambda: [*islice(self._in_file(group_of, after), limit)])
+
+    def clear(self, is_wanted: Callable[[str, str], bool]) -> bool:
+        """Removes the chunks under all roots for which `is_wanted(model, identity)` holds, of every tenant, identity
+        being the text of a root's. Waits for the disk without a limit. Returns False if the store cannot be written."""
+        store = self._shared.store
+        try:
+            with store.reads.snapshot() as snapshot:
+                roots = [root for root, record in snapshot.roots() if is_wanted(record.model, record.identity)]
+                # The index lists a child as its parent, its token ids, its name.
+                chunks = {key[-HASH_BYTES:]: root for root in roots for key in snapshot.keys_under("children", root)}
+            store.remove_subtrees(chunks)
+        except CacheError as error:
+            log.warning("[disk-cache] not cleared: %s", error)
+            return False
+        return True
 
     def close(self) -> None:
         """Ends the step and the threads. The store stays open."""
         self.end_step()
         self._readers.shutdown()
+
+    def _in_file(
+        self, group_of: Callable[[str], Hashable | None], after: tuple[str, bytes] | None
+    ) -> Iterator[ChunkKey]:
+        with self._shared.store.reads.snapshot() as snapshot:
+            groups = {root: group_of(record.identity) for root, record in snapshot.roots()}
+            for root in sorted(groups):
+                if (group := groups[root]) is None or (after is not None and root.hex() < after[0]):
+                    continue
+                start = after[1] if after is not None and root.hex() == after[0] else b""
+                # The index lists a child as its parent, its token ids, its name.
+                for key in snapshot.keys_under("children", root, root + start):
+                    if (digest := key[HASH_BYTES:-HASH_BYTES]) != start:
+                        yield ChunkKey(digest, group)
 
     def _are_stored(self, keys: Sequence[ChunkKey]) -> list[bool]:
         with open_views(self._shared.tiers) as views:
@@ -422,6 +455,19 @@ class NoChunks(ChunkStore):
 
     def use(self, keys: Sequence[ChunkKey], *, hits: int = 0) -> None:
         """Does nothing."""
+
+    def listed(
+        self,
+        group_of: Callable[[str], Hashable | None],
+        after: tuple[str, bytes] | None = None,
+        limit: int | None = None,
+    ) -> list[ChunkKey]:
+        del group_of, after, limit
+        return []
+
+    def clear(self, is_wanted: Callable[[str, str], bool]) -> bool:
+        del is_wanted
+        return False
 
     def close(self) -> None:
         """Does nothing."""

@@ -10,22 +10,22 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from diskprefix.bridges.shared.chunk_store import GROUP, ChunkGroup, ChunkKey, ChunkStore, chunk_layout
-from diskprefix.bridges.shared.connector_settings import connector_settings, tier_settings
-from diskprefix.bridges.shared.processors import unbind
-from diskprefix.bridges.shared.shared_store import SharedStore, open_shared
-from diskprefix.bridges.shared.staging import Staging
-from diskprefix.prefixstore.state_identity import StateIdentity
+from diskprefix.identity import identity_fields
+from diskprefix.prefixstore.chunk_store import GROUP, ChunkGroup, ChunkKey, ChunkStore, chunk_identity
+from diskprefix.prefixstore.shared_store import SharedStore, open_shared
 from diskprefix.prefixstore.store.codec.planes import Bytes
-from diskprefix.prefixstore.store.pieces import LAYOUT_VERSION
 from diskprefix.prefixstore.store.store import Store
 from diskprefix.prefixstore.store.verify import verify_index
+from diskprefix.prefixstore.store_options import StoreOptions
+from diskprefix.processors import unbind
+from diskprefix.staging import Staging
 
 CHUNK_BYTES = 160 * 4096
 """More than a piece."""
@@ -43,23 +43,29 @@ def chunk(number: int) -> Bytes:
 
 
 @contextmanager
-def opened(folder: Path, weights: str = "some", **settings: object) -> Iterator[tuple[ChunkStore, SharedStore]]:
-    config = {"kv_cache_dir": str(folder), "kv_cache_budget": BUDGET} | settings
-    shared = open_shared(tier_settings(config))
-
-    def group_of(index: int) -> ChunkGroup:
-        num_bytes = CHUNK_BYTES if index < ODD else ODD_BYTES
-        numbers = {"engine": "test", "weights_digest": weights, GROUP: str(index)}
-        return ChunkGroup(
-            StateIdentity("model", 8, chunk_layout(num_bytes, "bfloat16"), LAYOUT_VERSION, numbers), num_bytes
-        )
-
-    chunks = ChunkStore(shared, group_of)
+def opened(folder: Path, weights: str = "some", **settings: Any) -> Iterator[tuple[ChunkStore, SharedStore]]:
+    shared = open_shared(options(folder, **settings))
+    chunks = ChunkStore(shared, partial(group_of, weights=weights))
     try:
         yield chunks, shared
     finally:
         chunks.close()
         assert shared.release()
+
+
+def group_of(index: int, weights: str = "some") -> ChunkGroup:
+    num_bytes = CHUNK_BYTES if index < ODD else ODD_BYTES
+    numbers = {"engine": "test", "weights_digest": weights, GROUP: str(index)}
+    return ChunkGroup(chunk_identity("model", numbers, num_bytes, "bfloat16"), num_bytes)
+
+
+def odd(identity: str) -> int | None:
+    """Returns the group of a root with chunks of another size, None for the others."""
+    return ODD if identity_fields(identity)[GROUP] == str(ODD) else None
+
+
+def options(folder: Path, **settings: Any) -> StoreOptions:
+    return StoreOptions(kv_cache_dir=folder, **{"kv_cache_budget": BUDGET, "kv_cache_write_buffer": 2**28} | settings)
 
 
 def saved(folder: Path, keys: Sequence[ChunkKey]) -> None:
@@ -148,9 +154,8 @@ def test_the_file_keeps_its_budget_and_the_ends_of_prompts_go_first(
             assert kept[start : start + 5] == sorted(kept[start : start + 5], reverse=True)
 
 
-def test_chunks_for_which_the_buffer_has_no_room_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diskprefix.bridges.shared.connector_settings._WRITE_BUFFER", 2**20)
-    with opened(tmp_path / "kv") as (chunks, shared):
+def test_chunks_for_which_the_buffer_has_no_room_are_dropped(tmp_path: Path) -> None:
+    with opened(tmp_path / "kv", kv_cache_write_buffer=2**20) as (chunks, shared):
         shared.writer.pause_writing()
         assert not chunks.save([key(1), key(2)], [chunk(1), chunk(2)])
         assert not chunks.has(key(2))
@@ -161,15 +166,24 @@ def test_each_group_has_its_size_and_a_chunk_need_not_be_whole_pages(tmp_path: P
     contents = [chunk(1), chunk(2)[:ODD_BYTES], chunk(3)[:ODD_BYTES]]
     with opened(tmp_path / "kv") as (chunks, _):
         assert chunks.write(keys, contents) == dict.fromkeys(keys, True)
-    with opened(tmp_path / "kv") as (chunks, shared):
+    with opened(tmp_path / "kv") as (chunks, _):
         assert chunks.are_stored(keys) == [True] * 3
         places = [np.zeros(len(content), np.uint8) for content in contents]
         assert chunks.load(keys, places) == [True] * 3
         assert all(map(np.array_equal, places, contents))
-        with shared.store.snapshot() as snapshot:
-            in_order = sorted([keys[1].digest, keys[2].digest])
-            assert list(chunks.digests(snapshot, ODD)) == in_order
-            assert list(chunks.digests(snapshot, ODD, after=in_order[0])) == in_order[1:]
+        in_order = sorted(keys[1:])
+        assert chunks.listed(odd) == in_order
+        # One by one, over the end of the first group.
+        places_of = {index: group_of(index).identity.root("").hex() for index in (0, ODD)}
+        every = sorted(keys, key=lambda each: (places_of[int(str(each.group))], each.digest))
+        after: tuple[str, bytes] | None = None
+        for each in every:
+            [listed] = chunks.listed(lambda identity: int(identity_fields(identity)[GROUP]), after, limit=1)
+            assert listed == each
+            after = places_of[int(str(each.group))], each.digest
+        assert chunks.listed(lambda _: 0, after) == []
+        assert chunks.clear(lambda _, identity: odd(identity) is not None)
+        assert chunks.are_stored(keys) == [True, False, False]
     with closing(Store(tmp_path / "kv", read_only=True)) as store:
         assert not verify_index(store).problems
 
@@ -177,20 +191,18 @@ def test_each_group_has_its_size_and_a_chunk_need_not_be_whole_pages(tmp_path: P
 def test_what_is_written_is_in_the_file_and_more_than_the_buffer_holds_waits_for_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diskprefix.bridges.shared.connector_settings._WRITE_BUFFER", 2**20)
-    monkeypatch.setattr("diskprefix.bridges.shared.chunk_store._PUBLICATION_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr("diskprefix.prefixstore.chunk_store._PUBLICATION_BYTES", CHUNK_BYTES)
     keys = [key(number) for number in range(8)]
-    with opened(tmp_path / "kv") as (chunks, shared):
+    with opened(tmp_path / "kv", kv_cache_write_buffer=2**20) as (chunks, shared):
         assert chunks.write(keys, [chunk(number) for number in range(8)]) == dict.fromkeys(keys, True)
         assert shared.writer.num_pending == 0
-        with shared.store.snapshot() as snapshot:
-            assert sorted(chunks.digests(snapshot, 0)) == sorted(one.digest for one in keys)
+        assert chunks.listed(lambda _: 0) == sorted(keys)
         assert chunks.write(keys, [chunk(number) for number in range(8)]) == {}, "they are stored"
 
 
 def test_a_write_ends_while_another_process_holds_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diskprefix.bridges.shared.chunk_store._WRITE_S", 0.2)
-    monkeypatch.setattr("diskprefix.bridges.shared.chunk_store._LOOK_S", 0.05)
+    monkeypatch.setattr("diskprefix.prefixstore.chunk_store._WRITE_S", 0.2)
+    monkeypatch.setattr("diskprefix.prefixstore.chunk_store._LOOK_S", 0.05)
     with opened(tmp_path / "kv") as (chunks, shared):
         with shared.store.changes():
             assert chunks.write([key(1)], [chunk(1)]) == {key(1): False}
@@ -216,7 +228,7 @@ def test_a_deleted_chunk_is_missing_and_a_pinned_one_is_not_evicted(tmp_path: Pa
 
 
 def test_a_path_is_opened_once_and_closed_by_its_last_user(tmp_path: Path) -> None:
-    settings = connector_settings({"kv_cache_dir": str(tmp_path / "kv"), "kv_cache_budget": "64MiB"}, 16)
+    settings = options(tmp_path / "kv", kv_cache_budget=64 * 2**20)
     scheduler, worker = open_shared(settings), open_shared(settings)
     assert scheduler is worker
     assert scheduler.release()
@@ -230,7 +242,7 @@ def test_a_path_is_opened_once_and_closed_by_its_last_user(tmp_path: Path) -> No
 def test_a_path_that_is_opened_while_it_is_closed_is_opened_after_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = connector_settings({"kv_cache_dir": str(tmp_path / "kv"), "kv_cache_budget": "64MiB"}, 16)
+    settings = options(tmp_path / "kv", kv_cache_budget=64 * 2**20)
     first, close = open_shared(settings), SharedStore.close
     with ThreadPoolExecutor(1) as other:
         opened: list[Future[SharedStore]] = []
@@ -283,7 +295,7 @@ def test_a_buffer_that_comes_back_while_another_is_made_waits_for_nothing(monkey
     len(getattr(os, "sched_getaffinity", lambda _: ())(os.getppid())) < 2, reason="needs two processors"
 )
 def test_threads_of_the_store_run_where_the_process_may_and_not_where_vllm_binds_its_own(tmp_path: Path) -> None:
-    settings = connector_settings({"kv_cache_dir": str(tmp_path / "kv"), "kv_cache_budget": "64MiB"}, 16)
+    settings = options(tmp_path / "kv", kv_cache_budget=64 * 2**20)
     allowed = os.sched_getaffinity(os.getppid())
     one = {min(allowed)}
 

@@ -7,8 +7,7 @@ import weakref
 from collections import deque
 
 import numpy as np
-
-from diskprefix.prefixstore.store.codec.planes import Bytes
+import numpy.typing as npt
 
 _MAX_FREE = 64
 """The maximum number of free buffers."""
@@ -20,9 +19,9 @@ class Staging:
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
         # Without a lock: a buffer may become free at any moment, even inside `take`.
-        self._free: deque[Bytes] = deque(maxlen=_MAX_FREE)
+        self._free: deque[npt.NDArray[np.uint8]] = deque(maxlen=_MAX_FREE)
 
-    def take(self) -> Bytes:
+    def take(self) -> npt.NDArray[np.uint8]:
         """Returns a buffer, shape [num_bytes], which is in use until this array and all views of it are deleted."""
         buffer = self._free.pop() if self._free else np.empty(self._num_bytes, np.uint8)
         # The finalizer needs an object that lives exactly as long as the use: a view of the buffer's memory.
