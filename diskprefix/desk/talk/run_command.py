@@ -57,7 +57,7 @@ def run(model: str | None, prompt: tuple[str, ...], url: str | None, api_key: st
     """
     if model is not None and not prompt and _is_prompt(model):
         raise SettingsError(f"{shown(model)!r} is no model; MODEL comes first: diskprefix run {EMBEDDED.name} '…'")
-    # An empty input is told before anything is fetched or started.
+    # An empty input ends this before anything is fetched or started.
     text = " ".join(prompt) or with_piped("")
     with ExitStack() as stack:
         restart: Restart | None = None

@@ -144,10 +144,14 @@ def find_difference(engine: Engine) -> None:
         flipped = _flipping_one_bit(patch)
         wait_for_recheck(engine)
         wait_for(lambda: engine.cache.bits.state == "settled")
-        # Nothing is saved of a request that begins before the process knows of the purge.
-        engine.cache.store.read_epochs()
-        wait_for(lambda: engine.cache.epochs == engine.cache.store.epochs)
+        wait_for_epoch(engine)
         assert flipped
+
+
+def wait_for_epoch(engine: Engine) -> None:
+    """Nothing is saved of a request that begins before the process knows of the purge."""
+    engine.cache.store.read_epochs()
+    wait_for(lambda: engine.cache.epochs == engine.cache.store.epochs)
 
 
 @pytest.fixture
@@ -229,6 +233,7 @@ def test_what_cannot_be_compared_is_not_taken_for_equal(
     wait_for_recheck(second)
     assert store.counts()["blocks"]
     wait_for(lambda: has_own_root(second, old))
+    wait_for_epoch(second)
     assert "can be compared" in caplog.text
 
 
@@ -323,6 +328,7 @@ def test_while_a_difference_cannot_be_recorded_nothing_is_restored_shared_or_sav
         second.save_idle()
         assert content(second, old) == stored
     wait_for(lambda: has_own_root(second, old))
+    wait_for_epoch(second)
     assert [said(second).restored for _ in range(2)] == [0, 200]
 
 
@@ -419,6 +425,7 @@ def test_a_process_takes_the_root_that_another_one_of_its_build_got(opened: Open
         changes.put_model(ModelRecord(model=second.model_name, identity=identity, builds=builds, has_own_root=True))
         changes.record_purge()
     wait_for(lambda: has_own_root(second, old))
+    wait_for_epoch(second)
     assert second.cache.root == root_hash(identity)
     # A request that begins before the process knows of the purge is not saved.
     second.cache.store.read_epochs()
