@@ -6,10 +6,6 @@ SKIPPED = {
     "SGLang is not installed": "likewise: `tests/bridges/real-engines sglang`",
 }
 READ_WITHOUT_A_DAEMON = {"bridges/shared/step_orders.py": "vLLM's process"}
-MAY_HANG = {
-    "bridges/lmcache/l2_adapter.py": "by `ask`",
-    "bridges/sglang/hicache_backend.py": "whoever clears SGLang's storage",
-}
 FOREIGN_NAMES = dict.fromkeys(
     (
         *("bridges.vllm.connector", "bridges.vllm.offload_tier"),

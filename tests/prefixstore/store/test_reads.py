@@ -51,6 +51,7 @@ MAY_HANG = {
     "prefixstore/cache/imported_prompt.py": "a thread for reads",
     "prefixstore/cache/namespaces.py": "kv-seen, and the start",
     "prefixstore/cache/restore.py": "kv-match",
+    "prefixstore/chunk_store.py": "by `ask`; `clear`, on a thread of the engine that may wait",
     "prefixstore/cache/tiers/local.py": "threads of fetches and uploads",
     "daemon/engine/idle/recheck.py": "the thread idle",
     "daemon/server/openings.py": "a thread for reads",

@@ -55,8 +55,12 @@ def found_in(model: PreTrainedModel) -> dict[str, tuple[torch.Tensor, float]]:
 def test_layouts_and_positions_are_those_of_the_modules(name: str, fields: dict[str, Any]) -> None:
     model = tiny_model(name, torch.bfloat16, **fields)
     expected, found = read_layout(model), layout_of(model.config, "bfloat16")
-    assert not expected.unsupported
-    assert (found.describe(), found.layers) == (expected.describe(), expected.layers)
+    if name == "qwen4_exp":
+        # The grid has no place for its indexer's keys, so only the plan serves it.
+        assert expected.unsupported == ("DynamicIndexedLayer",)
+    else:
+        assert not expected.unsupported
+        assert (found.describe(), found.layers) == (expected.describe(), expected.layers)
     rotary = rotary_of(model.config.get_text_config(decoder=True))
     modules = found_in(model)
     assert rotary.keys() == modules.keys()
