@@ -31,7 +31,7 @@ def in_float64(model: Any) -> Any:
     for module in found.modules():
         if hasattr(module, "A_log") and hasattr(module, "D"):
             module.forward = partial(state_space, module, limits)
-        elif hasattr(module, "conv1d"):
+        elif hasattr(module, "conv1d") and not hasattr(module, "ple_embedding"):
             module.forward = partial(delta_rule, module)
         elif hasattr(module, "conv") and hasattr(module, "in_proj"):
             module.forward = partial(short_convolution, module)
